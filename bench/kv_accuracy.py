@@ -1,12 +1,11 @@
-"""What a KV cache in 8 bits, or linears in 8 bits, cost in accuracy, and how many more tokens such a cache holds, for
-the demo model.
+"""Accuracy and capacity of a KV cache in 8 bits, and accuracy of linears in 8 bits, for the demo model.
 
     python -m bench.kv_accuracy
 
-Modules that the model was never trained on, in rows of 512 tokens, each computed as one prompt whose attention reads
-keys and values back from the pool. Errors are differences of logits from the same model in float32 with its cache in
-float32. Linears in int8 are the cpu backend's: a scale for each output of a weight, and for each token of what it is
-multiplied with.
+The texts are modules on which the model was not trained, in rows of 512 tokens. Each row is computed as one prompt
+whose attention reads keys and values back from the pool. Errors are differences of logits from the same model and cache
+in float32. Linears in int8 are those of the cpu backend. They have one scale per output of a weight, and one per token
+of its input.
 """
 
 import argparse
@@ -39,7 +38,7 @@ BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PERPLEXITY_RATIO = 1.01
 MIN_CAPACITY = 1.88
-"""Beside 16 bits, at head size 64; larger heads have more."""
+"""Minimum ratio of tokens to a cache in 16 bits, at head size 64. Larger heads give a higher ratio."""
 HEAD_SIZES = (32, 64, 128)
 PROOF = (
     "tests/kernels/test_quantised_pool.py",
@@ -74,11 +73,11 @@ class Accuracy:
     mean_logit_error: float
     max_logit_error: float
     same_first_choice: float
-    """Share of positions at which the likeliest token is the exact model's."""
+    """Share of positions with the same most probable token as the exact model."""
 
 
 def held_out_rows() -> torch.Tensor:
-    """[rows, ROW_TOKENS] token ids."""
+    """Return token ids of shape [rows, ROW_TOKENS]."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
@@ -87,7 +86,7 @@ def held_out_rows() -> torch.Tensor:
 
 
 def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> Iterator[torch.Tensor]:
-    """[tokens of a row, vocabulary] in fp32, row by row."""
+    """Yield logits of shape [tokens of a row, vocabulary] in fp32, row by row."""
     folder, device, dtype = Path(model_path("demo")), torch.device("cpu"), DTYPES[case.dtype]
     config = load_config(folder)
     weights = load_weights(folder, config, dtype=dtype, device=device)
@@ -111,7 +110,7 @@ def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> 
 
 
 def accuracy_of(case: Case, rows: torch.Tensor, exact: list[torch.Tensor]) -> Accuracy:
-    """`exact` has the logits of EXACT, row by row."""
+    """Measure a case. `exact` has the logits of EXACT, row by row."""
     losses, errors, largest, same = [], [], 0.0, []
     for row, wanted, logits in zip(rows, exact, logits_of(case, rows), strict=True):
         difference = (logits - wanted).abs()
@@ -129,7 +128,7 @@ def accuracy_of(case: Case, rows: torch.Tensor, exact: list[torch.Tensor]) -> Ac
 
 
 def capacity_of(kv_dtype: str, head_dim: int) -> float:
-    """Tokens that the same memory holds, beside 16 bits."""
+    """Return the ratio of tokens that fit the same memory to those with 16 bits."""
     sizes = [
         bytes_per_block(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=16, kv_dtype=dtype)
         for dtype in ("bfloat16", kv_dtype)
@@ -138,8 +137,10 @@ def capacity_of(kv_dtype: str, head_dim: int) -> float:
 
 
 def cases_here() -> tuple[Case, ...]:
-    """Without linears in int8 where the CPU has no instructions for them. Raises ExtensionUnavailable without a
-    compiler."""
+    """Return the cases, without int8 linears if the CPU has no instructions for them.
+
+    Raise ExtensionUnavailable without a compiler.
+    """
     return CASES if load_extension().has_int8 else tuple(case for case in CASES if case.linears == "full")
 
 
@@ -176,7 +177,7 @@ def text_of(measured: dict[Case, Accuracy], rows: torch.Tensor, proven: str) -> 
     lines = [
         f"{meaning} {rows.numel():,} tokens of {', '.join(HELD_OUT_MODULES)}. {proven}.",
         "",
-        "| model, cache, linears | perplexity | mean logit error | largest logit error | same likeliest token |",
+        "| model, cache, linears | perplexity | mean logit error | largest logit error | same top token |",
         "|---|---|---|---|---|",
         *(
             f"| {case.name} | {accuracy.perplexity:.3f} | {accuracy.mean_logit_error:.4f} "
@@ -184,7 +185,7 @@ def text_of(measured: dict[Case, Accuracy], rows: torch.Tensor, proven: str) -> 
             for case, accuracy in measured.items()
         ),
         *(
-            f"\n{case.name}: not measured, this CPU has neither AVX-512 VNNI nor AVX2."
+            f"\n{case.name}: not measured, because this CPU has neither AVX-512 VNNI nor AVX2."
             for case in CASES
             if case not in measured
         ),
@@ -196,7 +197,7 @@ def text_of(measured: dict[Case, Accuracy], rows: torch.Tensor, proven: str) -> 
             for kv in ("int8", "fp8")
         ),
         "",
-        "The demo model's heads have 32 numbers, so its scales weigh more than a larger model's. A small model and",
+        "The demo model's head size is 32, so its scales take a larger share than a larger model's. A small model and",
         "rows of 512 tokens say little about long contexts, or about models whose keys have outliers.",
     ]
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""The gap between two tokens of 16 decodes while a prompt of 8,192 tokens is prefilled beside them, on the CPU.
+"""Gaps between tokens of 16 decodes while a prompt of 8,192 tokens is prefilled beside them, on the CPU.
 
     python -m bench.long_prompt
 
-The engine alone, on random weights of the demo model's shape with a longer context. Three cases, in turns: no long
-prompt; one, with `mixed_step_seconds` limiting what it may take of a step; one, with the token budget as its only
-limit.
+The engine runs alone, with random weights of the demo model's shape and a longer context. Three cases take turns. The
+first has no long prompt. In the second, `mixed_step_seconds` limits the prompt's share of a step. In the third, only
+the token budget limits it.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ROOT = BlockName(bytes(16))
 class Gaps:
     seconds: list[float] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)
-    """Of the long prompt."""
+    """Times to the first token of the long prompt."""
 
     def percentile(self, share: float) -> float:
         known = sorted(self.seconds)
@@ -75,7 +75,7 @@ def submit(engine: Engine, chance: random.Random, num_tokens: int, max_tokens: i
 
 
 def measure(engine: Engine, seed: int, *, long_prompt: bool, gaps: Gaps) -> None:
-    """Gaps of the decodes while the long prompt is computed, or over as many calm steps."""
+    """Add the gaps of the decodes while the long prompt is computed, or over CALM_STEPS steps without one."""
     chance = random.Random(seed)
     decodes = {submit(engine, chance, 64, 1500) for _ in range(DECODES)}
     for _ in range(10):
@@ -109,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         limited, unlimited = (make_engine(Path(folder), seconds) for seconds in (MIXED_STEP_SECONDS, 0.0))
         for engine in (limited, unlimited):
-            measure(engine, 0, long_prompt=True, gaps=Gaps())  # warms up, and measures the rate of prefill
+            measure(engine, 0, long_prompt=True, gaps=Gaps())  # Warm up, and let the engine measure prefill.
         for seed in range(1, repeats + 1):
             measure(limited, 3 * seed, long_prompt=False, gaps=gaps["no long prompt"])
             measure(limited, 3 * seed + 1, long_prompt=True, gaps=gaps["limited"])
@@ -133,8 +133,8 @@ def report(gaps: dict[str, Gaps], repeats: int) -> None:
     assert __doc__ is not None
     text = (
         f"{__doc__.rpartition(chr(10) * 2)[2]}\n{DECODES} decodes of 64 tokens, limit {MIXED_STEP_SECONDS} s, "
-        f"budget 2,048 tokens, {repeats} turns. Of the gap between two tokens:\n\n"
-        "| case | p50 ms | p99 ms | most ms | first token of the long prompt s |\n|---|---|---|---|---|\n"
+        f"budget 2,048 tokens, {repeats} turns. Gaps between two tokens:\n\n"
+        "| case | p50 ms | p99 ms | max ms | first token of the long prompt s |\n|---|---|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\np99 without the limit / with it: {ratio:.2f}."
     )

@@ -1,6 +1,6 @@
-"""What metrics cost a router for each piece of an output: `python -m bench.metrics`.
+"""Cost of metrics in a router for each piece of an output: `python -m bench.metrics`.
 
-Beside the making of the piece's text, which every piece needs anyway, and beside what client libraries would take.
+Compares it with making the piece's text, which every piece needs, and with prometheus_client's histogram.
 """
 
 import time
@@ -22,7 +22,7 @@ METRIC = by_name(METRICS)["inter_token_latency_seconds"]
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """Of one call: the least of several runs, on the thread's own clock."""
+    """Return the microseconds of one call: the minimum of several runs, in CPU time of the thread."""
     best = float("inf")
     for _ in range(REPEATS):
         begin = time.thread_time()

@@ -1,9 +1,9 @@
-"""The picture of a benchmark's report, drawn from its JSON.
+"""Draws the plot of a benchmark's report from its JSON.
 
     python -m bench.plots bench/reports/DATE-NAME.json ...
 
-Each benchmark draws its own in the same way. A machine without matplotlib keeps its report without a picture, and
-this command draws it anywhere.
+Each benchmark draws its plot with this module. A machine without matplotlib writes the report without a plot. This
+command then draws it on another machine.
 """
 
 import json
@@ -27,11 +27,11 @@ PLOTS = {
     "sharing": "bench.index.plot",
     "dynamo_simulator": "bench.placement.plot",
 }
-"""By the figure that only such a report has. A machine that runs one benchmark may lack what another one imports."""
+"""Module of each plot, by a figure that only its report has. Imported on use, because its packages may be missing."""
 
 
 def draw(report: Path) -> bool:
-    """Whether the picture now lies beside the report: without matplotlib there is none."""
+    """Draw the plot beside the report. Return False without matplotlib."""
     if find_spec("matplotlib") is None:
         return False
     document = json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))
@@ -41,12 +41,12 @@ def draw(report: Path) -> bool:
 
 
 def figure_of(figures: dict[str, Any]) -> "Figure":
-    """Raises ValueError where such reports have no picture."""
+    """Draw a plot of a report's figures. Raise ValueError if there is no plot for them."""
     for figure, module in PLOTS.items():
         if figure in figures:
             drawn: Figure = import_module(module).draw(figures)
             return drawn
-    raise ValueError(f"a report needs one of the figures {', '.join(PLOTS)} for a picture")
+    raise ValueError(f"no plot for this report: it needs one of the figures {', '.join(PLOTS)}")
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     for report in map(Path, sys.argv[1:]):
         try:
             if not draw(report):
-                raise SystemExit("pictures need: pip install 'blockyard[plots]'")
+                raise SystemExit("plots need: pip install 'blockyard[plots]'")
         except ValueError as error:
             raise SystemExit(f"{report}: {error}") from None
 

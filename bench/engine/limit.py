@@ -1,9 +1,10 @@
-"""The roofline of a workload: all its prompts at the matmul rate, one after the other, then decode steps in which
-every request that is not over runs, each at its limit (bench/profile/roofline.py). What all prompts begin with counts
-once, and of a prompt only the last position goes through the head. No upper bound: prompts that are computed beside
-decodes, caches that hold what is read, and numbers in 8 bits do better.
+"""Roofline of a workload: all prompts at the matmul rate, then decode steps at their limit (bench/profile/roofline.py).
 
-Owns the arithmetic, and that the machine's rates are measured in a process that has ended before any system starts.
+Every unfinished request runs in each decode step. A prefix that all prompts share counts once, and only the last
+position of a prompt goes through the head. It is no strict upper bound: prompts beside decodes, CPU caches and numbers
+in 8 bits can exceed it.
+
+Owns the arithmetic, and measuring the machine's rates in a process that ends before any system starts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def _measure(device: str, dtype: str, threads: int) -> Machine:
 
 
 def rates_of(machine: Machine) -> dict[str, float]:
-    """For a report."""
+    """Return the rates in the units of a report."""
     return {
         "copy_gb_per_second": round(machine.copy_bytes_per_second / 1e9, 2),
         "matmul_tflops_per_second": round(machine.matmul_flops_per_second / 1e12, 4),
@@ -43,7 +44,7 @@ def rates_of(machine: Machine) -> dict[str, float]:
 def roofline_tokens_per_second(
     requests: Sequence[Request], model: ModelConfig, dtype: str, machine: Machine
 ) -> float | None:
-    """Output tokens. None where requests do not arrive at once."""
+    """Return output tokens per second at the limit. None if the requests do not arrive all at once."""
     if any(request.arrival_seconds for request in requests):
         return None
     prompts = [request.token_ids for request in requests]

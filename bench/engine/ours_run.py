@@ -1,4 +1,4 @@
-"""Our engine as a system under test, in a process of its own as the peers are: see peers/protocol.py.
+"""Our engine as a system under test, in its own process like the peers: see peers/protocol.py.
 
 python -m bench.engine.ours_run
 """
@@ -16,7 +16,7 @@ from bench.engine.peers.protocol import Loaded, Settings, serve, stepped
 
 
 class Ours:
-    """`shares` gives all requests one root of names; else each has its own, as if there were no prefix cache."""
+    """Our engine. Without `shares`, block names of requests have different roots, as if there were no prefix cache."""
 
     def __init__(self, engine: Engine, *, shares: bool) -> None:
         self._engine = engine

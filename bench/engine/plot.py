@@ -1,4 +1,4 @@
-"""The engine benchmark as one picture: output tokens/s and time to the first token of each system, by workload."""
+"""Plot of the engine benchmark: output tokens/s and time to first token of each system, by workload."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ TOKENS, FIRST = "output_tokens_per_second", "first_token_ms"
 
 
 def draw(figures: dict[str, Any]) -> "Figure":
-    """A row of it is a workload in a data type."""
+    """Draw the plot. Each row is a workload in a data type."""
     rows = [
         (f"{name}, {dtype}", present(run), workload["systems"])
         for dtype, run in figures["runs"].items()
@@ -32,6 +32,6 @@ def draw(figures: dict[str, Any]) -> "Figure":
 
 
 def present(run: dict[str, Any]) -> list[str]:
-    """The systems that were there, ours first."""
+    """Return the systems that ran, ours first."""
     there = [name for name, row in run["systems"].items() if "absent" not in row]
     return sorted(there, key=lambda name: name not in run["ours"])

@@ -1,4 +1,4 @@
-"""The engine benchmark's report as text, and its writing. Owns the words; the figures are from figures.py."""
+"""Report of the engine benchmark: its text, and writing it. figures.py computes the figures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +16,15 @@ from bench.engine.figures import (
 from bench.reporting import write_report
 
 TITLE = "The engine alone, through the cluster's path, and beside its peers"
-INTRODUCTION = f"""Each system is a process of its own that has loaded the same checkpoint; they are asked in turn, one
-after the other, repeat by repeat, and each repeat has other tokens. All answer greedily and go on to the asked length.
-`First` is from a request's arrival to its first token, `token` the mean time between two tokens of a request, `pause`
-the longest between two of its tokens; `a core-second` is output tokens for each second of a core that the system took,
-waiting threads that spin among it; `foreign cores` were taken by other programs and, on a virtual machine, by others.
-A ratio is ours over the other's output tokens/s, of pairs in the same repeat: the median of those beside which foreign
-cores stayed at {DISTURBING_CORES} or less, if there are {MIN_PAIRS} of them, otherwise of all. In brackets are the
-lowest and highest, how many pairs were undisturbed, and `all` where all count. Under {UNDECIDED} (or over
-{1 / UNDECIDED:.2f}) it is undecided on a machine that drifts."""
+INTRODUCTION = f"""Each system is a process of its own with the same checkpoint. They run one after the other, repeat by
+repeat, and each repeat has other tokens. All decode greedily to exactly the requested length. `First` is the time from
+a request's arrival to its first token. `Token` is the mean time between two tokens of a request, `pause` the longest.
+`A core-second` is output tokens per second of a core that the system used, including spinning threads. `Foreign cores`
+were used by other programs and, on a virtual machine, by other machines. A ratio is our output tokens/s over the
+other's, for pairs in the same repeat. It is the median of pairs with at most {DISTURBING_CORES} foreign cores if there
+are {MIN_PAIRS} of them, otherwise of all pairs. In brackets are the lowest and highest ratio and the number of
+undisturbed pairs; `all` means that all pairs count. A ratio below {UNDECIDED} and above {1 / UNDECIDED:.2f} decides
+nothing, because the machine drifts."""
 HEAD = (
     "| system | output tokens/s | lowest-highest | a core-second | first ms p50 / p99 | token ms p50 / p99 "
     "| pause ms p50 / p99 | cores | foreign cores | same first tokens |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -40,14 +40,18 @@ def text_of(figures: Figures) -> str:
     if missed := not_judged(figures):
         parts.append(
             "\n".join(
-                ["Not judged, for want of a workload, a system or repeats:", "", *(f"- {m}" for m in missed)]
+                [
+                    "Not judged, because a workload, a system or repeats are missing:",
+                    "",
+                    *(f"- {m}" for m in missed),
+                ]
             )
         )
     return "\n\n".join(parts)
 
 
 def _setting(figures: Figures) -> str:
-    few = f" **Fewer than {MIN_REPEATS} repeats: for a look, not for a claim.**"
+    few = f" **Fewer than {MIN_REPEATS} repeats: too few for a claim.**"
     return (
         f"Model {figures['model']}, on {figures['device_name']}, {figures['threads']} threads, "
         f"{figures['repeats']} repeats.{few if figures['repeats'] < MIN_REPEATS else ''} "
@@ -57,11 +61,11 @@ def _setting(figures: Figures) -> str:
 
 def _machine(rates: Figures) -> str:
     return (
-        f"A roofline is of all prompts at the matmul rate, what they all begin with counted once and the head for "
-        f"their last positions alone, and then of decode steps at max(weight bytes / B, FLOPs / F) + KV bytes / B, all "
-        f"in the model's data type. B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the "
-        f"matmul rate, {rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started. "
-        f"Prompts beside decodes, caches and numbers in 8 bits can do better."
+        f"The roofline counts all prompts at the matmul rate, in the model's data type. Then it counts decode steps at "
+        f"max(weight bytes / B, FLOPs / F) + KV bytes / B. A prefix of all prompts counts once. The head counts "
+        f"only for last positions. B, the copy bandwidth, is {rates['copy_gb_per_second']:,.1f} GB/s and F, the matmul "
+        f"rate, is {rates['matmul_tflops_per_second']:.3g} TFLOP/s, measured before the first system started. Prompts "
+        f"beside decodes, CPU caches and numbers in 8 bits can exceed it."
     )
 
 
@@ -69,7 +73,7 @@ def _systems(run: Figures) -> str:
     lines = []
     for name, row in run["systems"].items():
         if "absent" in row:
-            lines.append(f"- {name}: not measured, {row['absent']}.")
+            lines.append(f"- {name}: not measured ({row['absent']}).")
             continue
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
         notes = f"; {row['notes']}" if row["notes"] else ""
@@ -102,14 +106,14 @@ def _workload(title: str, workload: Figures) -> str:
 def _of_roofline(workload: Figures) -> list[str]:
     shares = [f"{name} {share:.0%}" for name, share in workload["of_roofline"].items()]
     return (
-        ["", f"Of the roofline, {workload[ROOFLINE_RATE]:,.0f} tokens/s: {', '.join(shares)}."]
+        ["", f"Shares of the roofline, {workload[ROOFLINE_RATE]:,.0f} tokens/s: {', '.join(shares)}."]
         if shares
         else []
     )
 
 
 def _ratios(ratios: Mapping[str, Mapping[str, Figures]], systems: Sequence[str]) -> list[str]:
-    """A table: ours down, all systems across."""
+    """Make a table with our systems as rows and all systems as columns."""
     columns = [system for system in systems if any(system in others for others in ratios.values())]
     lines = [
         f"| {' | '.join([ours, *(_ratio(others[other]) if other in others else '' for other in columns)])} |"
@@ -159,7 +163,7 @@ def write(figures: Figures, folder: Path) -> Path:
 
 
 def _own_versions(figures: Figures) -> dict[str, str]:
-    """The peers' are in the text."""
+    """Return the versions of our own systems. The text has those of the peers."""
     return {
         package: version
         for run in figures["runs"].values()

@@ -1,10 +1,9 @@
-"""The same engine through the cluster's own path, as a system under test: a real worker process, a real router process
-and a gRPC client for each request. See peers/protocol.py.
+"""Our engine through the cluster's path, as a system under test: a real worker, a real router and gRPC requests.
 
     python -m bench.engine.served_run
 
-No Ray and no Redis: neither is on the way of a token. The worker chooses its kernel backend itself. With `session_tls`
-both processes have a cluster secret, and so certificates, as in a cluster of `up`.
+See peers/protocol.py. Uses neither Ray nor Redis, since tokens pass through neither. The worker chooses its kernel
+backend itself. With `session_tls`, both processes have a cluster secret, and so certificates, as in a cluster of `up`.
 """
 
 import asyncio
@@ -102,6 +101,6 @@ async def _ask(client: AsyncClient, request: Request, started: float) -> Course:
 
 
 if __name__ == "__main__":
-    # Where the benchmark is killed it is the end of its questions that ends this process, and so the others.
+    # If the benchmark is killed, stdin ends. This process then ends the worker and the router.
     with ExitStack() as stack:
         serve(partial(load, stack))

@@ -1,7 +1,7 @@
 """Models of the benchmarks: well-known shapes with random weights, or any checkpoint folder.
 
-A shape becomes a folder in Hugging Face's format, written by transformers, so that every system loads the same file.
-Its tokenizer is the demo's, with its vocabulary filled up to the model's. Owns these folders, nothing that runs.
+transformers writes a shape as a folder in Hugging Face's format, so that every system loads the same file. Its
+tokenizer is the demo's, with its vocabulary extended to the model's size. Owns these folders only.
 """
 
 import json
@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What config.json says of it."""
+    """Contents of a model's config.json."""
 
     architecture: str
     layers: int
@@ -129,8 +129,11 @@ SHAPES = {
 
 
 def model_folder(model: str, dtype: str, folder: Path, *, with_weights: bool) -> Path:
-    """`model` is a shape's name, `demo`, or a checkpoint folder, which stays as it is. A shape is written into
-    `folder`; without weights, who loads it must draw random ones. ValueError for a name that is neither."""
+    """Return the folder of a model: a shape's name, `demo`, or a checkpoint folder, which stays unchanged.
+
+    A shape is written into `folder`. Without weights, the loader must draw random ones. Raise ValueError for an unknown
+    name.
+    """
     if model == "demo":
         return DEMO
     if model not in SHAPES:
@@ -139,7 +142,7 @@ def model_folder(model: str, dtype: str, folder: Path, *, with_weights: bool) ->
         return Path(model)
     target = folder / f"{model}-{dtype}"
     if (target / "tokenizer.json").exists():
-        return target  # of an earlier run: the tokenizer is written last
+        return target  # An earlier run has completed it: the tokenizer is written last.
     target.mkdir(parents=True, exist_ok=True)
     config = SHAPES[model].config(dtype)
     (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -161,7 +164,7 @@ def _write_weights(folder: Path, dtype: str) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Words that no text is ever split into fill the vocabulary up: every token of the model can be decoded."""
+    """Write a tokenizer whose vocabulary is filled up with unused words, so that every token can be decoded."""
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO / name, folder / name)
     path = folder / TOKENIZER_FILES[0]

@@ -1,6 +1,6 @@
-"""The systems that one run compares, and their processes: started, asked in turn, ended with all that they started.
+"""Systems that one run compares, and their process groups: starts, measures and ends them.
 
-Owns which command runs what. Does not own what a system does (peers/, ours_run.py, served_run.py).
+Owns the commands of the systems. Does not own what a system does (peers/, ours_run.py, served_run.py).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from bench.router.processes import CpuClock, cpu_clock, foreign_cores, tree
 ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
 SERVED, SERVED_PLAINTEXT = "blockyard, served", "blockyard, served in plaintext"
-"""Plaintext between router and worker tells what the mutual TLS of the other costs."""
+"""Our engine through a router. The variant with plaintext between router and worker shows the cost of mutual TLS."""
 LOAD_SECONDS = 600.0
 RUN_SECONDS = 3600.0
 STOP_SECONDS = 10.0
@@ -35,12 +35,12 @@ LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/li
 
 
 class SystemEnded(Exception):
-    """A process that was asked is gone; the message has the end of what it printed."""
+    """A system's process ended before its answer. The message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What is to be started."""
+    """Command and settings of a system."""
 
     name: str
     command: tuple[str, ...]
@@ -48,7 +48,7 @@ class System:
     env: Mapping[str, str] = field(default_factory=dict)
     is_ours: bool = False
     takes_preload: bool = True
-    """OpenVINO aborts with another allocator."""
+    """Whether an allocator may be preloaded. OpenVINO aborts with another allocator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +57,18 @@ class Trial:
 
     courses: tuple[Course, ...]
     foreign_cores: float
-    """That other programs, or other virtual machines, kept busy meanwhile."""
+    """Cores that other programs or virtual machines used during the trial."""
     cores: float
-    """That the system kept busy."""
+    """Cores that the system used."""
 
     @property
     def seconds(self) -> float:
-        """From the first request's arrival to the last token."""
+        """Time from the first request's arrival to the last token."""
         return max(course.last for course in self.courses)
 
 
 class Running:
-    """A system that stands ready."""
+    """A system whose process is ready."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, hello: dict[str, Any]) -> None:
         self._process = process
@@ -78,7 +78,7 @@ class Running:
         self.load_seconds: float = hello["load_seconds"]
 
     async def run(self, requests: Sequence[Request]) -> Trial:
-        """Raises ValueError where not every token came, SystemEnded."""
+        """Run the requests. Raise ValueError if tokens are missing, and SystemEnded."""
         before = self._clock()
         answer = await _ask(
             self._process,
@@ -90,7 +90,7 @@ class Running:
         courses = tuple(Course(**course) for course in answer["courses"])
         for request, course in zip(requests, courses, strict=True):
             if course.num_tokens != request.max_tokens:
-                raise ValueError(f"{course.num_tokens} of {request.max_tokens} tokens came of a request")
+                raise ValueError(f"a request got {course.num_tokens} of {request.max_tokens} tokens")
         elapsed = after.now - before.now
         return Trial(
             courses=courses,
@@ -99,7 +99,7 @@ class Running:
         )
 
     async def kill(self) -> None:
-        """Its memory and its cores, and those of all that it started, are the others' again once this returns."""
+        """Kill the process group. Its memory and cores are free once this returns."""
         await end_group(self._process, signal.SIGKILL)
 
     def _clock(self) -> CpuClock:
@@ -108,10 +108,13 @@ class Running:
 
 @asynccontextmanager
 async def running(system: System, folder: Path, memory_bytes: int) -> AsyncIterator[Running | str]:
-    """The system, or why it is absent: then nothing of it runs any more beside the others. One that takes more memory
-    than that is ended: a peer that sizes its cache by the machine would take what all others have in use."""
+    """Start a system and yield it, or yield why it is absent. No process of an absent system is left.
+
+    A system that takes more than `memory_bytes` is killed. A peer that sizes its cache by the machine would take the
+    memory that other systems use.
+    """
     if shutil.which(system.command[0]) is None:
-        yield f"there is no {Path(system.command[0]).name} at the path given"
+        yield f"there is no {Path(system.command[0]).name} at the given path"
         return
     log = folder / f"{system.name.replace(' ', '-').replace('/', '-')}.log"
     with log.open("wb") as file:
@@ -132,7 +135,7 @@ async def running(system: System, folder: Path, memory_bytes: int) -> AsyncItera
         except SystemEnded as ended:
             hello = {"absent": str(ended)}
         except TimeoutError:
-            hello = {"absent": f"it did not stand ready within {LOAD_SECONDS:.0f} s"}
+            hello = {"absent": f"it was not ready within {LOAD_SECONDS:.0f} s"}
         if "absent" in hello:
             await end_group(process)
             yield hello["absent"]
@@ -147,13 +150,13 @@ async def _guard(process: asyncio.subprocess.Process, memory_bytes: int, log: Pa
     while process.returncode is None:
         if (resident := _resident_bytes(process.pid)) > memory_bytes:
             with log.open("a", encoding="utf-8") as file:
-                file.write(f"ended by the benchmark at {resident / 2**30:.1f} GiB of memory\n")
+                file.write(f"killed by the benchmark at {resident / 2**30:.1f} GiB of memory\n")
             return _signal_group(process, signal.SIGKILL)
         await asyncio.sleep(GUARD_SECONDS)
 
 
 def _resident_bytes(pid: int) -> int:
-    """Of the process with all that it started; 0 once it is gone."""
+    """Return the resident memory of a process and its descendants. 0 once it is gone."""
     return sum(_pages(child) for child in tree(pid)) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -176,14 +179,17 @@ async def _ask(process: asyncio.subprocess.Process, message: object, seconds: fl
 
 
 def _tail(log: Path) -> str:
-    """Its last line first, which says most; then what was before it."""
+    """Return the last line of a log, which says most, and then the end of the log."""
     text = log.read_text(encoding="utf-8", errors="replace").strip()
     return f"{text.rpartition(chr(10))[2]}\n{text[-3000:]}"
 
 
 async def end_group(process: asyncio.subprocess.Process, *numbers: int) -> None:
-    """The process is its group's first: workers and routers that it started are in it. Returns once all of them are
-    gone, or STOP_SECONDS after the last of these signals; SIGTERM and then SIGKILL where none is named."""
+    """End the process group of a group leader, which includes workers and routers that it started.
+
+    Sends the signals one after the other, by default SIGTERM and SIGKILL. Returns once all members are gone, or
+    STOP_SECONDS after the last signal.
+    """
     for number in numbers or (signal.SIGTERM, signal.SIGKILL):
         _signal_group(process, number)
         with suppress(TimeoutError):
@@ -199,8 +205,11 @@ def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
 
 
 def _members(process: asyncio.subprocess.Process) -> list[int]:
-    """The living of its group, none where its number is another's by now: the kernel gives it away again once the
-    first is reaped and the group is empty, so that a process of that number is then a stranger."""
+    """Return the live members of a process's group.
+
+    The kernel reuses the number once the leader is reaped and the group is empty. A live process with this number is
+    then a stranger, and the result is empty.
+    """
     living = [
         pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _group(pid) == process.pid
     ]
@@ -208,7 +217,7 @@ def _members(process: asyncio.subprocess.Process) -> list[int]:
 
 
 def _group(pid: int) -> int | None:
-    """None of one that has ended, reaped or not."""
+    """Return a process's group, or None if it has ended, reaped or not."""
     try:
         state, _, group, *_ = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -219,7 +228,7 @@ def _group(pid: int) -> int | None:
 def our_systems(
     settings: Settings, *, backends: Sequence[str], is_served: bool, is_unshared: bool
 ) -> list[System]:
-    """Our engine on each backend, without a shared cache, and through worker, router and clients."""
+    """Return our engine on each backend, without a shared cache, and through worker, router and clients."""
     settings = {**settings, "backend": backends[0], "shares": True}
     stored = settings.get("kv_cache_dtype", "auto")
     suffix = "" if stored == "auto" else f", KV in {stored}"
@@ -237,7 +246,7 @@ def our_systems(
 
 def _ours(name: str, module: str, settings: Settings) -> System:
     command = (sys.executable, "-m", f"bench.engine.{module}")
-    # As in a worker: what PyTorch computes keeps the count that all who use it have.
+    # As in a worker: PyTorch's own kernels keep PyTorch's spin count.
     env = {} if settings["backend"] == "torch" else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
     return System(name=name, command=command, settings=settings, is_ours=True, env=env)
 
@@ -245,7 +254,7 @@ def _ours(name: str, module: str, settings: Settings) -> System:
 def peers(
     settings: Settings, pythons: Mapping[str, Path], converted: Path | None, *, batchings: Sequence[str]
 ) -> list[System]:
-    """Those whose Python is named: transformers, vllm, openvino."""
+    """Return the peers (transformers, vllm, openvino) whose Python is given."""
     rows: list[System] = []
     if "transformers" in pythons:
         for batching in batchings:
@@ -263,13 +272,13 @@ def peers(
 
 
 def _peer(name: str, script: str, pythons: Mapping[str, Path], settings: Settings) -> System:
-    # A file and not a module: the repository's own `kernels` must not be found for a package of that name.
+    # Run a file, not a module, so that our folder `kernels` does not hide a package of that name.
     command = (str(pythons[script]), str(PEERS / f"{script}_run.py"))
     return System(name=name, command=command, settings=settings, env={"PYTHONPATH": ""})
 
 
 def with_preload(system: System, libraries: Sequence[str]) -> System:
-    """Ours run as workers do, with the C library's own allocator."""
+    """Preload libraries into a peer. Our own systems keep the C library's allocator, as workers do."""
     if system.is_ours or not system.takes_preload:
         return system
     known = [*libraries, *filter(None, [system.env.get("LD_PRELOAD", "")])]
@@ -277,11 +286,11 @@ def with_preload(system: System, libraries: Sequence[str]) -> System:
 
 
 def tcmalloc() -> str | None:
-    """Debian's libtcmalloc-minimal4, if it is installed."""
+    """Return the path of Debian's libtcmalloc-minimal4, if it is installed."""
     paths = (Path(folder) / name for folder in LIBRARIES for name in TCMALLOC)
     return next((str(path) for path in paths if path.exists()), None)
 
 
 def _openmp(python: Path) -> str:
-    """Intel's, which vLLM's CPU build wants preloaded; it comes with its wheels."""
+    """Return the path of Intel's OpenMP, which vLLM's CPU build needs preloaded and whose wheels contain it."""
     return next((str(path) for path in python.parents[1].glob("lib*/**/libiomp5.so")), "")

@@ -1,10 +1,10 @@
-"""The prefix index in a real Redis: memory, look-ups, writes, purge, rebuild; beside llm-d's schema in the same Redis.
+"""Benchmark of the prefix index in a real Redis, beside llm-d's schema: memory, look-ups, writes, purge, rebuild.
 
     python -m bench.index            # about four minutes, writes bench/reports/<today>-index.{md,json,png}
     python -m bench.index --quick    # a smoke test: prints the report, keeps nothing
 
-Starts a private redis-server and drives RedisPrefixIndex through its public API with redis-py; the peer
-(llmd.py) uses the same client and the same names, in turns.
+Starts a private redis-server, and drives RedisPrefixIndex through its public API with redis-py. The peer (llmd.py)
+uses the same client and the same names, in turns.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bench.plots import draw
 from bench.reporting import REPORTS, write_report
 
 TIMEOUT_SECONDS = 60.0
-"""Of one call: FLUSHALL of a million entries takes a while."""
+"""Time limit of one call. FLUSHALL of a million entries takes a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ QUICK = Scale(
 
 
 async def measure(url: str, scale: Scale) -> dict[str, Any]:
-    """All figures of the report."""
+    """Measure all figures of the report."""
     async with connect(url, timeout_seconds=TIMEOUT_SECONDS) as client:
         clock = await MachineClock.start(client)
         await warm_up(client)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def keep(figures: dict[str, Any], folder: Path) -> Path:
-    """Writes the report and its picture. Where the Markdown lies."""
+    """Write the report and its plot. Return the path of the Markdown."""
     path = write_report(
         "index",
         title="The prefix index beside llm-d's schema",

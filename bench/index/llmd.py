@@ -1,4 +1,4 @@
-"""llm-d's prefix index in Redis, in few lines of Python: the peer of bench/index/__main__.py.
+"""llm-d's prefix index in Redis, rewritten in Python: the peer of bench/index/__main__.py.
 
 Layout and round trips are those of `pkg/kvcache/kvblock/redis.go` and `index.go` in llm-d/llm-d-kv-cache at commit
 02bff241f63655fc7614c9f1877bb12a58638272:
@@ -6,9 +6,9 @@ Layout and round trips are those of `pkg/kvcache/kvblock/redis.go` and `index.go
     <block>           HASH    block = a 64-bit hash in decimal; field = `pod@tier`, value empty
     engine:<block>    STRING  the engine's own hash of the block -> the key above, so that evictions find it
 
-Look-up: one pipeline with an HKEYS for each block, up to the first that nobody holds. Add: one pipeline of SET
+Look-up: one pipeline with an HKEYS for each block, up to the first block that no pod holds. Add: one pipeline of SET
 and HSET for each block. Evict, block by block: GET, HDEL, then a script that drops the engine's key with the last pod.
-A pod that dies is not struck out. (In llm-d/llm-d-kv-cache-manager at 092ce2799c89055c8e771f100457c461909541f2 the
+Entries of a dead pod are not removed. (In llm-d/llm-d-kv-cache-manager at 092ce2799c89055c8e771f100457c461909541f2, the
 value was a time stamp and there was no `engine:` key; the rest was the same. Neither stores JSON.)
 """
 
@@ -24,7 +24,7 @@ return 0
 
 
 def pod_entry(worker: int) -> str:
-    """An address as llm-d's router knows pods by, and the tier."""
+    """Return a pod's address, as llm-d's router identifies it, and its tier."""
     return f"10.0.{worker // 250}.{worker % 250 + 1}:8000@gpu"
 
 
@@ -42,7 +42,7 @@ class LlmdIndex:
         await pipeline.execute()
 
     async def lookup(self, names: Sequence[bytes]) -> dict[bytes, int]:
-        """Leading blocks that each pod holds."""
+        """Return the number of leading blocks that each pod holds."""
         pipeline = self._client.pipeline(transaction=False)
         for name in names:
             pipeline.hkeys(_key(name))
@@ -68,5 +68,5 @@ def _key(name: bytes) -> str:
 
 
 def _engine_key(name: bytes) -> str:
-    """Engines hash blocks by a rule of their own: any other 64 bits."""
+    """Return the engine's key. Engines have their own hash, for which any other 64 bits will do."""
     return f"engine:{int.from_bytes(name[8:16], 'big')}"

@@ -1,7 +1,6 @@
-"""Names, workers and writers for bench/index/__main__.py: what a cluster asks of RedisPrefixIndex, through its
-public API.
+"""Names, workers and writers for bench/index/__main__.py: the load of a cluster on RedisPrefixIndex's public API.
 
-Names are random bytes, which sha256's are too; each worker's are a row of chains, root first.
+Names are random bytes, like those of sha256. Each worker has a series of chains, root first.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ PROMPT_BLOCKS = 450
 CACHED_BLOCKS = 375
 LEASE_SECONDS = 3600.0
 PROBE_SEED = 7
-"""Of the chain that bench/index/probe.py looks up while others write."""
+"""Seed of the chain that bench/index/probe.py looks up while others write."""
 
 Names = tuple[bytes, ...]
 
@@ -40,7 +39,7 @@ def make_names(seed: int, count: int) -> Names:
 
 
 def prompt_of(cached: Names, seed: int) -> Names:
-    """A prompt that begins with the cached blocks and goes on with some that nobody holds."""
+    """Return a prompt of the cached blocks, followed by blocks that no worker holds."""
     return (*cached, *make_names(seed + 1_000_000, PROMPT_BLOCKS - len(cached)))
 
 
@@ -56,13 +55,13 @@ def worker_record(number: int) -> WorkerRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
-    """One worker's berth, with one batch on its way at a time, as IndexPublisher has it."""
+    """Writer for one worker's berth, with one batch in flight, like IndexPublisher."""
 
     index: RedisPrefixIndex
     berth: Berth
     sequence: int = FIRST_SEQUENCE - 1
     pause_per_call: float = 0.0
-    """Rests after each batch so many times as long as the batch took."""
+    """Pause after each batch, as a multiple of the batch's duration."""
 
     @classmethod
     async def register(
@@ -80,7 +79,7 @@ class Writer:
             await self._apply(anywhere_added=anywhere[first : first + MAX_BATCH_NAMES])
 
     async def remove(self, names: Names) -> None:
-        """Leaf first."""
+        """Remove names, leaf first."""
         leaf_first = names[::-1]
         for first in range(0, len(names), MAX_BATCH_NAMES):
             await self._apply(removed=leaf_first[first : first + MAX_BATCH_NAMES])
@@ -99,14 +98,14 @@ async def register_all(index: RedisPrefixIndex, count: int, *, first: int = 0) -
 
 
 async def add_all(writers: Sequence[Writer], names_of_each: Sequence[Names]) -> None:
-    """All at once, as workers do that find Redis empty."""
+    """Add the names of all workers concurrently, as workers do when Redis is empty."""
     async with asyncio.TaskGroup() as group:
         for writer, names in zip(writers, names_of_each, strict=True):
             group.create_task(writer.add(names))
 
 
 async def die_and_purge(index: RedisPrefixIndex, writers: Sequence[Writer]) -> tuple[int, int]:
-    """Retires them and walks until their numbers are free. How many entries were changed, in how many slices."""
+    """Retire the writers, and purge until their berths are free. Return the numbers of changed entries and slices."""
     for writer in writers:
         await index.retire(writer.berth)
     changed = slices = freed = 0
@@ -119,7 +118,7 @@ async def die_and_purge(index: RedisPrefixIndex, writers: Sequence[Writer]) -> t
 
 
 async def num_names(client: Redis) -> int:
-    """What the buckets really hold, whoever holds it."""
+    """Return the number of names in all buckets, of any worker."""
     pipeline = client.pipeline(transaction=False)
     for bucket in range(index_schema.NUM_BUCKETS):
         pipeline.hlen(f"{index_schema.key_prefix(CLUSTER)}b:{bucket:03x}")
@@ -127,7 +126,7 @@ async def num_names(client: Redis) -> int:
 
 
 async def warm_up(client: Redis) -> None:
-    """Each script once, so that Redis holds them all before memory is first looked at."""
+    """Run each script once, so that Redis has loaded them all before memory is first measured."""
     index = RedisPrefixIndex(client, CLUSTER)
     (writer,) = await register_all(index, 1)
     await writer.add(make_names(0, 4))

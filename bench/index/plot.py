@@ -1,4 +1,4 @@
-"""Draws the index report: bytes a block and look-up time over how many workers share the blocks."""
+"""Plot of the index report: bytes per block and look-up time over the number of workers that share the blocks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ def draw(figures: dict[str, Any]) -> "Figure":
     for panel, title, unit, figure_name in (
         (axes[0], "Memory", "bytes a block", ""),
         (axes[1], "Look-up: CPU time of Redis", "microseconds", "server_cpu_us"),
-        (axes[2], "Look-up: as the client waits", "microseconds, p50", "wall_p50_us"),
+        (axes[2], "Look-up: waiting time of the client", "microseconds, p50", "wall_p50_us"),
     ):
         for key, name in SYSTEMS.items():
             values = [

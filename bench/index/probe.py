@@ -1,6 +1,6 @@
-"""Somebody else beside a load: PINGs and look-ups from a process of its own, started by bench/index/__main__.py.
+"""Probe beside a load: PINGs and look-ups from another process, which bench/index/writes.py starts.
 
-Takes Redis's URL from the first line of stdin, says `ready`, and goes on until stdin ends; then prints the times, in
+Reads Redis's URL from the first line of stdin, prints `ready`, and runs until stdin ends. Then it prints the times, in
 microseconds, as JSON.
 """
 

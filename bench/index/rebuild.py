@@ -1,8 +1,7 @@
-"""How long the index is inexact after Redis has lost everything: FLUSHALL beside workers that publish.
+"""Time until the index is exact again after Redis has lost everything: FLUSHALL beside workers that publish.
 
-Part of bench/index/__main__.py. The publishers are the product's own (worker/indexing/publisher.py), all in one
-process: on a real cluster each has a machine of its own, so the time here is that of Redis plus one process's work for
-all of them.
+Part of bench/index/__main__.py. The publishers are the product's own (worker/indexing/publisher.py), but all run in
+one process. On a real cluster each has its own machine, so this time includes one process's work for all of them.
 """
 
 import asyncio
@@ -56,7 +55,7 @@ async def measure_rebuild(client: Redis, scale: RebuildScale) -> dict[str, Any]:
 
 
 async def _until_published(publishers: Sequence[IndexPublisher], *, num_registrations: int) -> float:
-    """Seconds until every publisher has registered so often and has nothing left to tell."""
+    """Wait until every publisher has registered this often and has nothing left to publish. Return the seconds."""
     started = time.perf_counter()
     async with asyncio.timeout(DEADLINE_SECONDS):
         while True:
@@ -71,8 +70,8 @@ def is_exact(state: PublisherState) -> bool:
 
 
 async def _check(client: Redis, index: RedisPrefixIndex, names: Sequence[Names]) -> None:
-    """That the index is exact: every name is there, and each worker's chain is found under it alone, in full depth."""
-    assert await num_names(client) == sum(map(len, names)), "names are missing, or too many"
+    """Assert that the index is exact: all names exist, and a look-up finds each chain in full, on its worker only."""
+    assert await num_names(client) == sum(map(len, names)), "the index has too few or too many names"
     for number, held in enumerate(names):
         for first in range(0, len(held), CACHED_BLOCKS):
             chain = held[first : first + CACHED_BLOCKS]
@@ -80,4 +79,4 @@ async def _check(client: Redis, index: RedisPrefixIndex, names: Sequence[Names])
             wanted = worker_record(number)
             assert found == [
                 Holder(worker_id=wanted.worker_id, incarnation=wanted.incarnation, depth=len(chain))
-            ], f"worker {number} stands at {found}"
+            ], f"the look-up of worker {number}'s chain found {found}"

@@ -1,7 +1,7 @@
-"""A private Redis for bench/index/__main__.py, and what a stretch of work cost there and here.
+"""Measures the cost of work in a private Redis and in its client, for bench/index/__main__.py.
 
-Server-side times are Redis's own: `INFO commandstats` for means, SLOWLOG for the time of each script, `INFO cpu` for
-all that the process did, parsing and replying included. Does not own what is stored.
+Server-side times come from Redis: means from `INFO commandstats`, and times of scripts from SLOWLOG. The CPU time from
+`INFO cpu` includes parsing and replying. Does not own the data.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 SLOWLOG_MICROSECONDS = 10
-"""Above what one HGET inside a script takes, below any script of ours."""
+"""Longer than one HGET inside a script, and shorter than any script of ours."""
 MAX_SLOWLOG_ENTRIES = 20_000
 SETTLE_SECONDS = 0.15
 SETTLE_ATTEMPTS = 60
@@ -24,15 +24,15 @@ SETTLE_ATTEMPTS = 60
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
-    """Filled in when the stretch is over."""
+    """Cost of a piece of work. Filled in at its end."""
 
     wall_seconds: float = 0.0
     client_cpu_seconds: float = 0.0
     server_cpu_seconds: float = 0.0
     microseconds_by_command: dict[str, float] = field(default_factory=dict)
-    """All calls of one command together. A script's time contains that of the commands it calls."""
+    """Sum over all calls of a command. A script's time contains that of the commands it calls."""
     script_microseconds: list[int] = field(default_factory=list)
-    """Each script's time, in no useful order."""
+    """Times of the scripts, unordered."""
 
 
 @asynccontextmanager
@@ -60,8 +60,10 @@ async def measured(client: Redis) -> AsyncIterator[Spent]:
 
 
 async def used_memory_bytes(client: Redis) -> int:
-    """Once nothing but the data is there: buffers of idle connections would count too, and so do tables that Redis is
-    still moving to their new size."""
+    """Return Redis's used memory once it has settled.
+
+    Closes idle connections, whose buffers would count, and waits until Redis has finished resizing its tables.
+    """
     await client.connection_pool.disconnect()
     before = -1
     for _ in range(SETTLE_ATTEMPTS):
@@ -80,7 +82,7 @@ async def _server_cpu_seconds(client: Redis) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineClock:
-    """Says how busy others kept the machine. Linux only; elsewhere it knows the load average alone."""
+    """Measures how busy other programs kept the machine. Without Linux, only the load average is known."""
 
     started: float
     busy_seconds: float | None
@@ -97,7 +99,7 @@ class MachineClock:
         )
 
     async def stop(self, client: Redis) -> dict[str, Any]:
-        """`foreign_cpus` is how many processors others used, on average."""
+        """Return the load since the start. `foreign_cpus` is the mean number of processors used by other programs."""
         busy, wall = _busy_seconds(), time.monotonic() - self.started
         own = _own_seconds() + await _server_cpu_seconds(client) - self.own_seconds
         known = busy is not None and self.busy_seconds is not None
@@ -110,13 +112,13 @@ class MachineClock:
 
 
 def _own_seconds() -> float:
-    """Of this process and of children that have ended."""
+    """Return the CPU seconds of this process and of children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def _busy_seconds() -> float | None:
-    """All processors together since boot; neither idle nor waiting for a disk."""
+    """Return the CPU seconds of all processors since boot, without idle time and waiting for disks."""
     try:
         first_line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
     except OSError:

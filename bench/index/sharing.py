@@ -1,7 +1,7 @@
-"""Bytes a block and look-up time as functions of how many workers share the blocks: ours and llm-d's in turns.
+"""Bytes per block and look-up time over the number of workers that share the blocks: ours and llm-d's in turns.
 
-Part of bench/index/__main__.py. The store of each case has been through a churn: up to 8 workers have died, which held
-half of the shared chains and others of their own, and were purged; the living have added and removed others.
+Part of bench/index/__main__.py. Each case's index has been through churn. Up to 8 workers, which held half of the
+shared chains and chains of their own, have died and been purged. The live workers have added and removed chains.
 """
 
 import time
@@ -31,7 +31,7 @@ from bench.reporting import percentile
 
 STRIDE_BLOCKS = 4
 REDIS_DEFAULT_VALUE_BYTES = 64
-"""Of hash-max-listpack-value: what the buckets would have if registration did not raise it."""
+"""Redis's default of hash-max-listpack-value, which registration raises."""
 MAX_DYING = 8
 LookUp = Callable[[Names], Awaitable[object]]
 
@@ -40,22 +40,22 @@ LookUp = Callable[[Names], Awaitable[object]]
 class SharingScale:
     sharers: tuple[int, ...] = (1, 8, 40, 64)
     chains: int = 100
-    """Of 375 blocks each."""
+    """Number of chains of 375 blocks."""
     peer_chains: int = 12
-    """llm-d's bytes do not depend on how many blocks there are, and writing them takes long."""
+    """Number of chains for llm-d. Its bytes per block do not depend on their number, and writing takes long."""
     lookups: int = 200
-    """A turn; of llm-d's, which are slow, a twentieth."""
+    """Look-ups per turn. llm-d's look-ups are slow, so a twentieth of them."""
     repeats: int = 5
 
 
 @dataclass(slots=True, kw_only=True)
 class LookUpTimes:
-    """One number a turn, and one a look-up where there are such. In microseconds."""
+    """Times of look-ups in microseconds: one number per turn, and in `each_...` one per look-up."""
 
     server: list[float] = field(default_factory=list)
-    """What Redis says its commands took."""
+    """Time of commands, as Redis reports it."""
     server_cpu: list[float] = field(default_factory=list)
-    """All that the Redis process did for a look-up, parsing and replying included."""
+    """CPU time of the Redis process for a look-up, including parsing and replying."""
     wall: list[float] = field(default_factory=list)
     each_server: list[float] = field(default_factory=list)
     each_wall: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ async def fill_after_churn(client: Redis, chains: Sequence[Names], sharers: int)
 
 
 async def measure_sharing(client: Redis, sharers: int, scale: SharingScale) -> dict[str, Any]:
-    """Both schemas lie side by side in one Redis while look-ups are timed in turns."""
+    """Measure both schemas, which are side by side in one Redis while look-ups are timed in turns."""
     await client.flushall()
     chains = make_chains(scale.chains, seed=0)
     empty = await used_memory_bytes(client)
@@ -168,7 +168,7 @@ async def _check(index: RedisPrefixIndex, peer: LlmdIndex, prompt: Names, sharer
 
 
 def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Of the pairs of each turn."""
+    """Return the ratios of the pairs of turns."""
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     return {
         "median": round(median(ratios), 2),
@@ -178,7 +178,7 @@ def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
 
 
 async def measure_variations(client: Redis, sharers: int, scale: SharingScale) -> dict[str, Any]:
-    """For information: other shapes of the same look-up, ours alone."""
+    """Measure variations of the same look-up, ours only and without floors."""
     chains = make_chains(max(1, scale.chains // 4), seed=0)
     prompts = make_prompts(chains, scale.lookups, seed=0)
     depths = [1 + n * (CACHED_BLOCKS - 1) // max(1, sharers - 1) for n in range(sharers)]
@@ -211,7 +211,7 @@ async def _vary(
     has_host_cache: bool = False,
     value_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """With a host cache each worker holds its second half of names in host memory only."""
+    """Measure one variation. With a host cache, each worker publishes its names for both tiers."""
     await client.flushall()
     empty = await used_memory_bytes(client)
     index = RedisPrefixIndex(client, CLUSTER)

@@ -1,4 +1,4 @@
-"""The words and tables of bench/index/__main__.py's report, from its figures. Pure."""
+"""Text, tables and floors of bench/index/__main__.py's report. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,15 @@ MAX_BYTES_A_BLOCK = 40.0
 MIN_ENTRIES_PER_SECOND = 200_000.0
 Figures = Mapping[str, Any]
 
-DIFFERENCES = """What differs. Ours names a worker by two bytes and puts 4,096 hashes of many blocks each in Redis;
-one script answers a look-up by bisection, and sees live workers only. llm-d (`pkg/kvcache/kvblock/redis.go` of
-llm-d/llm-d-kv-cache at 02bff241) has one HASH a block (key: a 64-bit hash in decimal, field: `pod@tier`, value: empty;
-older versions stored a time stamp, none that we found stored JSON) and one STRING a block that leads from the engine's
-hash to that key. Its look-up is a pipeline of one HKEYS for each block, 75 of which nobody holds here. Its entry names
-the tier; ours does so by a second number a worker (see *host tier* below). It has no leases: a dead pod's entries stay.
-Ours has no journal: a purge walks the buckets, so the bytes below are all that the index stores. llm-d's own client is
-in Go; redis-py parses replies in Python, so what *the client waits* flatters us. Compare the CPU time of Redis.
+DIFFERENCES = """Differences. Ours stores a worker as two bytes, and keeps 4,096 hashes of many blocks in Redis. One
+script answers a look-up by bisection, and returns live workers only. llm-d (`pkg/kvcache/kvblock/redis.go` of
+llm-d/llm-d-kv-cache at 02bff241) has one HASH per block (key: a 64-bit hash in decimal, field: `pod@tier`, value:
+empty). Older versions stored a time stamp; no version that we found stored JSON. It also has one STRING per block, from
+the engine's hash to that key. Its look-up is a pipeline with one HKEYS for each block, 75 of which no worker holds
+here. Its entry names the tier; ours uses a second number per worker for it (see *host tier* below). It has no leases: a
+dead pod's entries stay. Ours has no journal: a purge walks the buckets. So the bytes below are all that the index
+stores. The client of llm-d is in Go. redis-py parses replies in Python, so *client waits* favours us. Compare the CPU
+time of Redis.
 """
 
 
@@ -62,7 +63,7 @@ def report_text(figures: Figures, *, picture: str) -> str:
             f"{load['seconds']} s, {figures['repeats']} turns, a private Redis "
             f"{figures['redis']} without persistence on the same machine. Load average "
             f"{load['load_average_before']} before and {load['load_average_after']} after; other programs "
-            f"took {foreign}.",
+            f"used {foreign}.",
             "",
             DIFFERENCES,
             f"![bytes and look-up time over sharing workers]({picture})",
@@ -81,12 +82,12 @@ def _sharing(sharing: Figures) -> list[str]:
     lines = [
         "## Memory and look-up",
         "",
-        "450 blocks of which the first 375 are held by r workers. Bytes are the growth of Redis's "
-        f"used_memory over distinct blocks, {sharing_blocks:,} of ours; keys of buckets, leases and "
-        "records are in it. *In Redis* is what it says its commands took, *CPU* all that its process did "
-        "for a look-up; ratios are llm-d's / ours by turn, with the lowest and highest. Times in us.",
+        "A look-up has 450 blocks, of which r workers hold the first 375. Bytes are the growth of Redis's "
+        f"used_memory per distinct block ({sharing_blocks:,} of ours), including keys of buckets, leases and "
+        "records. *In Redis* is the time of commands as Redis reports it, and *CPU* is the CPU time of its process "
+        "for a look-up. Ratios are llm-d's / ours by turn, with the lowest and highest. Times are in us.",
         "",
-        "| r | bytes a block | llm-d's (without engine keys) | in Redis, p99 | llm-d's | ratio | CPU | "
+        "| r | bytes per block | llm-d's (without engine keys) | in Redis, p99 | llm-d's | ratio | CPU | "
         "llm-d's | ratio | client waits p50, p99 | llm-d's p50 | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -109,16 +110,16 @@ def _ratio(ratio: Figures) -> str:
 
 def _variations(variations: Figures) -> list[str]:
     titles = {
-        "raised_value_bound": "as above, compact values up to 512 bytes (what registration sets)",
+        "raised_value_bound": "as above, compact values up to 512 bytes (set by registration)",
         "default_value_bound": "hash-max-listpack-value 64 (Redis's default)",
-        "stride": "index stride 4: every fourth name, bytes by block of the cache",
-        "host_tier": "each worker with a host tier that holds the same: two numbers a worker",
-        "uneven_depths": "every worker with another depth, from 1 to 375: the worst case of the bisection",
+        "stride": "index stride 4: every fourth name, bytes per block of the cache",
+        "host_tier": "each worker with a host tier that holds the same: two numbers per worker",
+        "uneven_depths": "each worker with another depth, from 1 to 375: the worst case of the bisection",
     }
     lines = [
         f"For information, at r={variations['sharers']}, without churn and with a quarter of the blocks:",
         "",
-        "| case | bytes a block | in Redis us | p99 us |",
+        "| case | bytes per block | in Redis us | p99 us |",
         "|---|---|---|---|",
     ]
     for name, title in titles.items():
@@ -134,28 +135,28 @@ def _writes(writes: Figures) -> list[str]:
     return [
         "## Writes",
         "",
-        f"{writes['entries']:,} entries, all of different names, in batches of 512, all workers at once "
-        "from one process:",
+        f"{writes['entries']:,} entries with distinct names, in batches of 512, from all workers at once "
+        "in one process:",
         "",
-        "| | entries/s | by second of Redis's CPU | by second of the client's CPU |",
+        "| | entries/s | per second of Redis's CPU | per second of the client's CPU |",
         "|---|---|---|---|",
         f"| Blockyard | {ours['entries_per_second']:,} ({spread['lowest']:,}-{spread['highest']:,}) "
         f"| {ours['entries_per_server_cpu_second']:,} | {ours['entries_per_client_cpu_second']:,} |",
         f"| llm-d's schema, a smaller load | {theirs['entries_per_second']:,} "
         f"| {theirs['entries_per_server_cpu_second']:,} | {theirs['entries_per_client_cpu_second']:,} |",
         "",
-        f"Ours / llm-d's by the clock: {ratio:.1f}. The CPU columns say which side is the limit: Redis "
-        "for ours, the client for llm-d's. For one entry llm-d's schema sets two keys and reads nothing; "
-        "ours reads, merges, and checks sequence and epoch. One batch of ours held Redis for "
-        f"{ours['batch_p50_us']:,} us (p99 {ours['batch_p99_us']:,}, most {ours['batch_max_us']:,}). "
-        f"Full, the index takes {writes['bytes_a_block']} bytes a block, and a look-up "
+        f"Ours / llm-d's by wall clock: {ratio:.1f}. The CPU columns show which side is the limit: Redis "
+        "for ours, the client for llm-d's. For one entry, llm-d's schema sets two keys and reads nothing; "
+        "ours reads, merges, and checks sequence and epoch. One batch of ours occupied Redis for "
+        f"{ours['batch_p50_us']:,} us (p99 {ours['batch_p99_us']:,}, max {ours['batch_max_us']:,}). "
+        f"The full index takes {writes['bytes_a_block']} bytes per block, and a look-up "
         f"{writes['lookup']['server_us']} us in Redis (p99 {writes['lookup']['server_p99_us']}).",
         "",
-        f"Removal of what workers evict: {gone['removed_entries_per_second']:,} entries/s (llm-d's, block "
+        f"Removal of evicted blocks: {gone['removed_entries_per_second']:,} entries/s (llm-d's, block "
         f"after block from one pod: {theirs['evictions_per_second']:,}). Purge of dead workers' "
         f"{gone['purged_entries']:,} entries: {gone['purge_seconds']} s, "
         f"{gone['purged_entries_per_second']:,} entries/s, in {gone['purge_slices']:,} slices without a "
-        f"pause, of which one held Redis for {gone['purge_slice_max_us']:,} us at most (p99 "
+        f"pause. One slice occupied Redis for at most {gone['purge_slice_max_us']:,} us (p99 "
         f"{gone['purge_slice_p99_us']:,}); workers pause 50 ms between slices.",
         "",
     ]
@@ -163,18 +164,18 @@ def _writes(writes: Figures) -> list[str]:
 
 def _others(cases: Figures) -> list[str]:
     titles = {
-        "calm": "nobody writes",
-        "flat_out": "all workers write flat out",
-        "resting": "all write, each rests 8 times as long as its batch took",
+        "calm": "no writes",
+        "flat_out": "all workers write without pauses",
+        "resting": "all workers write, with pauses of 8 times each batch's duration",
     }
     lines = [
-        "## What others notice of it",
+        "## Effect on other clients",
         "",
-        "PING and a look-up of 450 blocks in turns from another process, on the same processors. Each "
-        "writer has one batch on its way, so flat out a look-up queues behind all of theirs; the router "
-        "waits 40 ms and then places without it.",
+        "PING and a look-up of 450 blocks, in turns, from another process on the same processors. Each "
+        "writer has one batch in flight, so without pauses a look-up queues behind all of these batches. The router "
+        "waits 40 ms and then places without the index.",
         "",
-        "| | load lasts s | PING p50 / p99 / most ms | look-up p50 / p99 / most ms |",
+        "| | load lasts s | PING p50 / p99 / max ms | look-up p50 / p99 / max ms |",
         "|---|---|---|---|",
     ]
     for name, title in titles.items():
@@ -193,7 +194,7 @@ def _rebuild(rebuild: Figures) -> list[str]:
         "## Rebuild",
         "",
         f"FLUSHALL beside the product's own publishers, {rebuild['entries']:,} entries: exact again after "
-        f"{seconds} s, of which up to {rebuild['of_which_until_noticed_at_most_seconds']:.1f} s pass "
-        "until a renewal notices, and up to 0.25 s of jitter. Checked chain by chain. All publishers "
+        f"{seconds} s. This includes up to {rebuild['of_which_until_noticed_at_most_seconds']:.1f} s "
+        "until a renewal notices the loss, and up to 0.25 s of jitter. Checked chain by chain. All publishers "
         "share one process here.",
     ]

@@ -1,7 +1,7 @@
-"""Writing, removing, purging and rebuilding a prefix index of a million entries over 64 workers, beside llm-d's schema.
+"""Writes, removals and purges of a prefix index with a million entries over 64 workers, beside llm-d's schema.
 
-Part of bench/index/__main__.py. The writers are coroutines of one process, each with one batch on its way; the rates
-say whether that process or Redis was the limit: see the two CPU times.
+Part of bench/index/__main__.py. The writers are coroutines of one process, each with one batch in flight. The two CPU
+times show whether that process or Redis is the limit.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from bench.index.sharing import LookUpTimes, time_lookups
 from bench.reporting import percentile
 
 EVICTIONS = 2000
-"""Of llm-d's, one block at a time."""
+"""Evictions from llm-d's index, one block at a time."""
 CALM_SECONDS = 1.0
 PAUSE_PER_CALL = 8.0
-"""What the writers of the gentle case rest after a batch, in times of the batch."""
+"""Pause of the resting writers after a batch, as a multiple of the batch's duration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class WriteScale:
 
 
 async def measure_writes(client: Redis, scale: WriteScale) -> dict[str, Any]:
-    """In turns, each into an empty Redis. The last turn leaves our million there."""
+    """Measure both schemas in turns, each in an empty Redis. The last turn leaves our entries there."""
     names = [make_names(1000 + number, scale.names_a_worker) for number in range(scale.workers)]
     ours, theirs = [], []
     for _ in range(scale.repeats):
@@ -99,7 +99,7 @@ async def _write_theirs(client: Redis, names_of_each: Sequence[Names]) -> Spent:
 
 
 async def _evict_theirs(client: Redis, names: Names) -> float:
-    """Blocks a second, one after another, as one pod's events come."""
+    """Return evicted blocks per second, one after another like the events of one pod."""
     peer, started = LlmdIndex(client), time.perf_counter()
     for name in reversed(names):
         await peer.evict(name, pod_entry(0))
@@ -117,7 +117,7 @@ def _rates(turns: Sequence[Spent], entries: int) -> dict[str, Any]:
 
 
 def _holds(turns: Sequence[Spent]) -> dict[str, Any]:
-    """How long one batch held Redis up."""
+    """Return the times for which one batch occupied Redis."""
     each = [microseconds for spent in turns for microseconds in spent.script_microseconds]
     return {
         "batch_p50_us": percentile(each, 0.5),
@@ -129,7 +129,7 @@ def _holds(turns: Sequence[Spent]) -> dict[str, Any]:
 async def _lookups_when_full(
     client: Redis, index: RedisPrefixIndex, names: Sequence[Names], scale: WriteScale
 ) -> dict[str, Any]:
-    """The first blocks of each worker as a prompt of which one worker holds 375."""
+    """Time look-ups of prompts of which one worker holds the first 375 blocks."""
     times = LookUpTimes()
     prompts = [prompt_of(names[n % scale.workers][:CACHED_BLOCKS], n) for n in range(scale.lookups)]
     for _ in range(scale.repeats):
@@ -140,7 +140,7 @@ async def _lookups_when_full(
 async def _remove_and_purge(
     client: Redis, index: RedisPrefixIndex, writers: Sequence[Writer], names: Sequence[Names]
 ) -> dict[str, Any]:
-    """A quarter of the workers remove all they hold, another quarter die."""
+    """Measure a quarter of the workers removing all their names, and another quarter dying."""
     quarter = max(1, len(writers) // 4)
     async with measured(client) as removing, asyncio.TaskGroup() as group:
         for number in range(quarter):
@@ -161,7 +161,7 @@ async def _remove_and_purge(
 
 
 async def measure_effect_on_others(client: Redis, url: str, scale: WriteScale) -> dict[str, Any]:
-    """PINGs and look-ups of another process: alone, beside all writers flat out, beside writers that rest."""
+    """Measure PINGs and look-ups of another process: alone, beside writers without pauses, and with pauses."""
     names = [make_names(1000 + number, scale.names_a_worker) for number in range(scale.workers)]
     figures: dict[str, Any] = {}
     for case, pause_per_call in (("calm", None), ("flat_out", 0.0), ("resting", PAUSE_PER_CALL)):
@@ -191,7 +191,7 @@ async def measure_effect_on_others(client: Redis, url: str, scale: WriteScale) -
 
 @asynccontextmanager
 async def _probe(url: str) -> AsyncIterator[dict[str, list[float]]]:
-    """What another process saw, once the block is left."""
+    """Run the probe process. The yielded times are filled in at the end of the context."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -1,9 +1,9 @@
-"""Every kernel against the roofline: bytes, FLOPs, % of the copy bandwidth and matmul rate of the same run.
+"""Benchmark of every kernel against the roofline: bytes, FLOPs, % of copy bandwidth and matmul rate of the same run.
 
     python -m bench.kernels --device cuda --dtype bfloat16
     python -m bench.kernels --device cpu --dtype float32 --backend torch
 
-What a report says of itself is ABOUT of report.py. Owns the run and its order; does not own cases, times or text.
+ABOUT in report.py describes the cases. Owns the run and its order. Does not own cases, timing or text.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from bench.reporting import REPORTS, write_report
 
 ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
 NOT_OF_A_CPU = ("triton", "compilation", "cpu_extension", "vector_units", "bare_machine")
-"""Tests of Triton's kernels, whose interpreter and compiler take minutes, of building, and of other machines."""
+"""Tests left out on a CPU: those of Triton (its interpreter and compiler take minutes), of builds and of other CPUs."""
 PROOFS = {
     "cuda": (("tests/kernels",), ELSEWHERE),
     "cpu": (("tests/kernels", "-k", " and ".join(f"not {name}" for name in NOT_OF_A_CPU)), ELSEWHERE),
 }
-"""Tests of what is measured, in runs of their own: those elsewhere run on one thread."""
+"""Tests of the kernels, in separate pytest runs: those elsewhere run on one thread."""
 GIB = 2**30
 
 
@@ -45,20 +45,22 @@ class Measured:
     machine: Machine
     rows: list[Row]
     skipped: int
-    """Cases that did not fit the memory."""
+    """Number of cases that did not fit the memory."""
     is_cut_short: bool
 
 
 def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, only: str) -> Measured:
-    """A row for each case that fits; those that are there where KeyboardInterrupt ends it. The machine's `rates` are
-    the faster ones of before and after: others may take of it for minutes."""
+    """Measure all cases that fit the memory. On KeyboardInterrupt, return those measured until then.
+
+    The machine's rates are the higher ones of before and after, because other programs may slow it down for minutes.
+    """
     every = list(_in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only))
     fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
     machine, is_cut_short = rates(), False
     timed: list[tuple[Case, float, Row]] = []
     try:
         for case, seconds, others in _timed(bench, fitting):
-            timed.append((case, seconds, others))  # before it is told: what was told is kept
+            timed.append((case, seconds, others))  # Before printing, so that every printed case is kept.
             print(f"{case.model} {case.kernel} {case.shape}: {1e6 * seconds:,.1f} us", flush=True)
         machine = machine.faster(rates())
     except KeyboardInterrupt:
@@ -74,7 +76,7 @@ def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, on
 
 
 def _timed(bench: Bench, turns: Iterable[list[Case]]) -> Iterator[tuple[Case, float, Row]]:
-    """Each case, its median seconds, and what is said of the others of its turns."""
+    """Yield each case, its median seconds, and the ratios of the other cases in its turns."""
     clock = Clock(bench.device)
     for together in turns:
         times = clock.turns([case.make() for case in together])
@@ -90,7 +92,7 @@ def _in_turns(every: Iterator[Case], only: str) -> Iterator[list[Case]]:
 
 
 def _others_over(own: list[float], together: list[Case], times: list[list[float]]) -> Row:
-    """How many times as long the others take, if any, by their kernels: the median of the turns' ratios."""
+    """Return the ratios of the other cases' times to its own, by kernel: the median over turns."""
     ratios = {
         case.kernel: round(median(other / mine for other, mine in zip(seconds, own, strict=True)), 4)
         for case, seconds in zip(together, times, strict=True)
@@ -125,21 +127,21 @@ def main() -> None:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--backend", default="auto", help="of our kernels")
-    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--backend", default="auto", help="backend of our kernels")
+    parser.add_argument("--only", default="", help="measure only kernels whose name contains this")
     parser.add_argument("--memory-gib", type=float, help="default: 60 %% of a GPU's free memory, else 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prove", nargs="*", default=[], help="tests that must pass first too")
+    parser.add_argument("--prove", nargs="*", default=[], help="further tests that must pass first")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
-    parser.add_argument("--name", help="of the report; default: kernels, or kernels-cpu-BACKEND")
+    parser.add_argument("--name", help="name of the report; default: kernels, or kernels-cpu-BACKEND")
     arguments = parser.parse_args()
     bench = make_bench(arguments.device, arguments.dtype, arguments.backend)
     proven = "nothing" if arguments.skip_proof else proof_of(arguments.device, arguments.prove)
     torch.set_num_threads(arguments.threads)
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
-        # `timeout` leaves what was measured until then.
+        # `timeout` sends SIGTERM. Then the report contains the cases measured until then.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         rates = partial(measure_machine, bench.device, bench.dtype)
         measured = measure(bench, rates, memory_bytes=memory_bytes, only=arguments.only)
@@ -161,7 +163,7 @@ def main() -> None:
     else:
         own = "kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"
         path = write_report(
-            # Beside a complete one of the same day, never in its place.
+            # A report that was cut short never replaces a complete one of the same day.
             f"{arguments.name or own}{'-cut-short' if measured.is_cut_short else ''}",
             title="Kernels against the roofline",
             text=text_of(figures),
@@ -181,13 +183,11 @@ def proof_of(device: str, others: Sequence[str]) -> str:
 
 
 def make_bench(device_name: str, dtype: str | None, backend: str) -> Bench:
-    """Raises SystemExit under Triton's interpreter."""
+    """Choose the backend and data type. Raise SystemExit for Triton's interpreter."""
     device = torch.device(device_name)
     chosen = backend_of(backend, device)
     if chosen.name == "triton" and device.type != "cuda":
-        raise SystemExit(
-            "Triton's interpreter measures nothing: kernels are timed on a GPU, or on a CPU's backends"
-        )
+        raise SystemExit("times of Triton's interpreter mean nothing: use a GPU, or a backend of the CPU")
     name = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return Bench(backend=chosen, device=device, dtype=DTYPES[name])
 

@@ -1,5 +1,6 @@
-"""Attention's cases: of decodes, prompts, chunks of prompts and both together, within a window, over pools in the data
-type and in 8 bits, and of decodes that share what they read. Bytes and FLOPs are counted as in cases.py.
+"""Attention cases: decodes, prompts, chunks of prompts, and decodes with a chunk.
+
+Some have a window, a pool in 8 bits, or decodes with a shared prefix. Bytes and FLOPs are counted as in cases.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +28,10 @@ def attention(
     stored: QuantisedName | None = None,
     window: int | None = None,
 ) -> Case:
-    """Rows of so many queries at the end of a context each, over a pool in the data type, or in 8 bits. Under a window
-    a key that no query of its row sees need not be read."""
+    """Make a case whose rows have `queries` queries each at the end of a context. `stored` chooses a pool in 8 bits.
+
+    With a window, keys that no query of their row sees need not be read.
+    """
     item = bench.dtype.itemsize
     tokens, reach = sum(queries), min(window or context, context)
     keys = sum(min(context, count + reach - 1) for count in queries)
@@ -74,7 +77,7 @@ def in_pool(stored: QuantisedName | None) -> str:
 def shared_attention(
     bench: Bench, model: str, shape: Shape, sequences: int, shared: int, own: int, *, is_cascade: bool
 ) -> Case:
-    """Decodes of which each reads the same blocks first, together (cascade) or each by itself."""
+    """Make a case of decodes with a shared prefix, which is read once for all (cascade) or once for each."""
     name = f"decode {sequences} x ({shared} shared + {own})"
     values = shape.kv_heads * shape.head_dim
     kv_bytes = 2 * (shared + sequences * own) * values * bench.dtype.itemsize
@@ -114,8 +117,10 @@ def shared_attention(
 
 
 def each_by_itself(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
-    """The plan of the same decodes without work items over what they share; on a CPU, whose kernels look for that
-    themselves, under a window that hides nothing: there they do not."""
+    """Return the plan of the same decodes without work items for the shared prefix.
+
+    CPU kernels find shared prefixes themselves, except under a window. There the plan has a window that hides no key.
+    """
     alone = plan.of_last_queries()
     return alone if device.type == "cuda" else replace(alone, window=max(plan.context_lens))
 

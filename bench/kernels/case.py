@@ -1,4 +1,4 @@
-"""What one case of the kernels' bench is, and where it runs. Owns no kernel, and no timing."""
+"""One case of the kernels benchmark, and the device on which it runs. Owns no kernel and no timing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One kernel at one shape. `make` allocates, and gives what is to be timed."""
+    """One kernel at one shape. `make` allocates, and returns the call to be timed."""
 
     kernel: str
     model: str
@@ -19,15 +19,15 @@ class Case:
     num_bytes: int
     flops: int
     resident_bytes: int
-    """What it takes in memory."""
+    """Memory that it needs."""
     make: Callable[[], Callable[[], object]]
     turns: str = ""
-    """Cases that follow one another with the same name here are measured in turns."""
+    """Group name: consecutive cases with the same name are measured in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where cases run."""
+    """Backend, device and data type of the cases."""
 
     backend: Backend
     device: torch.device

@@ -1,13 +1,13 @@
-"""Every kernel over the shapes of well-known models: what is called, and how many bytes and FLOPs that is.
+"""Cases of every kernel over the shapes of well-known models: the call, its bytes and its FLOPs.
 
-Bytes are those that must move at least once, FLOPs those that the result needs: causal attention counts half of its
-square. Blocks lie in the pool in random order, as they do after an hour of serving. Owns no timing.
+Bytes are those that must move at least once. FLOPs are those that the result needs: causal attention counts half of its
+square. Blocks lie in the pool in random order, as after an hour of serving. Owns no timing.
 
 Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden size,
 I intermediate size, R sequences.
 
-Blocks that go to host memory cross a bus, of whose rate a roofline here knows nothing; what a draw must do beside
-reading logits, and what its random numbers cost, are not counted.
+The roofline does not include the bus to host memory. For a draw, it counts only reading the logits, without further
+work and random numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,30 +32,30 @@ from bench.kernels.attention_cases import attention, in_pool, pool_and_plan, sha
 from bench.kernels.case import BLOCK_SIZE, Bench, Case, case_of_tokens
 
 MOST_SEQUENCES = 256
-"""That sample in one step, or whose blocks are copied."""
+"""Maximum number of sequences that sample in one step, or whose blocks are copied."""
 MOST_TOKENS = 8192
-"""Of a step, for what is not attention."""
+"""Maximum tokens of a step in cases other than attention."""
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How far the cases go."""
+    """Sizes of the cases."""
 
     sequences: Sequence[int]
     contexts: Sequence[int]
     prefills: Sequence[int]
     models: Sequence[str]
     shared: Sequence[tuple[int, int, int]]
-    """Decodes, the tokens that all of them share, and those that each has of its own."""
+    """Number of decodes, tokens that all of them share, and own tokens of each."""
     chunks: Sequence[tuple[int, int]]
-    """Tokens of a prompt that end a context, and that context."""
+    """Tokens of a prompt's last chunk, and its context."""
     mixed: tuple[int, int, int]
-    """Decodes, tokens of a chunk beside them, and the context of all."""
+    """Number of decodes, tokens of a chunk beside them, and the context of all."""
     window: tuple[int, int, int]
-    """Decodes, their context, and the window that they see."""
+    """Number of decodes, their context, and their window."""
     swaps: Sequence[int]
-    """Blocks, of all layers, that go to host memory or come back."""
+    """Numbers of blocks, over all layers, that move to host memory or back."""
 
 
 FULL = Sizes(
@@ -98,7 +98,7 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
 
 
 def _attentions(bench: Bench, model: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
-    """In 8 bits those of long contexts and prompts alone."""
+    """Yield the attention cases. Only long contexts and prompts also have pools in 8 bits."""
     attend = partial(attention, bench, model, shape)
     for context in sizes.contexts:
         for sequences in sizes.sequences:
@@ -122,7 +122,7 @@ def _attentions(bench: Bench, model: str, shape: Shape, sizes: Sizes) -> Iterato
 
 
 def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator[Case]:
-    """What a layer does beside attention, at one number of tokens."""
+    """Yield a layer's operations other than attention, for one number of tokens."""
     item = bench.dtype.itemsize
     backend, hidden, heads, kv = bench.backend, shape.hidden, shape.heads, shape.kv_heads
     row = tokens * hidden * item
@@ -163,7 +163,7 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
 def _writes(
     bench: Bench, model: str, shape: Shape, tokens: int, stored: QuantisedName | None = None
 ) -> Iterator[Case]:
-    """What stores keys and values, alone and after RoPE and, where the model has them, the norms of heads."""
+    """Yield the kernels that store keys and values: alone, and fused with RoPE and the model's QK norms, if any."""
     backend, heads, kv = bench.backend, shape.heads, shape.kv_heads
     head_bytes = shape.head_dim * bench.dtype.itemsize
     stored_bytes = tokens * bytes_per_block(
@@ -198,7 +198,7 @@ def _writes(
 
 
 def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator[Case]:
-    """What a step does once, and what moves blocks, at one number of tokens."""
+    """Yield the operations that run once per step, and block copies, for one number of tokens."""
     item = bench.dtype.itemsize
     backend, hidden, kv = bench.backend, shape.hidden, shape.kv_heads
     row = tokens * hidden * item
@@ -233,10 +233,10 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         yield _linear(bench, model, tokens, "linear head", shape.vocab, hidden)
         logits_bytes = tokens * shape.vocab * item
         yield case("likeliest token", logits_bytes, 0, likeliest)
-        # Of each logit the weight in fp32 and the sum up to it in fp64, and what they are made of.
+        # For each logit: its weight in fp32, the cumulative sum in fp64, and their inputs.
         held_bytes = logits_bytes + 24 * tokens * shape.vocab
         yield replace(case("draw, no filter", logits_bytes, 0, partial(draw, 1.0)), resident_bytes=held_bytes)
-        # Logits of noise: no few tokens hold nine tenths of the probability, as of nearly all texts they do.
+        # Random logits: nine tenths of the probability lie on many tokens, while in real texts they lie on few.
         yield replace(
             case("draw, wide top-p", logits_bytes, 0, partial(draw, 0.9)), resident_bytes=2 * held_bytes
         )
@@ -254,7 +254,7 @@ def _row_that_draws(number: int, top_p: float) -> ScheduledRow:
 
 
 def _swaps(bench: Bench, model: str, shape: Shape, count: int) -> Iterator[Case]:
-    """Blocks of all layers, scattered in the pool and one after another on the host."""
+    """Yield copies of blocks of all layers to the host and back. They are scattered in the pool only."""
 
     def host_blocks() -> tuple[HostBlocks, list[BlockId]]:
         num_blocks = 2 * count

@@ -1,4 +1,4 @@
-"""Kernels beside the roofline as one picture: FLOP/s over FLOPs a byte, and the share of the roofline by kernel."""
+"""Plot of kernels beside the roofline: FLOP/s over FLOPs per byte, and the share of the roofline by kernel."""
 
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ FAMILIES = {
     "embedding and draws": (Look(style.BLACK, "X"), ("embed", "draw", "likeliest token")),
     "other": (Look(style.GREY, "^"), ("",)),
 }
-"""A family's look, and how its kernels' names begin."""
+"""Look of each family, and the beginnings of its kernels' names."""
 SETTINGS = {"linestyle": "none", "markeredgewidth": 0, "alpha": 0.75}
 
 

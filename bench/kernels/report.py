@@ -1,4 +1,7 @@
-"""The kernels' report: its text, and its floors. Pure. The figures are __main__.py's, their look plot.py's."""
+"""Report of the kernels benchmark: its text and its floors. Pure.
+
+Does not own the figures (__main__.py) or the plot (plot.py).
+"""
 
 from statistics import median
 from typing import Any
@@ -6,10 +9,10 @@ from typing import Any
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
 from bench.reporting import Floor
 
-ABOUT = """On a GPU over the heads of Llama-3.1-8B and Qwen3-0.6B/8B/14B; 1 to 256 sequences of 128 to 32k tokens;
-prefills of 128 to 32k. On a CPU over less. Cases beyond --memory-gib are skipped and counted. Triton's interpreter is
-refused: its times say nothing. `Roofline` is the time that the slower of the two, bytes at the copy bandwidth or FLOPs
-at the matmul rate, would take at least, over the time it took."""
+ABOUT = """On a GPU, the cases have the shapes of Llama-3.1-8B and Qwen3-0.6B/8B/14B. They are 1 to 256 sequences of 128
+to 32k tokens, and prefills of 128 to 32k. On a CPU, there are fewer cases. Cases that need more than --memory-gib are
+skipped and counted. Triton's interpreter is rejected, because its times mean nothing. `Roofline` is the minimum time
+over the measured time. The minimum is bytes at the copy bandwidth or FLOPs at the matmul rate, whichever is slower."""
 LARGE_READ_BYTES = 64 << 20
 DECODE_FLOOR = 0.85
 LONE_DECODE_FLOOR = 0.75
@@ -17,20 +20,20 @@ LONE_CONTEXT = "decode 1 x 32768"
 PREFILL_FLOOR_FLOPS = 400e12
 PREFILL_SHAPE = "prefill 8192"
 DECODE, PREFILL = "decode attention", "prefill attention"
-"""Over pools in the data type."""
+"""Kernels over pools in the data type."""
 CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
-"""16 sequences may take so many times what 8 take, for each sequence, and no more."""
+"""Maximum ratio of the time per sequence with 16 sequences to that with 8."""
 OTHERS_OVER_IT = "others_over_it"
-"""In a row: how many times as long the calls in turn with it took, by their kernels."""
-CUT_SHORT = " **Cut short: later cases are missing, and floors are of those that are there.**"
+"""Key in a row: ratios of the times of calls measured in turns with it to its own time, by kernel."""
+CUT_SHORT = " **Cut short: later cases are missing, and floors are for the measured cases.**"
 Row = dict[str, Any]
-"""Of a case: what it is, its time, and its shares of the limits."""
+"""Description of a case, its time, and its shares of the limits."""
 
 
 def floors_of(rows: list[Row], device: str) -> list[Floor]:
-    """The goals are a large GPU's."""
+    """Return the floors, which are goals for a large GPU."""
     if device != "cuda":
         return []
     llama = [row for row in rows if row["model"] == "llama-3.1-8b"]
@@ -71,7 +74,7 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
 
 
 def _cliffs(decodes: list[Row]) -> list[float]:
-    """Of long contexts: what 16 sequences take over twice what 8 take."""
+    """Return the time of 16 sequences over twice that of 8, for each long context."""
     times = {row["shape"]: row["us"] for row in decodes}
     return [
         times[f"decode 16 x {context}"] / (2 * times[f"decode 8 x {context}"])
@@ -81,7 +84,7 @@ def _cliffs(decodes: list[Row]) -> list[float]:
 
 
 def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
-    """Rows of the cascade, and how many times as long the same decodes take each by itself."""
+    """Return the rows of the cascade, with the ratio of the same decodes' time without cascade to it."""
     return [
         (row, row[OTHERS_OVER_IT][ONE_BY_ONE])
         for row in rows
@@ -97,7 +100,7 @@ def text_of(figures: dict[str, Any]) -> str:
             ABOUT,
             f"Kernel backend {figures['backend']}, {figures['dtype']}, on {figures['device_name']}. Copy "
             f"{machine['copy_gb_per_second']:,.0f} GB/s, matmul {machine['matmul_tflops_per_second']:.3g} TFLOP/s. "
-            f"{len(figures['rows'])} cases, {figures['skipped']} skipped for their memory. "
+            f"{len(figures['rows'])} cases, {figures['skipped']} skipped for lack of memory. "
             f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
             *_cascade_table(figures["rows"]),
             *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
@@ -110,11 +113,11 @@ def _cascade_table(rows: list[Row]) -> list[str]:
     if not lines:
         return []
     about = (
-        "Of the same decodes, in turns, the median turn. The torch backend has none; with many threads a CPU "
-        "keeps few decodes apart."
+        "The same decodes with and without cascade, in turns; the ratio is that of the median turn. The torch backend "
+        "has no cascade. A CPU with many threads does not cascade few decodes."
     )
     head = "| model | decodes | time without / with cascade |\n|---|---|---|"
-    return ["\n".join(["## What a cascade gains", "", about, "", head, *lines])]
+    return ["\n".join(["## Gain of the cascade", "", about, "", head, *lines])]
 
 
 def _table(model: str, kernel: str, rows: list[Row]) -> str:

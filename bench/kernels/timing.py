@@ -1,8 +1,7 @@
-"""How long calls take, each alone or in turns, and what the machine could do: its copy bandwidth and its matmul rate,
-in the same run.
+"""Timing of calls, alone or in turns, and the machine's copy bandwidth and matmul rate in the same run.
 
-On a GPU by CUDA events, with the last-level cache overwritten before each call; on a CPU by the wall clock, with inputs
-far larger than its caches where the case is. Owns no case.
+On a GPU, CUDA events measure, and the last-level cache is overwritten before each call. On a CPU, the wall clock
+measures; large cases have inputs far larger than its caches. Owns no case.
 """
 
 import time
@@ -15,7 +14,7 @@ import torch
 MIN_CALLS = 5
 MAX_CALLS = 200
 TARGET_SECONDS = 0.3
-"""Of one case on a GPU; a CPU takes MIN_CALLS however long they are."""
+"""Target duration of the calls of one case. Slow calls still run MIN_CALLS times."""
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
@@ -23,14 +22,14 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was measured of it in this run; a row's percentages are of these."""
+    """Rates of the machine, measured in this run. Percentages of a row refer to them."""
 
     copy_bytes_per_second: float
-    """Read and written bytes of a large copy together."""
+    """Sum of read and written bytes per second of a large copy."""
     matmul_flops_per_second: float
 
     def faster(self, other: "Machine") -> "Machine":
-        """Of each rate the better of two measurements."""
+        """Return the higher of both measurements for each rate."""
         return Machine(
             copy_bytes_per_second=max(self.copy_bytes_per_second, other.copy_bytes_per_second),
             matmul_flops_per_second=max(self.matmul_flops_per_second, other.matmul_flops_per_second),
@@ -38,7 +37,7 @@ class Machine:
 
 
 class Clock:
-    """Seconds of calls on one device."""
+    """Measures seconds of calls on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,9 +50,9 @@ class Clock:
         return pick(times)
 
     def turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Of each call its seconds in each turn; another one is the first of each turn."""
+        """Return the seconds of each call in each turn. The order rotates from turn to turn."""
         for call in calls:
-            call()  # compiles, packs, reserves
+            call()  # Let it compile, pack and reserve memory.
         longest = max(self._once(call) for call in calls)
         num_turns = min(MAX_CALLS, max(MIN_CALLS, int(TARGET_SECONDS / max(longest, 1e-6))))
         times: list[list[float]] = [[] for _ in calls]
@@ -78,7 +77,7 @@ class Clock:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Of the fastest call: other programs may have slowed the others down, and a limit is what could be had."""
+    """Measure the rates by the fastest call. Other programs may slow calls down, but a limit is the best possible."""
     clock = Clock(device)
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)

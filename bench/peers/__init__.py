@@ -1,1 +1,1 @@
-"""Other projects' programs that our benchmarks run beside ours, each with the Python of an environment of its own."""
+"""Programs of other projects that our benchmarks run beside ours, each with the Python of its own environment."""

@@ -1,15 +1,16 @@
-"""Dynamo's simulator (`ai-dynamo-runtime`, 1.6.1) on a trace of ours: how much of the prompts its router reuses.
+"""Dynamo's simulator (`ai-dynamo-runtime`, 1.6.1) on one of our traces: the share of prompt tokens that it reuses.
 
-Owns the check of the trace, the settings and what of the answer we call by which name. bench/peers/dynamo_run.py calls
-the simulator itself, in the peer's Python. What it does, by trial:
+Owns the check of the trace, the settings, and the names of the results. bench/peers/dynamo_run.py calls the simulator
+in the peer's Python. Its behaviour, found by experiment:
 
-- `hash_ids` name `trace_block_tokens` tokens each; the engine cuts the same tokens into blocks of its own size.
+- Each of `hash_ids` names `trace_block_tokens` tokens. The engine cuts the same tokens into blocks of its own size.
 - Reuse = prompt tokens found cached at admission / prompt tokens. Outputs take blocks as well.
-- A pass takes 4.21e-7 n^2 + 0.01518 n + 16.5 ms for n new prompt tokens, and -25.7 a^2 + 54.0 a + 5.7 ms for decodes
-  whose contexts sum to the share a of the pool: a smaller pool is a slower engine. `speedup_ratio` divides both.
-- Its router takes the least of `prefill_load_scale` x (queued + own uncached prompt tokens) / block size + active
-  blocks, shared ones once, and knows a prefix only once it is computed. Ties are broken by a chance that takes no seed:
-  the reuse of `kv` differs by about 0.02 between runs of one trace, that of `round_robin` not at all.
+- A pass takes 4.21e-7 n^2 + 0.01518 n + 16.5 ms for n new prompt tokens. Decodes take -25.7 a^2 + 54.0 a + 5.7 ms if
+  their contexts sum to the share a of the pool. So a smaller pool is a slower engine. `speedup_ratio` divides both.
+- Its router minimises `prefill_load_scale` x (queued + own uncached prompt tokens) / block size + active blocks, where
+  shared blocks count once. It knows a prefix only after its computation.
+- Ties are broken at random, without a seed. The reuse of `kv` differs by about 0.02 between runs of one trace; that of
+  `round_robin` does not differ.
 """
 
 import json
@@ -28,29 +29,29 @@ _SCRIPT = Path(__file__).with_name("dynamo_run.py")
 
 
 class EngineTiming(TypedDict, total=False):
-    """Settings of Dynamo's mock engine under its own names; what is left out keeps its default."""
+    """Settings of Dynamo's mock engine, under its own names. Missing settings keep their defaults."""
 
     speedup_ratio: float
     decode_speedup_ratio: float
-    """On top of the other."""
+    """Speed-up of decodes, on top of `speedup_ratio`."""
     max_num_seqs: int
-    """256."""
+    """Default: 256."""
     max_num_batched_tokens: int
-    """8,192."""
+    """Default: 8,192."""
     timing_model: Mapping[str, Any]
-    """`{"type": "polynomial"}`, or `{"type": "fixed", "prefill_ms": .., "decode_ms": ..}` a pass, whatever is in it."""
+    """`{"type": "polynomial"}`, or `{"type": "fixed", "prefill_ms": .., "decode_ms": ..}` for a fixed time per pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerResult:
     reuse: float
-    """Prompt tokens found cached / prompt tokens."""
+    """Prompt tokens found in the cache / prompt tokens."""
     ttft_p50_ms: float
     ttft_p99_ms: float
     duration_s: float
-    """Simulated, from the first arrival to the last token."""
+    """Simulated time from the first arrival to the last token."""
     raw: Mapping[str, Any]
-    """The peer's whole summary, and its `version`."""
+    """Complete summary of the peer, and its `version`."""
 
 
 def run_dynamo(
@@ -65,8 +66,11 @@ def run_dynamo(
     prefill_load_scale: float = 1.0,
     **timing: Unpack[EngineTiming],
 ) -> PeerResult:
-    """Plays the trace once. Raises ValueError for a Python without Dynamo and for what cannot be compared: a trace of
-    another form, refused settings, requests that were not served. OSError where the trace cannot be read."""
+    """Replay the trace once.
+
+    Raise ValueError for a Python without Dynamo, an invalid trace, rejected settings, or requests that were not served.
+    Raise OSError if the trace cannot be read.
+    """
     num_requests = check_trace(trace.read_text(encoding="utf-8"), trace_block_tokens)
     request = {
         "trace": str(trace.resolve()),
@@ -80,8 +84,11 @@ def run_dynamo(
 
 
 def check_trace(text: str, trace_block_tokens: int) -> int:
-    """How many requests it has. Dynamo plays some of what is refused here, but as something else: it ignores ids past
-    the prompt's end, and lines that name a session wait for each other."""
+    """Check a trace and return its number of requests. Raise ValueError.
+
+    Dynamo accepts some traces that are rejected here, but gives them another meaning. It ignores ids beyond the
+    prompt's end, and lines of one session wait for each other.
+    """
     if trace_block_tokens < 1:
         raise ValueError(f"trace_block_tokens must be at least 1, not {trace_block_tokens}")
     lines = text.splitlines()
@@ -102,18 +109,21 @@ def _check_request(entry: Any, trace_block_tokens: int) -> None:
         raise ValueError(f"must have just the fields {', '.join(sorted(TRACE_FIELDS))}")
     length, hash_ids = entry["input_length"], entry["hash_ids"]
     if not isinstance(length, int) or length < 1:
-        raise ValueError(f"has the input_length {length!r}, which is no number of tokens")
+        raise ValueError(f"has the input_length {length!r}, which is not a number of tokens")
     if not isinstance(hash_ids, list):
-        raise ValueError("has hash_ids that are no list")
+        raise ValueError("has hash_ids that are not a list")
     expected = math.ceil(length / trace_block_tokens)
     if len(hash_ids) != expected:
         raise ValueError(
-            f"has {len(hash_ids)} hash_ids where {length} tokens in blocks of {trace_block_tokens} have {expected}"
+            f"has {len(hash_ids)} hash_ids, but {length} tokens in blocks of {trace_block_tokens} need {expected}"
         )
 
 
 def read_answer(answer: str, num_requests: int) -> PeerResult:
-    """Raises ValueError where the peer refused, or did not serve every request: its other figures leave those out."""
+    """Parse the peer's answer. Raise ValueError if it is an error, or if not every request was served.
+
+    The peer's figures leave out requests that were not served.
+    """
     try:
         document = json.loads(answer)
     except json.JSONDecodeError:
@@ -136,7 +146,7 @@ def read_answer(answer: str, num_requests: int) -> PeerResult:
 
 
 def _ask(python: Path, request: str) -> str:
-    # Isolated: neither this file nor our PYTHONPATH may hide the peer's packages.
+    # -I isolates: neither this folder nor our PYTHONPATH may hide the peer's packages.
     command = [str(python), "-I", str(_SCRIPT)]
     environment = {"DYN_LOG": "error", **os.environ}
     try:
@@ -145,7 +155,7 @@ def _ask(python: Path, request: str) -> str:
         )
     except OSError as error:
         raise ValueError(
-            f"{python} cannot be run: give the Python that has ai-dynamo-runtime ({error})"
+            f"{python} cannot be run: give a Python that has ai-dynamo-runtime ({error})"
         ) from None
     except subprocess.TimeoutExpired:
         raise ValueError(f"Dynamo's simulator took more than {TIMEOUT_SECONDS:g} s for this trace") from None

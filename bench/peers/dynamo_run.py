@@ -1,12 +1,13 @@
-"""Dynamo's offline simulator and its radix index. Run by bench/peers/dynamo.py with the Python of its environment.
+"""Runs Dynamo's offline simulator or its radix index. bench/peers/dynamo.py runs it with the Python of its environment.
 
-Needs nothing of Blockyard. Without arguments it reads one JSON object from stdin (the settings that dynamo.py puts
-together) and answers with one on stdout: `summary` and `version`, or `error`, a sentence.
+Imports nothing from Blockyard. Without arguments, it reads one JSON object with settings from stdin. It answers with
+one object on stdout: `summary` and `version`, or `error` with a message.
 
     DYN_LOG=error python -I bench/peers/dynamo_run.py --radix
 
-measures, for information, how long its index takes to match 450 blocks of which eight workers hold 375. Without `-I`
-the dynamo.py beside this file would hide the package of that name.
+With `--radix`, it measures the time in which the index matches 450 blocks, of which eight workers hold 375.
+
+Without `-I`, the file dynamo.py in this folder would hide the package of that name.
 """
 
 import json
@@ -38,13 +39,13 @@ def replay(request: dict[str, Any]) -> dict[str, Any]:
             trace_block_size=request["trace_block_tokens"],
         )
     except Exception as error:
-        # Whatever the peer says of its arguments is what its user has to read: it raises plain Exception for most.
+        # The peer raises plain Exception for most wrong arguments. Its message is what the user needs.
         return {"error": f"{PACKAGE} {version(PACKAGE)} refused: {error}"}
     return {"summary": dict(result.summary), "version": version(PACKAGE)}
 
 
 def measure_radix() -> dict[str, Any]:
-    """Of one find_matches from Python, in microseconds, its hand-over to the index's own thread included."""
+    """Measure one find_matches from Python in microseconds, including the hand-over to the index's own thread."""
     from dynamo._core import RadixTree
 
     tree = RadixTree()
@@ -78,8 +79,8 @@ def main() -> None:
             sys.exit(f"{PACKAGE} is missing from {sys.executable} ({error})")
         return
     if sys.argv[1:]:
-        sys.exit("the only argument is --radix; a replay is asked for on stdin")
-    # The answer goes to the real stdout; whatever the peer prints goes to stderr.
+        sys.exit("the only argument is --radix; a replay reads its request from stdin")
+    # The answer goes to the real stdout. Output of the peer goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(replay(json.loads(sys.stdin.read()))), file=answers, flush=True)

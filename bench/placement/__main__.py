@@ -1,10 +1,10 @@
-"""Every placement policy on every workload, in virtual time; Dynamo's own simulator on the same arrivals.
+"""Study of every placement policy on every workload, in virtual time, and Dynamo's own simulator on the same arrivals.
 
     python -m bench.placement --trace conversation.jsonl --dynamo-python /path/to/venv/bin/python
 
-About an hour on two cores; `--quick` takes three minutes. Workers are H200s with Qwen3-8B by a roofline
-(simulation/profile.py), five seeds a cell. Without `--trace` or `--dynamo-python` those parts are left out, and the
-report says so. The values of PlacementConfig come from bench/placement/sweep.py.
+Takes about an hour on two cores; `--quick` takes three minutes. Workers are H200s with Qwen3-8B by a roofline
+(simulation/profile.py), with five seeds per cell. Without `--trace` or `--dynamo-python`, the report leaves out those
+parts and says so. The defaults of PlacementConfig come from bench/placement/sweep.py.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Study:
     dynamo_python: Path | None
     processes: int
     has_large: bool
-    """64 workers, and a thousand for a minute of the trace."""
+    """Whether to run 64 workers, and a thousand workers for a minute of the trace."""
 
     @property
     def large_loads(self) -> list[Load]:
@@ -71,7 +71,7 @@ class Study:
         return Load(workload="trace", rate=speed, seconds=seconds, num_workers=num_workers, trace=trace)
 
     def jobs(self) -> list[Job]:
-        """Long ones first."""
+        """Return all jobs, longest first."""
         jobs = [
             Job(load=load, setup=Setup(policy=policy, seed=seed), tag=policy)
             for load in (*self.loads, *self.trace_loads)
@@ -101,11 +101,11 @@ class Study:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement")
-    parser.add_argument("--trace", type=Path, help="of Mooncake's format")
+    parser.add_argument("--trace", type=Path, help="a file in Mooncake's format")
     parser.add_argument("--dynamo-python", type=Path, help="a Python that has ai-dynamo-runtime 1.6.1")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="one seed of a few seconds; writes no report")
+    parser.add_argument("--quick", action="store_true", help="one seed and a few seconds; writes no report")
     options = parser.parse_args()
     loads: tuple[Load, ...] = STANDARD_LOADS
     if options.quick:
@@ -157,8 +157,10 @@ def _findings(study: Study) -> Findings:
 
 
 def _peer(python: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Reuse by Dynamo's own simulator on the arrivals of each load and seed: as a request is first admitted, which is
-    what ours counts, and with what it finds again after a preemption, which is its headline."""
+    """Measure reuse by Dynamo's own simulator on the arrivals of each load and seed.
+
+    It counts reuse at first admission, as ours does, and also with hits after preemptions, which is Dynamo's headline.
+    """
     profile, found = MockerProfile(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for load in PEER_LOADS:

@@ -1,4 +1,4 @@
-"""The placement report's picture: reuse and time to first token, policy by policy."""
+"""Plot of the placement report: reuse and time to first token of each policy."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SPREAD = 0.7
-"""Of a load's dots, in rows."""
+"""Vertical spread of a load's dots, in rows."""
 
 
 def draw(figures: dict[str, Any]) -> "Figure":

@@ -1,11 +1,15 @@
-"""A cluster in virtual time: one workload under some policies, with real routers and workers on the index's twin.
+"""Simulates a cluster in virtual time: one workload under some policies, with real routers and workers.
 
     python -m bench.placement.simulate --workload shared-prefix --rate 10 --policy prefix --policy round_robin
-    python -m bench.placement.simulate --trace conversation.jsonl --seconds 600 --workers 16
     python -m bench.placement.simulate --workload agents --set others_fraction=0.1 --output json
 
-Time jumps from event to event: a minute of eight GPUs takes seconds. What a step takes is a roofline
-(simulation/profile.py); `--profile FILE` gives another GPU or model. The whole study is bench/placement/__main__.py.
+With a trace in Mooncake's format:
+
+    python -m bench.placement.simulate --trace conversation.jsonl --seconds 600 --workers 16
+
+The index is its in-memory twin. Time jumps from event to event, so a minute of eight GPUs takes seconds. A roofline
+gives the time of a step (simulation/profile.py); `--profile FILE` gives another GPU or model.
+bench/placement/__main__.py runs the whole study.
 """
 
 import argparse
@@ -35,7 +39,7 @@ COLUMNS = {
     "busy_max": ("", "{:.2f}"),
     "idle_beside_crowded": ("", "{:.3f}"),
 }
-"""Of the text: figures of a Result, their units (shares, from 0 to 1, have none) and forms."""
+"""Columns of the text: figures of a Result, with units and formats. Shares, from 0 to 1, have no unit."""
 DEFAULT_SECONDS = 60.0
 
 
@@ -100,7 +104,7 @@ def _workload(options: argparse.Namespace, profile: HardwareProfile) -> Workload
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Also of what this run does not use: a wrong value is a mistake there too. Raises ValueError."""
+    """Check all options, even those that this run does not use. Raise ValueError."""
     for name, most in (("seconds", 1e6), ("rate", 1e5), ("speed", 1e6)):
         value = getattr(options, name)
         if value is not None and not 0 < value <= most:
@@ -129,29 +133,40 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
-        "--workload", choices=GENERATORS, default="shared-prefix", help="what arrives; default %(default)s"
+        "--workload",
+        choices=GENERATORS,
+        default="shared-prefix",
+        help="generated requests; default %(default)s",
     )
-    source.add_argument("--trace", type=Path, help="a file of Mooncake's format instead")
+    source.add_argument("--trace", type=Path, help="a file in Mooncake's format instead")
     add = parser.add_argument
     add(
         "--trace-block-tokens",
         type=int,
         default=TRACE_BLOCK_TOKENS,
-        help="tokens of a hash in a trace; default %(default)s",
+        help="tokens per hash in a trace; default %(default)s",
     )
-    add("--speed", type=float, default=1.0, help="play a trace so many times as fast; default %(default)g")
-    add("--rate", type=float, default=10.0, help="requests (or conversations) a second; default %(default)g")
-    add("--seconds", type=float, help=f"of arrivals; default {DEFAULT_SECONDS:g}, or the whole trace")
+    add("--speed", type=float, default=1.0, help="factor of a trace's own pace; default %(default)g")
+    add(
+        "--rate", type=float, default=10.0, help="requests (or conversations) per second; default %(default)g"
+    )
+    add(
+        "--seconds", type=float, help=f"duration of arrivals; default {DEFAULT_SECONDS:g}, or the whole trace"
+    )
     add("--policy", action="append", choices=get_args(PolicyName), help="may be repeated; default prefix")
     add("--workers", type=int, default=8, help="default %(default)s")
     add("--routers", type=int, default=1, help="default %(default)s")
-    add("--seed", type=int, default=0, help="of all chance; default %(default)s")
+    add("--seed", type=int, default=0, help="seed of all randomness; default %(default)s")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="in tokens; default: the profile's")
-    add("--profile", type=Path, help="a JSON object of fields of HardwareProfile; default: H200, Qwen3-8B")
+    add("--profile", type=Path, help="a JSON file with fields of HardwareProfile; default: H200, Qwen3-8B")
     add(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="of PlacementConfig; may be repeated"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of PlacementConfig; may be repeated",
     )
-    add("--export", type=Path, help="write the workload as a trace and end")
+    add("--export", type=Path, help="write the workload as a trace and exit")
     add("--output", choices=("text", "json"), default="text", help="default %(default)s")
     return parser
 

@@ -1,10 +1,10 @@
-"""One setting of placement at a time, on the loads of the study: how each default was chosen.
+"""Sweep of each placement setting, one at a time, on loads of the study. It shows how each default was chosen.
 
     python -m bench.placement.sweep
 
-Virtual time; some minutes on two cores. Every value of a setting meets the same arrivals; the others keep their
-defaults. A value is judged by its mean time to first token and its median latency over those of the default, as a
-geometric mean over the loads (below 1 is better), and by the worst balance.
+Runs in virtual time and takes some minutes on two cores. Every value of a setting gets the same arrivals; the other
+settings keep their defaults. The criteria are mean time to first token, median latency, and the worst balance. Times
+are ratios to the default, as a geometric mean over the loads. Below 1 is better.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LOADS = (
     Load(workload="shared-prefix", rate=25, seconds=4),
     Load(workload="uniform-groups", rate=20, seconds=6, num_workers=4),
     Load(workload="multi-turn", rate=4, seconds=5),
-    # More than the workers can take: requests wait in the router's lines.
+    # Overload: requests wait in the router's lines.
     Load(workload="long-prompts", rate=8, seconds=12),
 )
 """About 100 requests each: the real router and worker cost some 50 µs a token."""
@@ -39,14 +39,17 @@ VALUES: dict[str, tuple[float, ...]] = {
     "dynamo_overlap_score_weight": (0.5, 2.0, 5.0),
     "dynamo_temperature": (0.5,),
 }
-"""By field of PlacementConfig. Left out are the prices of memory, which no load here fills, the grace of a speculative
-prefix, and rates assumed before any was measured: workers measure theirs first."""
+"""Values by field of PlacementConfig.
+
+Left out are the prices of memory, which no load here fills, and the grace of a speculative prefix. Also left out are
+the rates assumed before the first measurement, because workers measure theirs first.
+"""
 POLICIES: dict[str, PolicyName] = {
     "loaded_ms": "session",
     "dynamo_overlap_score_weight": "dynamo",
     "dynamo_temperature": "dynamo",
 }
-"""Of the fields that `prefix` does not read."""
+"""Policies for the fields that `prefix` does not read."""
 
 
 def main() -> None:
@@ -75,7 +78,7 @@ def main() -> None:
 
 
 def _jobs(chosen: Iterable[str], num_seeds: int) -> Iterable[Job]:
-    """Fields of one policy share the runs of its defaults."""
+    """Yield all jobs. Fields of one policy share the runs with its defaults."""
     tags = {
         _tag(name, value): (policy, replace(PlacementConfig(), **{name: value}))  # type: ignore[arg-type]
         for name in chosen
@@ -93,7 +96,7 @@ def _policy(name: str) -> PolicyName:
 
 
 def _values(name: str) -> list[float]:
-    """With the default, whatever it is."""
+    """Return the values of a field, including its default."""
     return sorted({*VALUES[name], _default(name)})
 
 
@@ -109,10 +112,11 @@ def _tag(name: str, value: float) -> str:
 def _text(table: Table, chosen: Iterable[str], num_seeds: int) -> str:
     loads = ", ".join(load.label for load in LOADS)
     parts = [
-        f"Command: `python -m bench.placement.sweep --seeds {num_seeds}`. Ratios to the default (bold): "
-        f"geometric means over {loads} workers; below 1 is better, but for reuse. Then the worst of the loads: the "
-        "largest share of the uniform groups on one worker, and the share of seconds with one idle beside crowded "
-        "ones. Each load has about 100 requests, so a few per cent are chance."
+        f"Command: `python -m bench.placement.sweep --seeds {num_seeds}`. The first columns are ratios to the default "
+        f"(bold), as geometric means over {loads} workers. Below 1 is better, except for reuse. The last two columns "
+        "show the worst load: the largest share of the uniform groups on one worker, and the share of seconds with an "
+        "idle worker beside a crowded one. Each load has about 100 requests, so differences of a few per cent "
+        "are chance."
     ]
     for name in chosen:
         lines = [
@@ -142,7 +146,7 @@ def _row(table: Table, name: str, value: float) -> str:
 
 
 def _ratio(table: Table, tag: str, base: str, figure: str) -> float:
-    """Geometric mean over the loads that have such a figure."""
+    """Return the geometric mean of the ratios over the loads for which the figure is above 0."""
     pairs = [(table.mean(load.label, tag, figure), table.mean(load.label, base, figure)) for load in LOADS]
     logs = [math.log(value / default) for value, default in pairs if value > 0 and default > 0]
     return math.exp(sum(logs) / len(logs))

@@ -1,4 +1,4 @@
-"""The words and tables of the placement report, and what it must hold. Does not own what is run (__main__.py)."""
+"""Text, tables and floors of the placement report. Does not own the runs (__main__.py)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ SHOWN = {
     "largest_share": ("largest share", 1, "{:.3f}"),
     "idle_beside_crowded": ("idle beside crowded", 1, "{:.3f}"),
 }
-"""Figure: its heading, factor and form."""
+"""Heading, factor and format of each figure."""
 MOCK_TAG = "mock engine, {}"
-"""Of runs with the engine that Dynamo's simulator assumes."""
+"""Tag of runs with the engine that Dynamo's simulator assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was run and what came of it."""
+    """Loads of the study and their results."""
 
     loads: Sequence[Load]
     other_loads: Sequence[Load]
-    """A trace, and large clusters."""
+    """Loads from a trace, and of large clusters."""
     router_loads: Sequence[Load]
     many_routers: str
-    """The tag of runs with several routers."""
+    """Tag of runs with several routers."""
     table: Table
     peer_loads: Sequence[Load]
     peer: dict[str, Any]
-    """Reuse by Dynamo's own simulator, by load's label; empty where it was not run."""
+    """Reuse by Dynamo's own simulator, by label of the load. Empty if it was not run."""
 
 
 def floors(findings: Findings) -> list[Floor]:
@@ -72,11 +72,11 @@ def floors(findings: Findings) -> list[Floor]:
 def text(findings: Findings) -> str:
     profile, table = HardwareProfile(), findings.table
     parts = [
-        "Virtual time, so other load on the machine changes nothing. Each worker: "
-        f"{profile.name}, by a roofline, {profile.num_blocks:,} blocks of {profile.block_size}; real routers "
-        "and workers, from the placer to the engine, on the index's twin. Means over the seeds (one run where it "
-        "says so). `dynamo` is Dynamo's published cost function in our placer. "
-        "Times are of simulated GPUs: their order and ratios are what counts.",
+        "Time is virtual, so other load on the machine changes nothing. Each worker is "
+        f"{profile.name} by a roofline, with {profile.num_blocks:,} blocks of {profile.block_size} tokens. Routers "
+        "and workers are real, from the placer to the engine, on the index's twin. Numbers are means over the seeds, "
+        "unless the table says `1 run`. `dynamo` is Dynamo's published cost function in our placer. "
+        "Times are those of simulated GPUs, so only their order and ratios count.",
         f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
         *(_policy_table(load, table) for load in findings.loads),
         _router_table(findings),
@@ -126,7 +126,7 @@ def _router_table(findings: Findings) -> str:
         for load in findings.router_loads
         for name, tag in (("1 router", "prefix"), (findings.many_routers, findings.many_routers))
     ]
-    title = "## Several routers that share nothing but the index and the workers' reports"
+    title = "## Several routers that share only the index and the workers' reports"
     return "\n".join([title, "", *_heading("load", "routers"), *rows])
 
 
@@ -134,12 +134,11 @@ def _peer_table(findings: Findings) -> str:
     lines = [
         "## Beside Dynamo's own simulator, on the same arrivals",
         "",
-        f"ai-dynamo-runtime {findings.peer['version']}, workers of 25,000 blocks of 16, speedup_ratio 0.5; ours have "
-        "the step times that it assumes (simulation/mocker.py). At 10/s on 4 both are past the knee: they "
-        "wait for tens of seconds. Reuse when a request is first admitted, which is what ours counts:",
+        f"ai-dynamo-runtime {findings.peer['version']}, workers with 25,000 blocks of 16, speedup_ratio 0.5. Ours have "
+        "the step times that it assumes (simulation/mocker.py). At 10/s on 4 workers both are overloaded, and requests "
+        "wait for tens of seconds. The table shows reuse at first admission, which ours counts:",
         "",
-        "| load | its kv router | counting re-admissions too | its round robin | our prefix | our dynamo | "
-        "ideal |",
+        "| load | its kv router | with re-admissions | its round robin | our prefix | our dynamo | ideal |",
         "|---|---|---|---|---|---|---|",
     ]
     for load in findings.peer_loads:

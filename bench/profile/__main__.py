@@ -1,17 +1,17 @@
-"""Where a step's time goes, and what the scheduler costs.
+"""Profile of a step's time, and of the scheduler's cost.
 
     python -m bench.profile --model llama-166m --dtype float32
 
-0. whole decode steps of each length of context, unwatched, beside the roofline of weights, matmuls and KV cache;
-1. steady decodes of the first length, and prefills: plan, prepare, forward by operation, sample, deliver;
-2. plan + prepare at 256 running sequences (on any model: its forward pass is not in it);
-3. `mixed` at 0 % hits: what naming blocks and looking names up takes of it;
-4. the same: how long Python's garbage collector holds a step up, spared as a worker's process is, and not spared; and
-   how long a full collection takes while 256 sequences decode, on this model, and of 4,096 tokens each without one:
-   more than a GPU of 141 GB holds of Llama-3.1-8B in bfloat16.
+0. Whole decode steps for each context length, without measured parts, beside the roofline of weights, matmuls and KV.
+1. Steady decodes of the first length, and prefills: plan, prepare, forward by operation, sample, deliver.
+2. plan + prepare at 256 running sequences. Any model will do, because the forward pass is not included.
+3. `mixed` at 0 % hits: the share of naming blocks and looking up names.
+4. `mixed` again: pauses by Python's garbage collector, with objects spared (frozen) as in a worker, and not spared.
+   Also full collections while 256 sequences decode, on this model, and with 4,096 tokens each on a simulated model.
+   These are more tokens than a GPU with 141 GB holds for Llama-3.1-8B in bfloat16.
 
-Times of a part are without those it calls. On a GPU each operation waits for the device, so that a step here is longer
-than one that is not watched: only shares are told of it.
+A part's time does not include the parts that it calls. On a GPU, each measured operation waits for the device, which
+makes a step longer, so the report gives only shares for it.
 """
 
 import argparse
@@ -67,18 +67,20 @@ GIB = 2**30
 
 @dataclass(slots=True, kw_only=True)
 class Decodes:
-    """Of steady decodes, by how many sequences: with planning watched, and with all parts."""
+    """Profiles of steady decodes."""
 
     plain: dict[tuple[int, int], Profile] = field(default_factory=dict)
-    """Unwatched; by how many tokens, and by how many sequences."""
+    """Profiles without measured parts, by context length and number of sequences."""
     planned: dict[int, Profile] = field(default_factory=dict)
+    """Profiles with planning and preparing measured, by number of sequences."""
     parts: dict[int, Profile] = field(default_factory=dict)
+    """Profiles with all parts measured, by number of sequences."""
     full_collections_ms: tuple[float, float] = (0.0, 0.0)
-    """Spared, and not."""
+    """Longest full collection with spared objects, and without."""
 
 
 def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
-    """One prefill serves all three looks. Spared by the garbage collector, as in a worker."""
+    """Measure all three kinds of profiles after one prefill. Objects are frozen, as in a worker."""
     known = Decodes()
     num_steps = decode_steps(arguments.steps)
     first, *further = arguments.contexts
@@ -99,7 +101,7 @@ def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
 
 
 def decode_steps(steps: int) -> int:
-    """Of all three looks, of which two take so many steps, those included that warm up."""
+    """Return the steps of all three profiles together, warm-up included. Two of them take `steps` steps."""
     return 2 * steps + PLANNED_STEPS + 3 * WARM_STEPS
 
 
@@ -147,7 +149,7 @@ def _full_collections(known: Decodes) -> Figures:
 
 
 def _rooflines(engine: Engine, profiles: dict[tuple[int, int], Profile]) -> list[Figures]:
-    """Of decode steps that nobody watched."""
+    """Compare decode steps without measured parts with their roofline."""
     runner: Any = engine.runner
     with torch.inference_mode():
         machine = measure_machine(runner.device, runner.dtype)
@@ -196,7 +198,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _longest(arguments: argparse.Namespace) -> int:
-    """In tokens, of what is measured."""
+    """Return the tokens of the longest measured sequence."""
     return max(LONGEST_PREFILL + 64, max(arguments.contexts) + START_STEPS + decode_steps(arguments.steps))
 
 
@@ -214,22 +216,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--decodes",
         type=_numbers,
-        help=f"sequences that decode, {MANY} among them; default: 1,32,{MANY}, on a GPU 1,32,64,128,{MANY}",
+        help=f"numbers of decoding sequences, with {MANY}; default: 1,32,{MANY}, on a GPU 1,32,64,128,{MANY}",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument(
-        "--kv-gib", type=float, default=4.0, help=f"of the KV pool; more where {MANY} decodes need more"
+        "--kv-gib", type=float, default=4.0, help=f"size of the KV pool; larger if {MANY} decodes need more"
     )
     parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
-    parser.add_argument("--name", default="profile", help="of the report")
+    parser.add_argument("--name", default="profile", help="name of the report")
     parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     arguments = parser.parse_args()
     arguments.contexts = arguments.contexts or CONTEXTS[arguments.device]
     arguments.decodes = arguments.decodes or DECODES[arguments.device]
     if MANY not in arguments.decodes:
-        parser.error(f"--decodes must have {MANY} among them: floors are of so many")
+        parser.error(f"--decodes must include {MANY}, for which there are floors")
     return arguments
 
 
@@ -272,7 +274,7 @@ def main() -> None:
         return
     path = write_report(
         arguments.name,
-        title="Where a step's time goes, and what the scheduler costs",
+        title="Profile of a step's time, and of the scheduler's cost",
         text=text_of(figures, about),
         figures=figures,
         floors=floors_of(figures),

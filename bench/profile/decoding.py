@@ -1,7 +1,7 @@
-"""Steady decodes: so many sequences of about one length, which all run in every step.
+"""Steady decodes: a number of sequences of about one length, all of which run in every step.
 
-Owns how they come to be, how many blocks they take, and the proof that none of them missed a step. Does not own what is
-measured meanwhile (scenarios.py).
+Owns starting them, the number of blocks they need, and the check that none of them missed a step. Does not own the
+measurements (scenarios.py).
 """
 
 import time
@@ -15,30 +15,30 @@ from blockyard.worker.sequences.sequence import Sequence, SequenceState
 from bench.engine.build import engine_request
 
 START_STEPS = 16
-"""In which all sequences get their first token, at most. Those that are first get one more in each."""
+"""Maximum steps until all sequences have their first token. The earliest sequences get a token in each of them."""
 
 
 def blocks_of_decodes(*, running: int, context: int, num_steps: int, block_size: int) -> int:
-    """What `decoding` holds at its end."""
+    """Return the number of blocks that `decoding` holds at its end."""
     return running * -(-(context + START_STEPS + num_steps) // block_size)
 
 
 @contextmanager
 def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> Iterator[None]:
-    """So many sequences of so many tokens, each of which gets one more a step, for so many steps at most. The engine
-    has no other work.
+    """Keep `running` sequences of `context` tokens decoding, for at most `num_steps` steps.
 
-    Raises ValueError where the engine has no room for them, RuntimeError where not all of them ran in every step.
+    The engine has no other work. Raise ValueError if the engine has no room for them, and RuntimeError if not all of
+    them ran in every step.
     """
     _check_room(engine, running=running, context=context, num_steps=num_steps)
     chance, salt = Random(running), str(time.perf_counter_ns())
     prompts = [[chance.randrange(10, 4000) for _ in range(context)] for _ in range(running)]
     try:
-        # Cached first: else those that start early would have grown long when the last ones start.
+        # Cache the prompts first. Otherwise early sequences would be long when the last ones start.
         _submit(engine, prompts, 1, salt)
         _drain(engine)
         _submit(engine, prompts, START_STEPS + num_steps, salt)
-        del prompts  # a worker has none either: the collector would walk them
+        del prompts  # A worker does not keep them either, and the garbage collector would visit them.
         _start(engine, running)
         lengths = [(sequence, len(sequence.tokens)) for sequence in engine.scheduler.running]
         yield
@@ -52,18 +52,19 @@ def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> I
 def _check_room(engine: Engine, *, running: int, context: int, num_steps: int) -> None:
     config, available = engine.scheduler.config, engine.pool.num_blocks
     if running > config.max_num_seqs:
-        raise ValueError(f"{running} sequences are to run, {config.max_num_seqs} are allowed to")
+        raise ValueError(f"{running} sequences are more than max_num_seqs {config.max_num_seqs}")
     longest = context + START_STEPS + num_steps
     if longest > config.max_model_len:
-        raise ValueError(f"sequences of {longest} tokens by the end, {config.max_model_len} fit the context")
+        raise ValueError(
+            f"sequences of {longest} tokens by the end are longer than max_model_len {config.max_model_len}"
+        )
     needed = blocks_of_decodes(
         running=running, context=context, num_steps=num_steps, block_size=config.block_size
     )
     if needed > available:
         raise ValueError(
-            f"{running} sequences of {context} tokens take {needed:,} blocks of the KV pool by the end of {num_steps} "
-            f"steps, it has {available:,}: {(needed - available) * engine.bytes_per_block / 2**20:.1f} MiB more are "
-            "needed"
+            f"{running} sequences of {context} tokens need {needed:,} blocks by the end of {num_steps} steps, and the "
+            f"KV pool has {available:,}: {(needed - available) * engine.bytes_per_block / 2**20:.1f} MiB are missing"
         )
 
 
@@ -78,7 +79,7 @@ def _drain(engine: Engine) -> None:
 
 
 def _start(engine: Engine, running: int) -> None:
-    """With no regard to the pauses of those that run already."""
+    """Prefill all sequences, without the limit that keeps the gaps of running decodes short."""
     scheduler, mixed_steps = engine.scheduler, engine.mixed_steps
     limit, mixed_steps.limit_tokens = mixed_steps.limit_tokens, None
     try:
@@ -90,13 +91,13 @@ def _start(engine: Engine, running: int) -> None:
         mixed_steps.limit_tokens = limit
     if scheduler.waiting or scheduler.queued_prefill_tokens or len(scheduler.running) < running:
         raise RuntimeError(
-            f"{len(scheduler.running)} of {running} sequences run after {START_STEPS} steps, "
-            f"{scheduler.queued_prefill_tokens:,} tokens of prompts are left"
+            f"only {len(scheduler.running)} of {running} sequences run after {START_STEPS} steps; "
+            f"{scheduler.queued_prefill_tokens:,} prompt tokens are left"
         )
 
 
 def _check_steps(lengths: list[tuple[Sequence, int]], num_steps: int) -> None:
-    """`lengths` are of before the steps."""
+    """Raise RuntimeError if a sequence missed a step. `lengths` are from before the steps."""
     most = max(len(sequence.tokens) - length for sequence, length in lengths)
     steady = sum(
         len(sequence.tokens) - length == most
@@ -108,6 +109,6 @@ def _check_steps(lengths: list[tuple[Sequence, int]], num_steps: int) -> None:
         preempted = sum(sequence.num_preemptions > 0 for sequence, _ in lengths)
         ended = sum(sequence.is_over for sequence, _ in lengths)
         raise RuntimeError(
-            f"{steady} of {len(lengths)} sequences ran in each of {most} steps, {num_steps} were asked for: "
-            f"{preempted} had too few blocks of the KV pool, {ended} have ended"
+            f"only {steady} of {len(lengths)} sequences ran in each of {most} steps, {num_steps} were planned: "
+            f"{preempted} were preempted for lack of blocks, {ended} have ended"
         )

@@ -1,21 +1,21 @@
-"""The profile's report: its text, and its floors. Pure. Does not own the figures (scenarios.py, __main__.py)."""
+"""Report of the profile: its text and its floors. Pure. Does not own the figures (scenarios.py, __main__.py)."""
 
 from typing import Any
 
 from bench.reporting import Floor
 
 MANY = 256
-"""Sequences at which the scheduler's cost is judged."""
+"""Number of sequences for the floor of the scheduler's cost."""
 PLAN_FLOOR_MS = 1.0
 NAMES_FLOOR = 0.01
 COLLECTION_FLOOR_MS = 5.0
 STEP_FLOOR = 0.8
 STEP_MODEL = "llama-3.1-8b"
-"""The goal of whole decode steps is a GPU's with this model; of others they are figures."""
+"""Model for which whole decode steps have a floor, on a GPU. For other models they are only figures."""
 STEP_SEQUENCES = 32
-"""The fewest that it is for."""
+"""Minimum number of sequences for this floor."""
 UNSPARED = "python's own way"
-"""The collector as it is by itself."""
+"""Name of Python's garbage collector without our freezing."""
 Figures = dict[str, Any]
 
 
@@ -38,7 +38,7 @@ def floors_of(figures: Figures) -> list[Floor]:
 
 
 def _step_floors(figures: Figures) -> list[Floor]:
-    """One for each length of context."""
+    """Return one floor for each context length."""
     if figures["device"] != "cuda" or figures["model"] != STEP_MODEL:
         return []
     shares: dict[int, list[float]] = {}
@@ -58,11 +58,11 @@ def _step_floors(figures: Figures) -> list[Floor]:
 
 
 def text_of(figures: Figures, about: str) -> str:
-    """`about` is the command's own description, without its title and its examples."""
+    """Format the report. `about` is the command's docstring, of which the title and the examples are cut off."""
     tables = [_table(name, rows) for name, rows in figures["steps"].items()]
     names, plan = figures["names"], figures["plan_and_prepare_ms"]
     collections = [
-        f"- {way}: {row['count']} collections, the longest {row['longest_ms']} ms, together {row['whole_ms']} ms"
+        f"- {way}: {row['count']} collections, longest {row['longest_ms']} ms, sum {row['whole_ms']} ms"
         for way, row in figures["collections"].items()
     ]
     return "\n\n".join(
@@ -73,8 +73,8 @@ def text_of(figures: Figures, about: str) -> str:
             _roofline_table(figures["of_roofline"]),
             *tables,
             f"## Scheduler\n\nplan + prepare at {MANY} running sequences, {plan['steps']} steps: p50 {plan['p50']} ms, "
-            f"p99 {plan['p99']} ms, the longest {plan['p100']} ms. "
-            f"`mixed` at 0 % hits took {names['whole_ms']:,} ms, naming {names['naming_ms']} ms and look-up "
+            f"p99 {plan['p99']} ms, max {plan['p100']} ms. "
+            f"`mixed` at 0 % hits took {names['whole_ms']:,} ms. Naming took {names['naming_ms']} ms and look-up "
             f"{names['look_up_ms']} ms of it: {names['share']:.2%}.",
             "\n".join(["## Garbage collection, wall clock", "", *collections, _full_collections(figures)]),
         ]
@@ -84,9 +84,9 @@ def text_of(figures: Figures, about: str) -> str:
 def _full_collections(figures: Figures) -> str:
     full = figures["full_collections"]
     return (
-        f"- a full collection while {MANY} sequences decode, the longest of {full['count']}: spared "
+        f"- a full collection while {MANY} sequences decode, longest of {full['count']}: spared "
         f"{full['spared_ms']} ms, {UNSPARED} {full['unspared_ms']} ms\n"
-        f"- the same with {full['large_pool_tokens']:,} tokens in the pool, and a clock for a model: spared "
+        f"- the same with {full['large_pool_tokens']:,} tokens in the pool and a simulated model: spared "
         f"{full['large_pool_ms']} ms"
     )
 
@@ -97,10 +97,10 @@ def _roofline_table(rows: list[Figures]) -> str:
         f"| {row['share']:.0%} |"
         for row in rows
     ]
-    head = "| sequences | tokens of each | step, median ms | limit ms | of the limit |\n|---|---|---|---|---|"
+    head = "| sequences | tokens of each | step, median ms | limit ms | limit / step |\n|---|---|---|---|---|"
     return "\n".join(
         [
-            "## Whole decode steps, unwatched",
+            "## Whole decode steps, without measured parts",
             "",
             "The limit is max(weight bytes / copy bandwidth, FLOPs of the weights / matmul rate) + KV bytes / copy "
             "bandwidth, with the rates of this run.",
@@ -115,5 +115,11 @@ def _table(name: str, rows: dict[str, float]) -> str:
     whole = rows["step"]
     lines = [f"| {part} | {value:.3f} | {value / whole:.1%} |" for part, value in rows.items() if value]
     return "\n".join(
-        [f"## {name[0].upper()}{name[1:]}", "", "| part | ms, median | of a step |", "|---|---|---|", *lines]
+        [
+            f"## {name[0].upper()}{name[1:]}",
+            "",
+            "| part | ms, median | share of a step |",
+            "|---|---|---|",
+            *lines,
+        ]
     )

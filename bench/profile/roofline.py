@@ -1,9 +1,9 @@
-"""How near a whole decode step is to what the machine allows: each weight read once, or multiplied once with each
-sequence, whichever is slower, and each sequence's keys and values read once.
+"""Roofline of a whole decode step. Pure.
 
     limit = max(weight bytes / B, 2 * weights * sequences / F) + KV bytes / B
 
-with the copy bandwidth B and matmul rate F of the same run. Pure.
+B is the copy bandwidth and F the matmul rate of the same run. A step reads each weight once, or multiplies it once with
+each sequence, whichever is slower. It also reads the keys and values of each sequence once.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from bench.kernels.timing import Machine
 class DecodeStep:
     sequences: int
     context_tokens: float
-    """Of each, in the mean."""
+    """Mean context length of a sequence."""
 
 
 def limit_seconds(step: DecodeStep, model: ModelConfig, item_bytes: int, machine: Machine) -> float:
@@ -35,6 +35,6 @@ def limit_seconds(step: DecodeStep, model: ModelConfig, item_bytes: int, machine
 
 
 def used_weights(model: ModelConfig) -> int:
-    """A table of embeddings is looked up, not multiplied with, unless it is the head too."""
+    """Count the weights that a step multiplies. An embedding table is only looked up, unless it is also the head."""
     table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     return num_parameters(model) - table

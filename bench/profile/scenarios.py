@@ -1,6 +1,6 @@
-"""What the profile measures: any steps, prefill steps, and a whole workload with its names and its collector.
+"""Scenarios of the profile: any steps, prefill steps, and a whole workload with block names and garbage collection.
 
-Owns how an engine is brought there and which of its functions are parts. Does not own the accounting (stopwatch.py) nor
+Owns driving the engine, and the choice of functions that are parts. Does not own the accounting (stopwatch.py) or
 steady decodes (decoding.py).
 """
 
@@ -41,12 +41,12 @@ OPERATIONS = (
 )
 WARM_STEPS = 2
 Profile = dict[str, list[float]]
-"""Of each part, its milliseconds step by step; `step` is the whole."""
+"""Milliseconds of each part, step by step. `step` is the whole."""
 
 
 @contextmanager
 def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
-    """Planning and preparing whole, and nothing within them: a look at each costs a microsecond."""
+    """Measure planning and preparing as wholes only. Measuring a function within them costs a microsecond per call."""
     runner: Any = engine.runner
     watch = Stopwatch()
     watch.wrap(engine.scheduler, "plan", PLAN)
@@ -58,7 +58,7 @@ def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
 
 @contextmanager
 def _one_by_one(engine: Engine) -> Iterator[None]:
-    """Steps one after the other, kernel by kernel: what overlaps, or is one graph, has no parts to be told apart."""
+    """Run steps one after the other, and kernel by kernel. Overlapping steps and graphs have no separate parts."""
     runner: Any = engine.runner
     before = engine.steps.overlap, runner.replays_graphs
     engine.steps.overlap = runner.replays_graphs = False
@@ -68,7 +68,7 @@ def _one_by_one(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
-    """The parts of a step of this engine."""
+    """Measure the parts of this engine's steps."""
     runner: Any = engine.runner
     is_cuda = runner.device.type == "cuda"
     watch = Stopwatch(torch.cuda.synchronize) if is_cuda else Stopwatch()
@@ -89,12 +89,15 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
 
 
 def _linear_label(x_TI: torch.Tensor, weight_OI: torch.Tensor, *_: object) -> str:
-    outputs = len(weight_OI) * (LANES if weight_OI.dim() > 2 else 1)  # our own kernels have them in groups
+    outputs = len(weight_OI) * (LANES if weight_OI.dim() > 2 else 1)  # Our own kernels group outputs.
     return f"forward: linear {x_TI.shape[1]} -> {outputs}"
 
 
 class Delivery:
-    """What a worker does with a step's outputs for one router: columns, and their bytes. Without protobuf nothing."""
+    """Delivery of a step's outputs to one router, as a worker does it: columns, and their bytes.
+
+    Does nothing without protobuf.
+    """
 
     def __init__(self) -> None:
         try:
@@ -114,7 +117,7 @@ class Delivery:
 
 
 def profile_steps(engine: Engine, watch: Stopwatch, num_steps: int) -> Profile:
-    """Turns the engine so often, and says of each step where its time went."""
+    """Run `num_steps` steps, and return the time of each part in each step."""
     profile: Profile = {}
     delivery = Delivery()
     for number in range(WARM_STEPS + num_steps):
@@ -133,7 +136,7 @@ def profile_steps(engine: Engine, watch: Stopwatch, num_steps: int) -> Profile:
 
 
 def prefill_profile(engine: Engine, watch: Stopwatch, *, tokens: int, num_steps: int) -> Profile:
-    """One prompt a step, of so many tokens, that nobody has cached."""
+    """Profile steps that each prefill one prompt of `tokens` tokens, without cache hits."""
     chance = Random(tokens)
     profile: Profile = {}
     for _ in range(num_steps):
@@ -155,21 +158,21 @@ def _one_step(engine: Engine, watch: Stopwatch) -> Profile:
 
 
 def _request(chance: Random, num_tokens: int, max_tokens: int) -> EngineRequest:
-    """Under names that no other has."""
+    """Make a request whose block names are unique."""
     tokens = [chance.randrange(10, 4000) for _ in range(num_tokens)]
     return engine_request(tokens, max_tokens, salt=str(time.perf_counter_ns()))
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """Of a whole workload."""
+    """Times of a whole workload."""
 
     seconds: float = 0.0
     naming_seconds: float = 0.0
-    """Of prompts when they come, which a cluster's routers do, and of blocks as they fill."""
+    """Time to name prompts on arrival, which routers do in a cluster, and to name blocks as they fill."""
     look_up_seconds: float = 0.0
     collections_ms: list[float] = field(default_factory=list)
-    """Each time that the garbage collector held the engine up, by the wall clock."""
+    """Wall-clock time of each garbage collection."""
 
     @property
     def share_of_names(self) -> float:
@@ -177,7 +180,7 @@ class Course:
 
 
 def whole_workload(engine: Engine, watch: Stopwatch, requests: Sequence[Request]) -> Course:
-    """All at once, at 0 % hits."""
+    """Run all requests at once, without cache hits."""
     course = Course()
     watch.reset()
     with _collections(course.collections_ms):
@@ -216,8 +219,10 @@ def _collections(durations_ms: list[float]) -> Iterator[None]:
 
 
 def full_collections_ms(count: int) -> tuple[float, float]:
-    """The longest of so many walks over all generations now: spared, as the caller must be, and with all that is spared
-    walked too. It stays spared."""
+    """Return the longest of `count` full garbage collections, in two ways: with frozen objects left out, and with them.
+
+    The caller must have frozen its objects. They are frozen again at the end.
+    """
     spared = _longest_collection_ms(count)
     gc.unfreeze()
     try:
@@ -227,8 +232,10 @@ def full_collections_ms(count: int) -> tuple[float, float]:
 
 
 def large_pool_collection_ms(*, running: int, context: int, count: int) -> float:
-    """The longest of so many full collections while so many sequences of so many tokens decode: the objects of
-    scheduler, pool and prefix cache alone, spared as in a worker. A clock stands for the model."""
+    """Return the longest of `count` full collections while `running` sequences of `context` tokens decode.
+
+    Only the objects of scheduler, pool and prefix cache exist, frozen as in a worker. The model is simulated.
+    """
     num_steps = 1
     num_blocks = blocks_of_decodes(
         running=running, context=context, num_steps=num_steps, block_size=BLOCK_SIZE
@@ -258,7 +265,7 @@ def _longest_collection_ms(count: int) -> float:
 
 
 def medians(profile: Profile) -> dict[str, float]:
-    """Of each part, the most first; a part that a step had not took nothing in it."""
+    """Return the median of each part, largest first. A part counts as 0 in steps that did not have it."""
     steps = len(profile["step"])
     values = {part: [*of, *[0.0] * (steps - len(of))] for part, of in profile.items()}
     rows = {part: round(median(of), 3) for part, of in values.items()}

@@ -1,6 +1,6 @@
-"""Who spent the time: functions of living objects are wrapped, and each gets what it spent without those it called.
+"""Stopwatch of functions: wraps methods of live objects, and measures each one's time without the functions it calls.
 
-The parts add up to the whole. Owns the accounting; which functions count is said by who wraps them.
+The parts add up to the whole. Owns the accounting. The caller chooses which functions to wrap.
 """
 
 import time
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Label = str | Callable[..., str]
-"""Of a part; or what makes one of the call's arguments."""
+"""Label of a part, or a function that makes it from the call's arguments."""
 
 
 def _nothing() -> None:
@@ -18,14 +18,14 @@ def _nothing() -> None:
 
 
 class Stopwatch:
-    """Of one thread. `synchronize` is called at both ends of a part that runs on a device."""
+    """Stopwatch of one thread. It calls `synchronize` before and after a part that runs on a device."""
 
     def __init__(self, synchronize: Callable[[], None] = _nothing) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
         self._synchronize = synchronize
         self._inside: list[float] = []
-        """Of each part that is under way: what parts within it have taken."""
+        """Stack of the running parts: the time that parts within each have taken."""
         self._in_leaf = False
         self._wrapped: list[tuple[Any, str]] = []
 
@@ -53,7 +53,7 @@ class Stopwatch:
             self._inside[-1] += elapsed
 
     def wrap(self, owner: Any, name: str, label: Label, *, is_leaf: bool = False) -> None:
-        """From now on. What a leaf calls counts as its own, whether it is wrapped or not."""
+        """Measure a function from now on. Time of functions that a leaf calls counts as its own, even if wrapped."""
         function = getattr(owner, name)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
@@ -77,7 +77,7 @@ class Stopwatch:
         self._wrapped.append((owner, name))
 
     def unwrap(self) -> None:
-        """All that was wrapped is as it was."""
+        """Restore all wrapped functions."""
         for owner, name in self._wrapped:
             delattr(owner, name)
         self._wrapped.clear()

@@ -1,15 +1,15 @@
-"""The router by itself, and beside sglang-router: one run, in turns.
+"""Benchmark of the router alone, and beside sglang-router, in turns in one run.
 
     python -m bench.router --sglang-python PY --py-spy PATH
 
-1. the placement path in process: token ids -> names -> a real Redis -> a worker;
-2. one stream at a time through a real router process: what it adds to the first token and to each later one;
-3. many streams at once: tokens/s, and tokens/s for each core that the router takes; with sessions in plaintext, and by
-   an earlier commit where `--before` names a checkout, to tell what TLS costs; with 2 and 4 processes on one port;
-4. the same through sglang-router in front of equal HTTP workers, where `--sglang-python` names a Python that has it;
-5. a flame graph of our router under load, where `--py-spy` names that program.
+1. The placement path in process: token ids -> names -> a real Redis -> a worker.
+2. One stream at a time through a real router process: the delay that it adds to the first token and to later ones.
+3. Many streams at once: tokens/s, and tokens/s per core that the router uses. Also with sessions in plaintext, and with
+   an earlier commit if `--before` gives a checkout, to show the cost of TLS. Also with 2 and 4 processes on one port.
+4. The same through sglang-router with equal HTTP workers, if `--sglang-python` gives a Python that has it.
+5. A flame graph of our router under load, if `--py-spy` gives that program.
 
-Linux. Takes four to five minutes; `--quick` takes half a minute, with too few repeats for a claim.
+Needs Linux. Takes four to five minutes; `--quick` takes half a minute, with too few repeats for a claim.
 """
 
 import argparse
@@ -39,31 +39,31 @@ from bench.router.trials import many_streams, one_stream
 MODEL = model_path("demo")
 SECRET = "of the benchmark"
 STEP_SECONDS = 0.05
-"""Between two tokens of a stream. With 256 streams at 20 ms, two cores are full, of clients and workers too."""
+"""Time between two tokens of a stream. At 20 ms, 256 streams with their clients and workers would fill two cores."""
 GROUPS = 8
-"""Of prompts that begin alike."""
+"""Number of groups of prompts that begin alike."""
 PROMPT_LINES = 60
 LONG_PROMPT_LINES = 1198
-"""Some 7,200 tokens."""
+"""Lines of a prompt with about 7,200 tokens."""
 MANY_STREAMS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much of everything."""
+    """Numbers of repeats and requests, and durations."""
 
     repeats: int = 5
     placements: int = 300
     tokenizings: int = 60
     requests: int = 8
-    """One after another, in a trial of one stream."""
+    """Requests in a trial of one stream, one after another."""
     tokens: int = 6
-    """Of each of those."""
+    """Tokens of each of these requests."""
     streams: tuple[int, ...] = (64, MANY_STREAMS)
     pairs: int = 5
-    """How often each system runs many streams."""
+    """Trials of many streams for each system."""
     seconds: float = 2.0
-    """Of counting, once all streams run."""
+    """Duration of counting, once all streams run."""
     processes: tuple[int, ...] = (1, 2, 4)
     flame_seconds: float = 5.0
 
@@ -83,13 +83,13 @@ QUICK = Plan(
 
 
 def prompt(number: int, lines: int = PROMPT_LINES) -> str:
-    """Of one of the groups; its last line is its own."""
+    """Return a prompt of one of the groups. Only its last line is its own."""
     return f"def group_{number % GROUPS}(value):\n" + "    value = value + 1\n" * lines + f"# {number}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What every part of a run needs."""
+    """Shared state of the parts of a run."""
 
     plan: Plan
     results: Results
@@ -138,7 +138,7 @@ async def _start_router(bench: Bench, workers: Workers, name: str, num_processes
 
 
 async def start_peers(bench: Bench, python: Path | None) -> tuple[System, ...]:
-    """sglang-router, and its worker alone; none without its Python."""
+    """Start sglang-router, and return it and its worker alone. Return nothing without its Python."""
     if python is None:
         return ()
     workers = await bench.stack.enter_async_context(running_workers("bench.router.peers", str(STEP_SECONDS)))
@@ -149,7 +149,7 @@ async def start_peers(bench: Bench, python: Path | None) -> tuple[System, ...]:
 async def measure_one_stream(bench: Bench, systems: Sequence[System]) -> None:
     plan = bench.plan
     for system in systems:
-        await one_stream(system, num_requests=2, num_tokens=plan.tokens)  # warms up
+        await one_stream(system, num_requests=2, num_tokens=plan.tokens)  # Warm up.
     for _ in range(plan.repeats):
         with noting_foreign_cores(bench.results, "one stream"):
             for system in systems:
@@ -250,11 +250,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.router", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sglang-python", type=Path, help="of an environment with sglang-router 0.3.2")
-    parser.add_argument("--py-spy", type=Path, help="the program; needs the right to trace a child")
+    parser.add_argument("--sglang-python", type=Path, help="a Python with sglang-router 0.3.2")
+    parser.add_argument(
+        "--py-spy", type=Path, help="path of py-spy; needs the right to trace a child process"
+    )
     parser.add_argument("--before", type=Path, help="a checkout of an earlier commit")
-    parser.add_argument("--pairs", type=int, default=5, help="how often each system runs many streams")
-    parser.add_argument("--streams", type=numbers, default=Plan().streams, help="at once, as 64,256")
+    parser.add_argument("--pairs", type=int, default=5, help="trials of many streams for each system")
+    parser.add_argument("--streams", type=numbers, default=Plan().streams, help="streams at once, as 64,256")
     parser.add_argument(
         "--processes",
         type=numbers,

@@ -1,6 +1,6 @@
-"""What the router benchmark found, as figures and floors. Pure. Does not own their text (report.py) or look (plot.py).
+"""Figures and floors of the router benchmark. Pure. Does not own their text (report.py) or plot (plot.py).
 
-A spread is from the lowest to the highest of the repeats' medians; a percentile is over the calls of all repeats.
+A spread is from the lowest to the highest median of a repeat. A percentile is over the calls of all repeats.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,31 +18,31 @@ from bench.router.trials import LoadTrial
 PLACEMENT_FLOOR_MS = 1.0
 STALL_FLOOR_MS = 5.0
 THROUGHPUT_FLOOR = 0.97
-"""What must be left of the throughput without TLS between router and workers."""
+"""Minimum throughput with TLS between router and workers, as a share of that without."""
 TOP_FRAMES = 8
 Figures = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """Of each repeat, in turns."""
+    """Results of the repeats."""
 
     placement: list[PlacementTimes] = field(default_factory=list)
     tokenizing: dict[str, list[float]] = field(default_factory=dict)
     tokenizing_tokens: int = 0
     one_stream: dict[str, list[Delays]] = field(default_factory=dict)
     load: dict[int, dict[str, list[LoadTrial]]] = field(default_factory=dict)
-    """By number of streams and system."""
+    """Trials by number of streams and by system."""
     processes: dict[int, list[LoadTrial]] = field(default_factory=dict)
-    """By number of router processes."""
+    """Trials by number of router processes."""
     flame: Shares | None = None
     foreign_cores: dict[str, list[float]] = field(default_factory=dict)
-    """That other programs kept busy in each repeat, by part of the run; a trial of many streams has its own."""
+    """Cores that other programs used in each repeat, by part of the run. A trial of many streams has its own figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What was run; what the text says of it."""
+    """Settings of a run, for its report."""
 
     repeats: int
     step_seconds: float
@@ -52,7 +52,7 @@ class Setting:
 
 
 def spread(repeats: Sequence[Sequence[float]]) -> Figures:
-    """Of one quantity, its values repeat by repeat."""
+    """Summarise the values of one quantity, given repeat by repeat."""
     pooled = [value for values in repeats for value in values]
     medians = [median(values) for values in repeats]
     return {
@@ -64,13 +64,13 @@ def spread(repeats: Sequence[Sequence[float]]) -> Figures:
 
 
 def middle(values: Iterable[float]) -> Figures:
-    """Of one number a repeat."""
+    """Summarise one number per repeat."""
     known = sorted(values)
     return {"median": round(median(known), 2), "lowest": round(known[0], 2), "highest": round(known[-1], 2)}
 
 
 def added(one_stream: Mapping[str, Figures]) -> Figures:
-    """What each router adds to its way without a router: percentile less percentile."""
+    """Return the delay that each router adds: its percentiles less those of the direct way."""
     return {
         router: {
             f"{way}_{share}": round(one_stream[router][way][share] - one_stream[direct][way][share], 3)
@@ -139,7 +139,7 @@ def _load(trials: Sequence[LoadTrial]) -> Figures:
 
 
 def throughput_shares(systems: Mapping[str, Sequence[LoadTrial]]) -> Figures:
-    """Ours divided by ours without TLS, repeat by repeat: in tokens/s, and in tokens/s a core."""
+    """Return the shares of ours in ours without TLS, repeat by repeat: in tokens/s, and in tokens/s per core."""
     return {
         other: {
             name: _shares_of(
@@ -179,7 +179,7 @@ def _top(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _ours(shares: Mapping[str, float]) -> dict[str, float]:
-    """What every stack goes through says nothing."""
+    """Return the shares of our own files, without `__main__`, which is in every stack."""
     return {
         frame: share
         for frame, share in shares.items()

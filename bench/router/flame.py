@@ -1,6 +1,6 @@
-"""Where a router's Python spends its time under load: py-spy's flame graph, and its shares in numbers.
+"""Profile of a router's Python code under load: py-spy's flame graph, and shares of functions in numbers.
 
-Owns the calls of py-spy and the reading of its folded stacks. `entitled` and `shares` are pure.
+Owns calling py-spy, and parsing its folded stacks. `entitled` and `shares` are pure.
 """
 
 import asyncio
@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Literal
 
 RATE = 200
-"""Samples a second."""
+"""Samples per second."""
 Form = Literal["flamegraph", "raw"]
-"""A picture, or one line a stack."""
+"""Output format: an SVG picture, or one line per stack."""
 
 
 class FlameError(RuntimeError):
-    """py-spy could not look into the process."""
+    """py-spy could not sample the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Of all samples in which Python ran, by function "name (file)"."""
+    """Shares of all samples in which Python ran, by function "name (file)"."""
 
     own: dict[str, float]
-    """In the function itself, or in C code that it called."""
+    """Share in the function itself, or in C code that it called."""
     total: dict[str, float]
-    """In it and in what it called."""
+    """Share in the function and the functions that it called."""
 
 
 async def record(py_spy: Path, pid: int, seconds: float, form: Form, output: Path) -> None:
-    """Raises FlameError with what py-spy said."""
+    """Run py-spy on a process. Raise FlameError with its message."""
     process = await asyncio.create_subprocess_exec(
         *(str(py_spy), "record", "--pid", str(pid), "--duration", str(round(seconds)), "--rate", str(RATE)),
         *("--function", "--format", form, "--output", str(output)),
@@ -45,7 +45,7 @@ async def record(py_spy: Path, pid: int, seconds: float, form: Form, output: Pat
 
 
 def entitled(picture: str, title: str) -> str:
-    """With this title instead of py-spy's, which is its command line."""
+    """Replace the title of an SVG, which is py-spy's command line."""
     return re.sub(r'(<text id="title"[^>]*>)[^<]*', lambda found: found[1] + title, picture)
 
 
@@ -54,7 +54,7 @@ def entitle(path: Path, title: str) -> None:
 
 
 def shares(folded: Iterable[str]) -> Shares:
-    """Of lines "outer;...;inner count"."""
+    """Compute the shares from lines "outer;...;inner count"."""
     own, total = Counter[str](), Counter[str]()
     for line in folded:
         stack, _, count = line.rpartition(" ")

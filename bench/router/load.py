@@ -1,8 +1,8 @@
-"""Clients of the router benchmark, and what their receipts and the workers' stamps say together.
+"""Clients of the router benchmark, and delays computed from their receipts and the workers' stamps.
 
-Every process reads the machine's one monotonic clock, so a delay is between two stamps: what a worker does is not in
-it. `delays` is pure; below it are a client for each way to a worker: through our router, straight to an engine session,
-and HTTP (through sglang-router or straight to its worker).
+All processes read the machine's monotonic clock, so a delay is the difference of two stamps. It excludes the worker's
+own time. `delays` is pure. Below it is a client for each way to a worker: our router, an engine session, and HTTP. HTTP
+goes through sglang-router or directly to its worker.
 """
 
 import json
@@ -21,19 +21,19 @@ from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 
 NUM_CHANNELS = 16
-"""Connections of our client, dealt out among a router's processes."""
+"""Connections of our client, distributed among a router's processes."""
 REQUEST_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Receipt:
-    """What one client sees of its request, on the machine's monotonic clock in nanoseconds."""
+    """One request as its client saw it, on the machine's monotonic clock in nanoseconds."""
 
     number: int
-    """Under which the worker keeps its stamps."""
+    """Number under which the worker keeps its stamps."""
     sent: int = 0
     messages: list[tuple[int, int]] = field(default_factory=list)
-    """When each came, and how many tokens were in it."""
+    """Time of arrival and number of tokens of each message."""
     num_tokens: int = 0
 
     def add(self, num_tokens: int) -> None:
@@ -43,27 +43,29 @@ class Receipt:
 
 
 Ask = Callable[[Receipt], Awaitable[None]]
-"""Sends a request and fills its receipt until the answer's end."""
+"""Sends a request, and fills in its receipt until the answer's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Milliseconds that the way took, there and back, the worker's own time apart."""
+    """Delays on the way to the worker and back in milliseconds, without the worker's own time."""
 
     first: list[float]
-    """Of each request: from the client to the worker, plus its first token from the worker to the client."""
+    """Delay of each request from client to worker, plus that of its first token from worker to client."""
     later: list[float]
-    """Of each later token: from the worker to the client."""
+    """Delay of each later token from worker to client."""
 
 
 def delays(receipts: Iterable[Receipt], stamps: Mapping[int, Mapping[str, Any]]) -> Delays:
-    """Of all tokens that came. Raises ValueError for more than were emitted."""
+    """Compute the delays of all received tokens. Raise ValueError for more tokens than were emitted."""
     first, later = [], []
     for receipt in receipts:
         stamp = stamps[receipt.number]
         came = [at for at, count in receipt.messages for _ in range(count)]
         if len(came) > len(stamp["emitted"]):
-            raise ValueError(f"request {receipt.number}: {len(came)} of {len(stamp['emitted'])} tokens came")
+            raise ValueError(
+                f"request {receipt.number} got {len(came)} tokens, but {len(stamp['emitted'])} were emitted"
+            )
         ways = [(there - here) / 1e6 for here, there in zip(stamp["emitted"], came, strict=False)]
         first.append((stamp["arrived"] - receipt.sent) / 1e6 + ways[0])
         later += ways[1:]
@@ -75,7 +77,7 @@ async def router_client(
     address: str, prompt: Callable[[int], str], num_tokens: int, *, num_channels: int = NUM_CHANNELS
 ) -> AsyncIterator[Ask]:
     async with AsyncExitStack() as stack:
-        # A pool for each channel: equal channels would share one connection, and so one router process.
+        # Give each channel its own pool: equal channels would share one connection, and so one router process.
         own_pool = (("grpc.use_local_subchannel_pool", 1),)
         stubs = [
             InferenceServiceStub(  # type: ignore[no-untyped-call]
@@ -93,7 +95,7 @@ async def router_client(
                 request, timeout=REQUEST_SECONDS
             ):
                 if message.delta.token_offset != receipt.num_tokens:
-                    raise ValueError(f"request {number}: a token was lost or doubled")
+                    raise ValueError(f"request {number}: a token was lost or duplicated")
                 receipt.add(len(message.delta.token_ids))
 
         yield ask
@@ -103,7 +105,7 @@ async def router_client(
 async def session_client(
     address: str, prompt_ids: Sequence[int], num_tokens: int, *, secret: str
 ) -> AsyncIterator[Ask]:
-    """Straight to a worker; one request at a time."""
+    """Make a client that calls a worker directly, one request at a time."""
     async with session_channels(None, secret=secret, cluster="default")(address) as channel:
         call = EngineServiceStub(channel).Session()  # type: ignore[no-untyped-call]
         await call.read()
@@ -147,7 +149,7 @@ async def http_client(address: str, prompt: Callable[[int], str], num_tokens: in
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
-    """Whole events, as many as have come."""
+    """Yield lists of complete events as they arrive."""
     rest = b""
     async for part in content.iter_any():
         *events, rest = (rest + part).split(b"\n\n")
@@ -155,5 +157,5 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
 
 
 def num_tokens_in(events: Iterable[bytes]) -> int:
-    """Read out of the JSON, as a client must that wants the text."""
+    """Count tokens by parsing the JSON, which a client needs to do for the text."""
     return sum(len(json.loads(event[6:])["output_ids"]) for event in events if event != b"data: [DONE]")

@@ -1,7 +1,7 @@
-"""What the scripted workers of the router benchmark share: a pace, and stamps of when each token went out.
+"""Shared parts of the router benchmark's scripted workers: a pace, and time stamps of each token.
 
-Owns the process's talk with the benchmark: its ports as one line of JSON; then, to each line on its standard input, the
-stamps so far, which it forgets. Ends with its input. Does not own a protocol (workers.py, peers.py).
+Owns the process's interface to the benchmark. It prints its ports as one line of JSON. To each line on stdin, it
+answers with the stamps since the last answer. It ends with stdin. Does not own a protocol (workers.py, peers.py).
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 NUM_WORKERS = 4
 FIRST_TOKEN = 300
 NUM_TOKENS = 1000
-"""Tokens are given out in turn from so many; all of them are text of the demo model's tokenizer."""
+"""Number of different tokens that workers emit in turn. All of them are text in the demo model's tokenizer."""
 Step = Callable[[int], Awaitable[None]]
-"""Sends one token of each running request, all emitted at the given time."""
+"""Sends one token of each running request, with the given emission time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class Stamps:
 
     arrived: int
     emitted: list[int] = field(default_factory=list)
-    """When each token went out."""
+    """Emission times of the tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request that is being answered."""
+    """A running request."""
 
     handle: int
     num_tokens: int
@@ -48,7 +48,7 @@ class Running:
 
 
 class Book:
-    """The stamps of all requests, by the number that the client gave each."""
+    """Stamps of all requests, by the number that the client gave each."""
 
     def __init__(self) -> None:
         self._stamps: dict[int, Stamps] = {}
@@ -63,7 +63,7 @@ class Book:
 
 
 async def keep_pace(step_seconds: float, step: Step, phase: float) -> None:
-    """At a pace that does not drift; a step that is late is not made up for. `phase` is a part of a step."""
+    """Call `step` at a pace that does not drift. Missed steps are not caught up. `phase` is a fraction of a step."""
     next_at = time.monotonic() + phase * step_seconds
     while True:
         next_at = max(next_at + step_seconds, time.monotonic())
@@ -73,7 +73,7 @@ async def keep_pace(step_seconds: float, step: Step, phase: float) -> None:
 
 @asynccontextmanager
 async def pacing(step_seconds: float, steps: Sequence[Step]) -> AsyncIterator[None]:
-    """The workers' steps are spread over the time of one, as those of real workers are."""
+    """Run the workers' steps, spread evenly over the time of one step, as those of real workers are."""
     paces = [
         asyncio.create_task(keep_pace(step_seconds, step, number / len(steps)))
         for number, step in enumerate(steps)
@@ -88,7 +88,7 @@ async def pacing(step_seconds: float, steps: Sequence[Step]) -> AsyncIterator[No
 async def serve_workers(
     workers: Sequence[AbstractAsyncContextManager[tuple[int, Step]]], book: Book, step_seconds: float
 ) -> None:
-    """Each worker's context gives the port that it listens on, and its step."""
+    """Serve until stdin ends. Each worker's context yields its port and its step."""
     async with AsyncExitStack() as stack:
         started = [await stack.enter_async_context(worker) for worker in workers]
         await stack.enter_async_context(pacing(step_seconds, [step for _, step in started]))

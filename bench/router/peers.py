@@ -2,8 +2,8 @@
 
     python -m bench.router.peers STEP_SECONDS
 
-Equal to workers.py in pace and count: each running request gets one token each step. What HTTP makes different:
-each request is a stream of its own, so a step is one event for each request instead of one message for all.
+They equal those of workers.py in pace and count: each running request gets one token per step. With HTTP, each request
+is a stream of its own, so a step is one event per request instead of one message for all.
 """
 
 import asyncio
@@ -29,8 +29,10 @@ FACTS_PATHS = (
 
 
 class PacedHttpWorker:
-    """SGLang's /generate with `stream: true`, and what its router asks of a worker. A request's `rid` is its number in
-    the book."""
+    """SGLang's /generate with `stream: true`, and the other paths that its router calls.
+
+    A request's `rid` is its number in the book.
+    """
 
     def __init__(self, book: Book) -> None:
         self._book = book
@@ -71,7 +73,7 @@ class PacedHttpWorker:
 
 
 def event(running: Running, token: int) -> bytes:
-    """One token as SGLang says it; the stream's end after the last."""
+    """Format one token as SGLang does. After the last token, add the stream's end."""
     num_tokens = len(running.stamps.emitted)
     finish = {"type": "length", "length": num_tokens} if running.is_over else None
     meta = {"id": str(running.handle), "finish_reason": finish, "completion_tokens": num_tokens}
@@ -93,7 +95,7 @@ async def paced_http_worker(book: Book) -> AsyncIterator[tuple[int, Step]]:
 
 
 async def main(step_seconds: float) -> None:
-    # sglang-router first tries whether a worker speaks gRPC, which is no request.
+    # sglang-router first tries gRPC, which aiohttp would log as an invalid request.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     book = Book()
     await serve_workers([paced_http_worker(book) for _ in range(NUM_WORKERS)], book, step_seconds)

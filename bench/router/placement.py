@@ -1,8 +1,8 @@
-"""The placement path by itself: token ids -> names of blocks -> one look-up in a real Redis -> a worker.
+"""Placement path alone: token ids -> names of blocks -> one look-up in a real Redis -> a worker.
 
-In process, with the product's Placer, PrefixLookup, RedisPrefixIndex and a Fleet of 64 workers that have said hello; no
-worker runs. A prompt has 7,200 tokens, of which 6,000 are its group's and cached by 8 of the workers. Some requests are
-always in flight, so that the books are not empty. Owns this measurement; its figures are milliseconds.
+Runs in this process, with the product's Placer, PrefixLookup, RedisPrefixIndex and a Fleet of 64 registered workers. No
+worker runs. A prompt has 7,200 tokens, of which 6,000 belong to its group and are cached by 8 workers. Some requests
+are always in flight, so that the bookings are not empty. Times are in milliseconds.
 """
 
 import time
@@ -38,14 +38,14 @@ VOCABULARY = 32_000
 IN_FLIGHT = 128
 LEASE_SECONDS = 600.0
 SILENCE_SECONDS = 1e6
-"""Nobody speaks for these workers: however long they are silent, they count as alive."""
+"""Silence after which a worker is suspect. It is long, because no process sends reports for these workers."""
 WARM_UP = 50
 PARTS = ("names", "look-up", "candidates", "choice")
 
 
 @dataclass(slots=True)
 class PlacementTimes:
-    """Milliseconds of each call."""
+    """Times of each call, in milliseconds."""
 
     whole: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -69,12 +69,12 @@ class PlacementBench:
         return self._random.choices(range(VOCABULARY), k=num_tokens)
 
     def _prompt(self) -> tuple[int, bytes]:
-        """A group, and token ids packed as the tokeniser's process hands them on."""
+        """Draw a prompt. Return its group and its token ids, packed as the tokenizer process sends them."""
         group = self._random.randrange(GROUPS)
         return group, pack_tokens(self._groups[group] + self._draw(PROMPT_TOKENS - GROUP_TOKENS))
 
     async def fill(self, index: PrefixIndex) -> None:
-        """Each group's prefix on HOLDERS workers."""
+        """Publish each group's prefix on HOLDERS workers."""
         prefixes = [chain(self._root, tokens, BLOCK_SIZE) for tokens in self._groups]
         for number in range(NUM_WORKERS):
             berth = await index.register(_record(number), lease_seconds=LEASE_SECONDS)
@@ -178,8 +178,10 @@ async def placement_bench(seed: int) -> AsyncIterator[PlacementBench]:
 async def tokenizing_times(
     model: str, prompt: Callable[[int], str], calls: int
 ) -> tuple[dict[str, list[float]], int]:
-    """Milliseconds of a hop to the tokeniser's process and back, names included, for a text and for its token ids; and
-    how many tokens it has."""
+    """Measure the hop to the tokenizer process and back, names included, for a text and for its token ids.
+
+    Return milliseconds by kind of prompt, and the number of tokens.
+    """
     times: dict[str, list[float]] = {"text": [], "token ids": []}
     async with TokenizerService(model) as service:
         prepared = await service.prepare(TextPrompt(prompt(0)), root=None, block_size=BLOCK_SIZE)

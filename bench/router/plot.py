@@ -1,4 +1,4 @@
-"""The router benchmark as one picture: the placement path, what a router adds to one stream, tokens/s a core."""
+"""Plot of the router benchmark: the placement path, a router's added delay for one stream, and tokens/s per core."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ def draw(figures: dict[str, Any]) -> "Figure":
     path.axvline(PLACEMENT_FLOOR_MS, color=BORDER, linestyle="--", linewidth=1)
     path.set(title=f"Token ids to worker, {PROMPT_TOKENS:,} tokens", xlabel=f"{LATENCY}; dashed: the goal")
     dots(core, cores, is_log=False)
-    core.set(title="Router's output for its CPU time", xlabel="tokens/s a core (line: lowest to highest)")
+    core.set(title="Router's output for its CPU time", xlabel="tokens/s per core (line: lowest to highest)")
     for axes, way, title in zip(
         streams, ("first", "later"), ("First token", "Each later token"), strict=True
     ):
         dots(axes, {name: row[way] for name, row in one_stream.items()}, is_log=True, form="{:.2f}")
-        axes.set(title=f"{title} of one stream", xlabel=f"{LATENCY}, less the worker's time")
+        axes.set(title=f"{title} of one stream", xlabel=f"{LATENCY}, without the worker's time")
     return figure

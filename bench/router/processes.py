@@ -1,6 +1,6 @@
-"""The processes of the router benchmark: started, asked, measured, ended.
+"""Processes of the router benchmark: starts, queries, measures and ends them.
 
-Owns child processes and their CPU time (from /proc: Linux). Does not own what they do, nor what is made of the figures.
+Owns child processes and their CPU time (from /proc, on Linux). Does not own what they do, or the figures.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ class Workers:
     def __init__(
         self, process: asyncio.subprocess.Process, ports: Sequence[int], secret: str = "", root: Path = ROOT
     ) -> None:
-        """With a secret they serve over TLS, without one in plaintext. `root` holds their code, and their router's."""
+        """Hold a process. With a secret it serves over TLS. `root` holds the code of workers and router."""
         self._process = process
         self.secret = secret
         self.root = root
         self.addresses = tuple(f"127.0.0.1:{port}" for port in ports)
 
     async def take_stamps(self) -> dict[int, dict[str, Any]]:
-        """Of the requests since the last call: when each arrived and when each of its tokens was emitted."""
+        """Return, for requests since the last call, the times of arrival and of each token's emission."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"stamps\n")
         return {int(number): stamps for number, stamps in (await _answer(self._process)).items()}
@@ -60,7 +60,7 @@ async def running_workers(
 
 
 def code_of(root: Path) -> dict[str, str]:
-    """An environment in which `blockyard` is the package of that checkout, not the installed one."""
+    """Return an environment in which `blockyard` is the package of this checkout, not the installed one."""
     if root == ROOT:
         return dict(os.environ)
     package = root / ".typing" / "blockyard"
@@ -87,7 +87,7 @@ async def running_server(
     env: Mapping[str, str],
     root: Path = ROOT,
 ) -> AsyncIterator[int]:
-    """Its pid, once it is ready. Raises RuntimeError with the end of its log where it does not come up."""
+    """Start a server and yield its pid once it is ready. Raise RuntimeError with the end of its log if it fails."""
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
             *command, cwd=root, env={**code_of(root), **env}, stdout=file, stderr=file
@@ -96,7 +96,7 @@ async def running_server(
         deadline = time.monotonic() + START_SECONDS
         while not await is_ready():
             if process.returncode is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[2]} did not come up:\n{_tail(log)}")
+                raise RuntimeError(f"{command[2]} did not become ready:\n{_tail(log)}")
             await asyncio.sleep(POLL_SECONDS)
         yield process.pid
 
@@ -131,18 +131,18 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuClock:
-    """CPU seconds so far: of the processes measured with all that they started, and of the whole machine."""
+    """CPU seconds so far: of the measured processes and their descendants, and of the whole machine."""
 
     now: float
     """Seconds on the machine's monotonic clock."""
     measured: float
     ours: float
-    """Of this benchmark and all that it started, the measured ones among them."""
+    """CPU seconds of this benchmark and its descendants, including the measured ones."""
     machine: float
 
 
 def foreign_cores(before: CpuClock, after: CpuClock) -> float:
-    """That other programs than this benchmark, or other virtual machines, kept busy in between."""
+    """Return the cores that programs other than this benchmark, or other virtual machines, used in between."""
     foreign = (after.machine - after.ours) - (before.machine - before.ours)
     return max(foreign, 0.0) / (after.now - before.now)
 
@@ -161,12 +161,12 @@ def _tree_seconds(pid: int) -> float:
 
 
 def tree(pid: int) -> list[int]:
-    """The process and all that it started, directly or not."""
+    """Return a process and all its descendants."""
     return [pid, *(member for child in _children(pid) for member in tree(child))]
 
 
 def _seconds(pid: int) -> float:
-    """Of its threads. The kernel counts those in nanoseconds, where the usual figures are in ticks of 10 ms."""
+    """Sum the CPU seconds of a process's threads, which the kernel counts in ns. Usual figures have ticks of 10 ms."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError):
@@ -183,7 +183,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _machine_seconds() -> float:
-    """All but idle and waiting for a disk; with what a hypervisor gave to other machines while this one had work."""
+    """Return the machine's CPU seconds without idle time and disk waits, but with time stolen by a hypervisor."""
     user, nice, system, _idle, _iowait, irq, softirq, stolen, *_ = map(
         int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     )

@@ -1,4 +1,4 @@
-"""The router benchmark's report as text, and its writing. Owns the words; the figures are from figures.py."""
+"""Report of the router benchmark: its text, and writing it. figures.py computes the figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -28,19 +28,19 @@ def text_of(figures: Figures, setting: Setting) -> str:
 def _placement_text(figures: Figures, setting: Setting) -> str:
     placement, tokenizing = figures["placement_ms"], figures["tokenizing_ms"]
     timed = {name: row for name, row in placement.items() if isinstance(row, dict)}
-    timed |= {f"tokeniser's process: {name}": row for name, row in tokenizing.items()}
+    timed |= {f"tokenizer process: {name}": row for name, row in tokenizing.items()}
     rows = [
         f"| {name} | {row['p50']:.2f} | {row['p99']:.2f} | {row['p50_lowest']:.2f}-{row['p50_highest']:.2f} |"
         for name, row in timed.items()
     ]
     return _section(
         "From token ids to a worker",
-        f"{PROMPT_TOKENS:,} tokens, {GROUP_TOKENS:,} of them cached by {HOLDERS} of {NUM_WORKERS} workers; "
+        f"{PROMPT_TOKENS:,} tokens, of which {HOLDERS} of {NUM_WORKERS} workers cache {GROUP_TOKENS:,}; "
         f"a real private Redis; {placement['calls']:,} calls in {setting.repeats} repeats. "
-        f"{placement['hits']:.1%} went to "
-        "a worker that holds the prefix. The parts are calls of their own; `whole` has the waiting line and "
-        "the booking too. Apart from it: the hop to the tokeniser's process and back with "
-        f"{figures['tokenizing_tokens']:,} tokens, names included. {_foreign_text(figures, 'placement')}",
+        f"{placement['hits']:.1%} went to a worker that holds the prefix. "
+        "The parts are measured in separate calls; `whole` also includes the waiting line and the booking. "
+        "Not included is the hop to the tokenizer process and back, here with "
+        f"{figures['tokenizing_tokens']:,} tokens and their names. {_foreign_text(figures, 'placement')}",
         "| part | p50 ms | p99 ms | p50 of the repeats |",
         rows,
     )
@@ -49,8 +49,7 @@ def _placement_text(figures: Figures, setting: Setting) -> str:
 def _foreign_text(figures: Figures, part: str) -> str:
     row = figures["foreign_cores"][part]
     return (
-        f"Other programs kept {row['median']:.2f} cores busy meanwhile "
-        f"({row['lowest']:.2f}-{row['highest']:.2f})."
+        f"Other programs used {row['median']:.2f} cores meanwhile ({row['lowest']:.2f}-{row['highest']:.2f})."
     )
 
 
@@ -66,10 +65,10 @@ def _one_stream_text(figures: Figures, setting: Setting) -> str:
     ]
     return _section(
         "One stream at a time",
-        f"Scripted workers emit a token each {1000 * setting.step_seconds:.0f} ms and write down when, so "
-        f"that their own time is not in these figures. A prompt of {setting.prompt_tokens} tokens. `First` "
-        "is from the client to the worker and from the worker's first token back; `later` is from worker to "
-        f"client. What a router adds is its row less the direct one: {_added(figures)}. "
+        f"Scripted workers emit a token every {1000 * setting.step_seconds:.0f} ms and record the time, so "
+        f"these figures exclude their own time. The prompt has {setting.prompt_tokens} tokens. `First` "
+        "is the way from the client to the worker, and of the first token back. `Later` is the way from the worker to "
+        f"the client. A router adds the difference between its row and the direct one: {_added(figures)}. "
         f"{_foreign_text(figures, 'one stream')}",
         "| way | first p50 ms | p99 | p50 of the repeats | later p50 ms | p99 | p50 of the repeats |",
         rows,
@@ -89,7 +88,7 @@ def _cells(row: Figures) -> str:
 
 
 LOAD_HEAD = (
-    "tokens/s | tokens/s a core of the router | lowest-highest | cores it took | tokens a message | first p50 / p99 ms "
+    "tokens/s | tokens/s per router core | lowest-highest | router cores | tokens per message | first p50 / p99 ms "
     "| later p50 / p99 ms | foreign cores |"
 )
 
@@ -117,8 +116,8 @@ def _streams_text(figures: Figures, setting: Setting) -> str:
     ]
     return _section(
         "Many streams",
-        "All requests come in one moment (`first`); once all stream, tokens and the CPU time of the "
-        "router's process, its children among it, are counted. Client, workers and router share this "
+        "All requests arrive at once (`first`). Once all of them stream, tokens and the CPU time of the "
+        "router's process and its children are counted. Client, workers and router share this "
         "machine's cores.",
         f"| streams | router | {LOAD_HEAD}",
         rows,
@@ -133,11 +132,11 @@ def _tls_text(figures: Figures, setting: Setting) -> str:
         for other, row in others.items()
     ]
     return _section(
-        "What TLS between router and workers costs",
-        "Ours with mutual TLS, divided by ours without it, pair by pair: the systems take turns, in the other order "
-        "each second time. A share of tokens/s says what clients lose; a share of tokens/s a core says what the "
-        "router computes more.",
-        "| streams | compared with | tokens/s, median | quartiles | tokens/s a core, median | quartiles |",
+        "Cost of TLS between router and workers",
+        "Ours with mutual TLS divided by ours without it, pair by pair. The systems run in turns, and every second "
+        "repeat reverses the order. The share of tokens/s shows the loss of clients. The share of tokens/s per core "
+        "shows the additional computing of the router.",
+        "| streams | compared with | tokens/s, median | quartiles | tokens/s per core, median | quartiles |",
         rows,
     )
 
@@ -151,12 +150,12 @@ def _differences_text(figures: Figures, setting: Setting) -> str:
     if setting.sglang_version is None:
         return "sglang-router was not measured (`--sglang-python`)."
     return (
-        f"What differs: sglang-router {setting.sglang_version} is Rust, ours is Python. It speaks HTTP, with a stream "
-        "of its own to the worker for each request, and passes the worker's bytes on: in this mode it neither "
-        "tokenises nor detokenises. It places by its own tree of the texts it has seen (`cache_aware`). Ours "
-        "tokenises and names the prompt in a process of its own (its CPU time is counted), asks Redis, takes each "
-        "worker's step as one message, makes text of the tokens, looks for stop strings, counts offsets, and keeps "
-        "what it takes to go on at another worker. Its clients are gRPC's, sglang-router's are aiohttp's; both are "
+        f"Differences: sglang-router {setting.sglang_version} is Rust, ours is Python. It speaks HTTP, with one stream "
+        "to the worker for each request, and forwards the worker's bytes. In this mode it neither "
+        "tokenizes nor detokenizes. It places by its own tree of the texts that it has seen (`cache_aware`). Ours "
+        "tokenizes and names the prompt in another process, whose CPU time is counted. It queries Redis, and receives "
+        "each worker's step as one message. It detokenizes, searches for stop strings, counts offsets, and keeps "
+        "the state to continue on another worker. Its clients use gRPC, those of sglang-router use aiohttp; both are "
         "Python and share these cores."
     )
 
@@ -167,8 +166,8 @@ def _processes_text(figures: Figures, setting: Setting) -> str:
         return ""
     return _section(
         "Several processes on one port",
-        f"{setting.many_streams} streams over connections that the kernel deals out. Client and workers take "
-        "their part of the same cores, so the machine bounds tokens/s; tokens/s a core says whether more "
+        f"{setting.many_streams} streams over connections that the kernel distributes. Client and workers use "
+        "the same cores, so the machine limits tokens/s. Tokens/s per core shows whether more "
         "processes cost more.",
         f"| processes | {LOAD_HEAD}",
         rows,
@@ -183,10 +182,10 @@ def _stalls_text(figures: Figures, setting: Setting) -> str:
     ]
     return _section(
         "Stalls of the event loop",
-        "The longest of each trial as the router's watch saw it: while all requests came in one moment, while all "
-        "streamed, and while all were cancelled in one moment. "
-        "`Late` is the longest pause from one tick of 1 ms to the next, for lack of a core too; `computing` is what "
-        "of it the loop's own thread computed.",
+        "The longest stall of each trial, as the router's loop monitor saw it. The phases are: all requests arrive at "
+        "once, all stream, and all are cancelled at once. "
+        "`Late` is the longest pause from one tick of 1 ms to the next, including waits for a core. `Computing` is the "
+        "part of it in which the loop's own thread computed.",
         "| streams | when | late, median ms | lowest-highest | computing, median ms | lowest-highest |",
         rows,
     )
@@ -201,12 +200,12 @@ def _flame_text(figures: Figures, setting: Setting) -> str:
         return ""
     own, total = _shares(figures["flame_own_share"]), _shares(figures["flame_total_share"])
     return (
-        "## Where the time goes\n\n"
-        f"The flame graph beside this file (.svg) is of our router under {setting.many_streams} streams, by py-spy: "
-        "Python's frames, where C code counts for its caller, and a thread that waits is not always told from one "
-        "that works.\n\n"
-        f"- In functions themselves: {own}.\n"
-        f"- With what they call, of our own files: {total}."
+        "## Profile\n\n"
+        f"The flame graph beside this file (.svg) shows our router under {setting.many_streams} streams, by py-spy. It "
+        "has Python's frames, and C code counts for its caller. py-spy does not always distinguish a waiting thread "
+        "from a working one.\n\n"
+        f"- Time in functions themselves: {own}.\n"
+        f"- Time including called functions, for our own files: {total}."
     )
 
 

@@ -1,6 +1,6 @@
-"""What stands between client and workers in the router benchmark: our router's processes, sglang-router, or nothing.
+"""Systems between client and workers in the router benchmark: our router, sglang-router, or none.
 
-Owns how each is started and when it is ready. A `System` is what a trial needs to know of one way to the workers.
+Owns starting them, and waiting until they are ready. A `System` holds what a trial needs for one way to the workers.
 """
 
 import asyncio
@@ -23,45 +23,48 @@ from bench.router.processes import ROOT, SECRET_VARIABLE, Workers, free_port, ru
 
 OURS, SESSION = "Blockyard", "engine session, direct"
 PLAINTEXT = "Blockyard, sessions in plaintext"
-"""Ours without the cluster secret, to tell what TLS between router and workers costs."""
+"""Ours without a cluster secret, to show the cost of TLS between router and workers."""
 BEFORE = "Blockyard of an earlier commit"
 """Router and workers of another checkout, without a cluster secret."""
 SGLANG, HTTP = "sglang-router", "HTTP worker, direct"
 CHECK_SECONDS = 1.0
 POLL_SECONDS = 0.02
 LOG_SECONDS = 10.0
-"""By then a router has logged what its signal asks for."""
+"""Time limit for a router to log its stalls after the signal."""
 LATENESS = re.compile(r"event loop: .* longest pause ([\d.]+) ms, computing ([\d.]+) ms")
 CHECKS_A_PROCESS = 8
-"""Fresh connections that must all find a router that serves: the kernel deals them out among the processes."""
+"""New connections per process that must all reach a serving router. The kernel distributes them among the processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     name: str
     client: Callable[[int], AbstractAsyncContextManager[Ask]]
-    """For requests of so many tokens."""
+    """Makes a client for requests with this number of output tokens."""
     workers: Workers
     pids: tuple[int, ...] = ()
-    """The router's processes: what CPU time is measured of."""
+    """Processes of the router, whose CPU time is measured."""
     address: str = ""
-    """Of our router."""
+    """Address of our router."""
     log: Path | None = None
-    """Where ours says how late its event loop was."""
+    """Log in which our router reports the stalls of its event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """The longest of an event loop since it was last asked, in milliseconds."""
+    """Longest stall of an event loop since the last query, in milliseconds."""
 
     late: float
-    """By how much a tick came too late, for whatever reason."""
+    """Delay of a tick, for any reason."""
     computing: float
-    """What of it the loop's own thread computed."""
+    """Part of it in which the loop's own thread computed."""
 
 
 async def take_stall(system: System) -> Stall | None:
-    """None for a system without such a log. SIGUSR1 has our router log its watch and begin anew."""
+    """Return the longest stall since the last call, or None for a system without such a log.
+
+    SIGUSR1 makes our router log its longest stall and reset it.
+    """
     if system.log is None:
         return None
     known = len(_stalls(system.log))
@@ -151,7 +154,7 @@ async def _serves(address: str) -> bool:
 
 
 def engine_session(workers: Workers, prompt_ids: Sequence[int]) -> System:
-    """No router at all: one engine session straight to a worker."""
+    """Return a system without a router: one engine session directly to a worker."""
     return System(
         name=SESSION,
         client=lambda num_tokens: session_client(
@@ -198,7 +201,7 @@ async def sglang_router(
 
 
 def http_worker(workers: Workers, prompt: Callable[[int], str]) -> System:
-    """No router at all: HTTP straight to a worker."""
+    """Return a system without a router: HTTP directly to a worker."""
     return System(
         name=HTTP,
         client=lambda num_tokens: http_client(workers.addresses[0], prompt, num_tokens),

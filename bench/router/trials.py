@@ -1,8 +1,8 @@
 """One trial of one system: requests one after another, or many streams at once.
 
-Many streams are judged twice: by their first tokens, all requests having come in one moment; and, once all of them
-stream, by the tokens that come in a while and the CPU time that the router takes for it. Owns these figures. Does not
-own who serves (systems.py) nor what is made of them (figures.py).
+Many streams are measured twice. First by the delay of their first tokens, when all requests arrive at once. Then, once
+all of them stream, by tokens over a period and the router's CPU time for them. Owns these measurements. Does not own
+the systems (systems.py) or the summaries (figures.py).
 """
 
 import asyncio
@@ -17,31 +17,31 @@ from bench.router.systems import Stall, System, take_stall
 
 ENDLESS_TOKENS = 10_000
 BEGIN_SECONDS = 60.0
-"""By then all streams must have begun."""
+"""Time limit for the first tokens of all streams."""
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 0.3
-"""For a router to hear that its clients have gone."""
+"""Time for a router to notice that its clients have gone."""
 
 _numbers = count(1)
-"""Of requests; none has one twice, because workers keep their stamps by it."""
+"""Numbers of requests. They are unique, because workers keep their stamps by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTrial:
-    """Many streams at once."""
+    """Measurements of many streams at once."""
 
     ways: Delays
     tokens_per_second: float
     tokens_per_cpu_second: float
-    """Of the router's processes with all that they started."""
+    """Tokens per CPU second of the router's processes and their descendants."""
     cores: float
-    """That the router kept busy."""
+    """Cores that the router used."""
     tokens_per_message: float
     foreign_cores: float
-    """That programs other than this benchmark kept busy."""
+    """Cores that programs other than this benchmark used."""
     stalls: dict[str, Stall]
-    """The event loop's longest while all requests came in one moment (`burst`), while all streamed, and while all were
-    cancelled in one moment (`end`). Empty for a router that has no watch."""
+    """Longest stalls of the event loop while all requests arrived at once (`burst`), while all streamed (`streaming`),
+    and while all were cancelled at once (`end`). Empty for a router without a loop monitor."""
 
 
 async def one_stream(system: System, num_requests: int, num_tokens: int) -> Delays:
@@ -51,7 +51,7 @@ async def one_stream(system: System, num_requests: int, num_tokens: int) -> Dela
             await ask(receipt)
     for receipt in receipts:
         if receipt.num_tokens != num_tokens:
-            raise ValueError(f"{system.name}: {receipt.num_tokens} of {num_tokens} tokens came")
+            raise ValueError(f"{system.name}: a request got {receipt.num_tokens} of {num_tokens} tokens")
     return delays(receipts, await system.workers.take_stamps())
 
 
@@ -80,13 +80,13 @@ async def many_streams(system: System, num_streams: int, seconds: float) -> Load
 
 
 def _counts(receipts: Sequence[Receipt]) -> tuple[int, int]:
-    """Tokens and messages so far."""
+    """Return the numbers of tokens and messages so far."""
     return sum(receipt.num_tokens for receipt in receipts), sum(len(receipt.messages) for receipt in receipts)
 
 
 @asynccontextmanager
 async def _streaming(ask: Ask, receipts: Sequence[Receipt]) -> AsyncIterator[None]:
-    """All requests are sent at once; inside, each has had its first token. Afterwards they are cancelled."""
+    """Send all requests at once, and wait until each has its first token. Cancel them at the end of the context."""
 
     async def stream(receipt: Receipt) -> None:
         await ask(receipt)
@@ -109,4 +109,4 @@ def _raise_failures(streams: Sequence["asyncio.Task[None]"]) -> None:
     for task in streams:
         if task.done():
             task.result()
-            raise ValueError("a stream ended before the trial did")
+            raise ValueError("a stream ended before the trial")

@@ -2,8 +2,8 @@
 
     python -m bench.router.workers STEP_SECONDS TOKENIZER_FINGERPRINT [CONTEXT_TOKENS]
 
-They compute nothing: each running request gets one token each step, all of a worker in one StepOutput, through the
-product's own Outbox, so that a router which lags gets merged steps as from a real worker.
+They compute nothing. Each running request gets one token per step, and all tokens of a worker are in one StepOutput.
+They use the product's own Outbox, so that a slow router gets merged steps, as from a real worker.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class _Stream:
 
 
 class PacedWorker(EngineServiceServicer):
-    """EngineService as far as a router needs it to stream. A request's seed is its number in the book."""
+    """Part of EngineService that a router needs to stream. A request's seed is its number in the book."""
 
     def __init__(self, hello: session_pb2.Hello, book: Book) -> None:
         self._hello = hello

@@ -1,4 +1,4 @@
-"""`blockyard bench`: what is measured of a load, and how it is shown.
+"""Measurements of `blockyard bench`: sends a load, measures it and shows the results.
 
 Does not own the loads (workloads/).
 """

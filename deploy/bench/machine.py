@@ -1,4 +1,4 @@
-"""What a benchmark ran on: the machine and the versions, so that two results can be held side by side."""
+"""Machine and versions of a benchmark, so that two results can be compared."""
 
 import os
 import platform
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("blockyard", "grpcio", "protobuf")
-"""Of the load generator's own process."""
+"""Packages of the load generator's own process."""
 NUMBERS = ("cpu family", "model", "stepping")
-"""What tells CPUs apart that have one name: to a virtual machine, Zen 3 and Zen 4 are both `AMD EPYC`."""
+"""Fields that distinguish CPUs of one name: in a virtual machine, Zen 3 and Zen 4 are both `AMD EPYC`."""
 VECTOR_UNITS = frozenset(
     {
         "avx2",
@@ -23,7 +23,7 @@ VECTOR_UNITS = frozenset(
         "amx_bf16",
     }
 )
-"""That kernels are written for, as Linux names them."""
+"""Vector extensions that our kernels use, as Linux names them."""
 
 
 def machine() -> dict[str, Any]:
@@ -31,12 +31,14 @@ def machine() -> dict[str, Any]:
 
 
 def cpu(cpuinfo: str | None) -> dict[str, Any]:
-    """Name, numbers and vector units, of the text of /proc/cpuinfo; None where there is none. What it does not say is
-    empty."""
+    """Parse the CPU's name, numbers and vector units from /proc/cpuinfo, or from None if there is no such file.
+
+    Fields that the text lacks are empty.
+    """
     if cpuinfo is None:
         return {"cpu": platform.processor() or "unknown CPU", "cpu_numbers": {}, "vector_units": []}
     fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():  # the first processor's: the others are like it
+    for line in cpuinfo.splitlines():  # setdefault keeps the first processor: the others are like it
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     return {

@@ -1,13 +1,13 @@
 """Measurements of a request, and the arithmetic on them. Pure. The definitions are those of vLLM's `bench serve`:
 
-- TTFT, time to first token: from sending to the first message with a token in it.
-- E2EL, end-to-end latency: from sending to the last message with a token in it.
-- TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1), of requests with at least two.
-- ITL, inter-token latency: between two messages with tokens in them. A router under load puts several tokens into one
-  message, so its mean is not TPOT's.
-- Goodput: finished requests a second that kept every bound given. With one token TPOT counts as 0.
+- TTFT, time to first token: from sending to the first message that contains a token.
+- E2EL, end-to-end latency: from sending to the last message that contains a token.
+- TPOT, time per output token: (E2EL - TTFT) / (output tokens - 1), for requests with at least two output tokens.
+- ITL, inter-token latency: between two messages that contain tokens. A router under load puts several tokens into one
+  message, so the mean of ITL differs from that of TPOT.
+- Goodput: finished requests per second that met every given objective. With one token, TPOT counts as 0.
 
-Percentiles are interpolated linearly, as numpy does by default. Needs no numpy: a client installs none.
+Percentiles are interpolated linearly, as numpy does by default. Uses no numpy, which a client does not install.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 
 PERCENTILES = {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
-"""Values are in thousandths."""
+"""Percentiles in thousandths, by name."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """One request, as its client saw it, in seconds on one monotonic clock."""
+    """One request, as its client saw it. Times are in seconds on one monotonic clock."""
 
     number: int
     due: float
-    """When it should have been sent: in an open loop by its plan, in a closed one when it was."""
+    """Time at which it should have been sent. In an open loop, the plan's time; in a closed loop, `sent`."""
     sent: float
     arrivals: list[float] = field(default_factory=list)
-    """Times of the messages that carry tokens."""
+    """Times of the messages that contain tokens."""
     planned_prompt_tokens: int = 0
     planned_output_tokens: int = 0
     prompt_tokens: int = 0
@@ -37,7 +37,7 @@ class Sample:
     worker: str = ""
     migrations: int = 0
     error: str = ""
-    """The reason of its failure; empty for one that finished."""
+    """Reason of its failure; "" if it finished."""
 
     @property
     def ttft(self) -> float:
@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def tpot(self) -> float:
-        """0 with a single token."""
+        """Seconds per output token after the first. 0 with a single token."""
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
@@ -72,7 +72,7 @@ class Spread:
         values = [value * 1000 for value in seconds]
         if not values:
             return cls(mean=None, p50=None, p90=None, p99=None, p99_9=None)
-        # One value alone stands for all; `quantiles` wants two.
+        # `quantiles` needs at least two values.
         cuts = quantiles(values * 2 if len(values) == 1 else values, n=1000, method="inclusive")
         p50, p90, p99, p99_9 = (cuts[thousandths - 1] for thousandths in PERCENTILES.values())
         return cls(mean=fmean(values), p50=p50, p90=p90, p99=p99, p99_9=p99_9)
@@ -84,7 +84,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Limits that a request must keep to count as goodput. None sets no limit."""
+    """Limits that a request must meet to count as goodput. None sets no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -99,11 +99,11 @@ class Objectives:
 
 
 def finished(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples that have an answer."""
+    """Return the samples that have a complete answer."""
     return [sample for sample in samples if not sample.error and sample.arrivals]
 
 
 def hit_rate(samples: Sequence[Sample]) -> float | None:
-    """Prompt tokens that were really reused, as a part of all."""
+    """Return the share of prompt tokens that were read from cached blocks. None without prompt tokens."""
     prompt_tokens = sum(sample.prompt_tokens for sample in samples)
     return sum(sample.cached_tokens for sample in samples) / prompt_tokens if prompt_tokens else None

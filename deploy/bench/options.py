@@ -1,4 +1,4 @@
-"""The options that all workloads of `blockyard bench` share, and what they come to: how a plan is sent, and where to.
+"""Options that all workloads of `blockyard bench` share: how a plan is sent, and to which server.
 
 Does not own the workloads' own options (commands/bench.py).
 """
@@ -23,7 +23,7 @@ _positive = click.FloatRange(0, min_open=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """As given on the command line."""
+    """The shared options, as given on the command line."""
 
     cluster: str
     routers: tuple[str, ...]
@@ -49,40 +49,42 @@ class BenchOptions:
 
     @property
     def spells_words(self) -> bool:
-        """Prompts are text, of about as many tokens as planned."""
+        """Whether prompts are text, with about as many tokens as planned."""
         return self.url is not None and self.vocab_size is None
 
 
 def bench_options(command: Command) -> Command:
-    """Adds them; `taken` takes them back."""
+    """Add the shared options to a command. `taken` reads them from its arguments."""
     for add in reversed(_OPTIONS):
         command = add(command)
     return command
 
 
 def taken(values: dict[str, Any]) -> BenchOptions:
-    """Takes the shared options out of a command's arguments. Raises UsageError."""
+    """Remove the shared options from a command's arguments, and return them. Raise UsageError."""
     objectives = Objectives(ttft_ms=values.pop("slo_ttft_ms"), tpot_ms=values.pop("slo_tpot_ms"))
     names = BenchOptions.__dataclass_fields__.keys() - {"objectives"}
     options = BenchOptions(objectives=objectives, **{name: values.pop(name) for name in names})
     if options.concurrency is not None and options.rate is not None:
-        raise click.UsageError("--concurrency is a closed loop and --rate an open one: give one of them")
+        raise click.UsageError("--concurrency means a closed loop and --rate an open loop: give only one")
     if options.url is not None and (options.policies or options.flush or options.connections > 1):
-        raise click.UsageError("--compare, --flush and --connections are for routers, not for --url")
+        raise click.UsageError(
+            "--compare, --flush and --connections need a cluster's routers: leave out --url"
+        )
     if options.url is None and (options.model or options.vocab_size or options.endpoint != "completions"):
-        raise click.UsageError("--model, --endpoint and --vocab-size are for the server of --url")
+        raise click.UsageError("--model, --endpoint and --vocab-size need --url")
     if options.vocab_size is not None and options.endpoint == "chat":
-        raise click.UsageError("--vocab-size makes prompts of token ids, which a chat does not take")
+        raise click.UsageError("--vocab-size sends token ids, which --endpoint chat does not accept")
     return options
 
 
 def lengths_option(flag: str, default: str, told: str) -> Callable[[Command], Command]:
-    """Its argument is Lengths."""
+    """Make an option whose value is Lengths."""
     return _parsed_option(flag, default, "TOKENS", f"{told}: {FORMS}.", parse_lengths)
 
 
 def range_option(flag: str, default: str, told: str) -> Callable[[Command], Command]:
-    """Its argument is the least and the most."""
+    """Make an option whose value is a pair: the lowest and the highest number."""
     return _parsed_option(flag, default, "LEAST-MOST", told, parse_range)
 
 
@@ -98,7 +100,7 @@ def _policies(context: click.Context, option: click.Parameter, text: str | None)
     names = () if text is None else tuple(name.strip() for name in text.split(","))
     unknown = [name for name in names if name not in get_args(PolicyName)]
     if unknown or len(set(names)) != len(names) or len(names) == 1:
-        raise click.BadParameter(f"two or more different ones of {', '.join(get_args(PolicyName))}")
+        raise click.BadParameter(f"give two or more different policies of {', '.join(get_args(PolicyName))}")
     return names
 
 
@@ -106,51 +108,60 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
     click.option(
         "--concurrency",
         type=click.IntRange(1, 10_000),
-        help=f"Closed loop: so many requests at once, the next when one ends. Default: {DEFAULT_CONCURRENCY}.",
+        help="Closed loop: requests in flight at once. The next one is sent when one ends. "
+        f"Default: {DEFAULT_CONCURRENCY}.",
     ),
     click.option(
         "--rate",
         type=_positive,
-        help="Open loop: so many requests (or chats) a second by chance, however slow the answers are.",
+        help="Open loop: mean number of requests (or chats) per second. They arrive as a Poisson process, however slow "
+        "the answers are.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of lengths, tokens and arrivals."),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, help="Seed of lengths, tokens and arrivals."
+    ),
     click.option(
         "--warm-up",
         type=click.IntRange(0),
         default=4,
         show_default=True,
-        help="Requests before anything is measured; they share no prefix with what is.",
+        help="Requests sent before the measurement. They share no prefix with measured requests.",
     ),
     click.option(
         "--compare",
         "policies",
         callback=_policies,
         metavar="POLICY,POLICY",
-        help="One placement policy against another, in turns, each with flushed caches. For admins.",
+        help="Compare placement policies, in turns, each with flushed caches. Only admins may do this.",
     ),
     click.option(
         "--rounds",
         type=click.IntRange(1),
         default=1,
         show_default=True,
-        help="Runs, or turns of each policy; each has a seed of its own, from --seed on.",
+        help="Number of runs, or of runs of each policy. Each round has its own seed, counted up from --seed.",
     ),
-    click.option("--flush", is_flag=True, help="Empty all caches before each run. For admins."),
+    click.option("--flush", is_flag=True, help="Empty all caches before each run. Only admins may do this."),
     click.option(
         "--cache-salt",
-        help="Share prefixes with other runs of the same salt. Default: a new one for each run.",
+        help="Share prefixes with other runs of the same salt. Default: a new salt for each run.",
     ),
-    click.option("--slo-ttft-ms", type=_positive, help="Goodput: the longest time to the first token."),
-    click.option("--slo-tpot-ms", type=_positive, help="Goodput: the longest time per output token."),
+    click.option("--slo-ttft-ms", type=_positive, help="Goodput: maximum time to first token."),
+    click.option("--slo-tpot-ms", type=_positive, help="Goodput: maximum time per output token."),
     click.option(
-        "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="Of every request."
+        "--temperature",
+        type=click.FloatRange(0),
+        default=0.0,
+        show_default=True,
+        help="Temperature of every request.",
     ),
     click.option(
         "--connections",
         type=click.IntRange(1, 256),
         default=1,
         show_default=True,
-        help="Clients that the requests are dealt out to; routers that share a port need several to all have work.",
+        help="Number of client connections, used in turns. Routers that share a port need several, so that each gets "
+        "requests.",
     ),
     click.option(
         "--timeout",
@@ -158,39 +169,41 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         type=_positive,
         default=120.0,
         show_default=True,
-        help="Seconds for each request.",
+        help="Time limit of each request, in seconds.",
     ),
     click.option(
         "--url",
         metavar="URL",
-        help="Measure the server of OpenAI's API at http://HOST:PORT, whosever it is, instead of a cluster's routers. "
-        "Its key comes by OPENAI_API_KEY or --token-file.",
+        help="Measure any server of OpenAI's API, at http://HOST:PORT, instead of a cluster's routers. Its key comes "
+        "from OPENAI_API_KEY or --token-file.",
     ),
-    click.option("--model", metavar="NAME", help="With --url. Default: the first that the server lists."),
+    click.option(
+        "--model", metavar="NAME", help="With --url: model to call. Default: the first that the server lists."
+    ),
     click.option(
         "--endpoint",
         type=click.Choice(get_args(Endpoint)),
         default="completions",
         show_default=True,
-        help="With --url: what is called below /v1.",
+        help="With --url: endpoint to call below /v1.",
     ),
     click.option(
         "--vocab-size",
         type=click.IntRange(2),
-        help="With --url: prompts are token ids below this, exactly as many as planned. Default: they are words, each "
-        "about a token; the server's usage says how many.",
+        help="With --url: send prompts as token ids below this number, exactly as many as planned. Default: prompts "
+        "are words of about one token each, and the server's usage gives the exact count.",
     ),
     click.option(
         "--ignore-eos/--no-ignore-eos",
         default=True,
         show_default=True,
-        help="With --url: whether answers have exactly the length that is planned, by a field of vLLM's. Switch it off "
-        "for a server that does not know it.",
+        help="With --url: force answers to exactly the planned length, by the field ignore_eos of vLLM. Switch it off "
+        "for a server that does not know this field.",
     ),
     click.option(
         "--save",
         type=click.Path(dir_okay=False, writable=True, path_type=Path),
-        help="Keep the result as JSON in this file.",
+        help="Write the result to this file, as JSON.",
     ),
     cluster_option,
     router_option,

@@ -1,4 +1,4 @@
-"""A bar of the requests that have ended; on stderr, which is not output, and only on a terminal."""
+"""Progress bar of ended requests, on stderr and only on a terminal."""
 
 from types import TracebackType
 
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RequestProgress:
-    """`with RequestProgress(64) as progress:` and `progress.ended(sample)` for each."""
+    """Progress bar: `with RequestProgress(64) as progress:`, then `progress.ended(sample)` for each request."""
 
     def __init__(self, total: int) -> None:
         console = Console(stderr=True, highlight=False)

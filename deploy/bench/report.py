@@ -1,4 +1,4 @@
-"""How a benchmark's result looks: tables for people, one document for programs. Pure: prints nothing."""
+"""Result of a benchmark, as tables for people and one document for programs. Pure: prints nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Result:
     """A finished benchmark."""
 
     setting: Mapping[str, Any]
-    """Cluster, workload, seed and how it was sent."""
+    """Cluster, workload, seed, and concurrency or rate."""
     rounds: Mapping[str, Sequence[Summary]]
-    """Results of each policy."""
+    """Summaries of the rounds, by policy."""
     whole: Mapping[str, Summary]
-    """The rounds of each policy together."""
+    """Summary of all rounds together, by policy."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -53,7 +53,7 @@ def result(
     *,
     own_policy: str,
 ) -> Result:
-    """`own_policy` is the router's, where none was asked for."""
+    """Summarise the trials. `own_policy` names the router's policy, for trials that chose none."""
     named = {policy or own_policy: parts for policy, parts in trials.items()}
     return Result(
         setting={**setting, "slo_ttft_ms": objectives.ttft_ms, "slo_tpot_ms": objectives.tpot_ms},
@@ -76,9 +76,9 @@ def _about(setting: Mapping[str, Any]) -> str:
     pace = (
         f"{places} at once"
         if places is not None
-        else "at its own times"
+        else "at the trace's times"
         if rate is None
-        else f"{rate:g}/s by chance"
+        else f"{rate:g}/s (Poisson)"
     )
     workers = "" if cluster["workers"] is None else f" on {counted(cluster['workers'], 'worker')}"
     return f"{setting['workload']}: {setting['about']}; {pace}, seed {setting['seed']}; {cluster['model']}{workers}"
@@ -105,14 +105,14 @@ def _summary_view(found: Summary) -> list[RenderableType]:
 
 def _counts(found: Summary) -> str:
     failed = ", ".join(f"{count} {reason}" for reason, count in found.failed.items()) or "none failed"
-    unsent = f", {counted(found.unsent, 'turn')} not sent after those" if found.unsent else ""
+    unsent = f", {counted(found.unsent, 'turn')} not sent after these failures" if found.unsent else ""
     goodput = "" if found.goodput_per_second is None else f", goodput {found.goodput_per_second:.2f}/s"
     return (
         f"{counted(found.finished, 'request')} finished in {found.seconds:.1f} s, {failed}{unsent}; "
         f"{counted(found.migrations, 'migration')}\n"
         f"{found.requests_per_second:.2f} requests/s{goodput}, {found.input_tokens_per_second:.0f} tokens/s in, "
         f"{found.output_tokens_per_second:.0f} tokens/s out\n"
-        f"hit rate {_rate(found.hit_rate)} (prompt tokens read from cached blocks, of all), "
+        f"hit rate {_rate(found.hit_rate)} (share of prompt tokens read from cached blocks), "
         f"promised by the index {_rate(found.predicted_hit_rate)}"
     )
 
@@ -122,7 +122,7 @@ def _warnings(found: Summary) -> list[RenderableType]:
 
 
 def _other_counts(found: Summary) -> Iterator[str]:
-    """Yield a line if the server counted other tokens than planned, for example words that its tokenizer splits."""
+    """Yield a line if the server's token counts differ from the plan, for example if its tokenizer splits words."""
     planned = (found.planned_prompt_tokens, found.planned_output_tokens)
     by_server = (found.prompt_tokens, found.output_tokens)
     if planned != by_server:
@@ -130,8 +130,8 @@ def _other_counts(found: Summary) -> Iterator[str]:
             f"{part / whole:.2f}" if whole else "-" for part, whole in zip(by_server, planned, strict=True)
         ]
         yield (
-            f"the server counted {by_server[0]:,} tokens in and {by_server[1]:,} out; planned were {planned[0]:,} and "
-            f"{planned[1]:,} ({ratios[0]} and {ratios[1]} of each). Rates and latencies are by the server's count"
+            f"the server counted {by_server[0]:,} tokens in and {by_server[1]:,} out; the plan has {planned[0]:,} and "
+            f"{planned[1]:,} (ratios {ratios[0]} and {ratios[1]}). Rates and latencies use the server's counts"
         )
 
 
@@ -139,8 +139,8 @@ def _lateness(found: Summary) -> Iterator[str]:
     if not found.is_behind:
         return
     yield (
-        f"this generator was behind: it sent requests {_ms(found.lag_ms.p50)} ms late (p50), {_ms(found.lag_ms.p99)} "
-        "(p99). The load was not what was asked for: use another machine, or a lower rate"
+        f"the load generator was too slow: it sent requests {_ms(found.lag_ms.p50)} ms late (p50), "
+        f"{_ms(found.lag_ms.p99)} ms (p99). The load was not as requested: use a faster machine or a lower rate"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run's samples say together: latencies, throughput, goodput, hit rates, workers, errors. Pure."""
+"""Summaries of a run's samples: latencies, throughput, goodput, hit rates, workers, errors. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from blockyard.deploy.bench.measures import Objectives, Sample, Spread, finished, hit_rate
 
 BEHIND_SECONDS = 0.05
-"""A generator that sends later than this says so: its load is not the one that was asked for."""
+"""The report warns if the generator's p99 delay in sending exceeds this: the load is then not as requested."""
 
 _PLAIN = (
     *("seconds", "finished", "failed", "unsent", "migrations"),
@@ -16,24 +16,24 @@ _PLAIN = (
     *("prompt_tokens", "planned_prompt_tokens", "output_tokens", "planned_output_tokens"),
     *("hit_rate", "predicted_hit_rate"),
 )
-"""Fields of a summary that its document has unchanged."""
+"""Fields of a summary that its document contains unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What was sent, and how long it took from the first request to the last answer."""
+    """Samples of one run, and its duration from the first request to the last answer."""
 
     samples: Sequence[Sample]
     seconds: float
     unsent: int = 0
-    """Turns of conversations whose earlier turn had failed."""
+    """Turns that were not sent because an earlier turn had failed."""
     promised_tokens: int | None = None
-    """Prompt tokens that the index promised of the workers chosen, of all that the router placed meanwhile; None where
-    it does not say."""
+    """Prompt tokens that the index promised on the chosen workers, for everything the router placed during the run.
+    None if unknown."""
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
-    """Join several runs, one after the other."""
+    """Join several runs into one whose duration is their sum."""
     parts = list(parts)
     promised = [part.promised_tokens for part in parts if part.promised_tokens is not None]
     return Traffic(
@@ -85,18 +85,18 @@ class Summary:
     output_tokens: int
     planned_output_tokens: int
     latencies_ms: dict[str, Spread]
-    """ttft, tpot, itl, e2el."""
+    """Latencies by the names ttft, tpot, itl and e2el."""
     requests_per_second: float
     input_tokens_per_second: float
     output_tokens_per_second: float
     goodput_per_second: float | None
-    """None where no objective was given."""
+    """None without an objective."""
     hit_rate: float | None
     predicted_hit_rate: float | None
     migrations: int
     workers: dict[str, WorkerShare]
     lag_ms: Spread
-    """How late requests were sent."""
+    """Delay between the time at which a request was due and that at which it was sent."""
 
     @property
     def is_behind(self) -> bool:

@@ -1,7 +1,7 @@
-"""The targets of a benchmark: routers of ours over gRPC, or any server that speaks OpenAI's HTTP API.
+"""Targets of a benchmark: Blockyard routers over gRPC, or any server of OpenAI's HTTP API.
 
-Owns how a planned request is asked there, and what of the answer is measured. Does not own when it is sent
-(traffic.py), nor how a server is reached (router/client, requests/openai_server.py).
+Owns translating a planned request into a call, and measuring the answer. Does not own the time of sending (traffic.py)
+or the connection (router/client, requests/openai_server.py).
 """
 
 import time
@@ -20,9 +20,9 @@ from blockyard.router.client import AsyncClient, BlockyardError
 
 Endpoint = Literal["completions", "chat"]
 Send = Callable[[Sample], Awaitable[None]]
-"""Sends one request and fills in its sample. What fails of it is the sample's error; anything else is raised."""
+"""Sends one request and fills in its sample. A failure of the request goes into the sample; other errors are raised."""
 Ask = Callable[[PlannedRequest], Send]
-"""Makes a request ready to be sent, so that this takes no time of it."""
+"""Prepares a request before its time is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Asking:
 
     seed: int
     cache_salt: str
-    """Runs with different ones share no prefix."""
+    """Runs with different salts share no prefix."""
     temperature: float = 0.0
     policy: str | None = None
 
@@ -40,16 +40,16 @@ class Target(Protocol):
     """One server or cluster that is measured."""
 
     async def max_model_len(self) -> int | None:
-        """Tokens of prompt and output together; None where nobody says."""
+        """Return the maximum tokens of prompt and output together, or None if unknown."""
 
     async def asking(self, workload: Workload, manner: Asking) -> Ask:
-        """Draws all that is to be sent."""
+        """Draw all tokens of the workload, and return a function that prepares its requests."""
 
     async def flush(self) -> None:
-        """Empties every cache."""
+        """Empty every cache."""
 
     async def promised_tokens(self) -> int | None:
-        """Prompt tokens that the index has promised of workers chosen, until now; None where nobody says."""
+        """Return the prompt tokens that the index has promised on chosen workers until now, or None if unknown."""
 
 
 class BlockyardTarget:
@@ -103,30 +103,33 @@ class BlockyardTarget:
         await self._clients[0].flush_cache()
 
     async def promised_tokens(self) -> int | None:
-        """Each router process counts for itself: with several connections nobody knows how many there are."""
+        """Return None with several connections: each router process counts for itself, and their number is unknown."""
         if len(self._clients) > 1:
             return None
         try:
             model = (await self._clients[0].list_models())[0]
             return (await self._clients[0].index_info()).promised_blocks * model.block_size
         except BlockyardError:
-            return None  # For viewers and admins alone, and there may be no index.
+            return None  # The token may belong to neither a viewer nor an admin, or there is no index.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAITarget:
-    """Any server of OpenAI's API. Prompts are words, so that their tokens are about as many as planned; how many they
-    were, the server's usage says. With a `vocab_size` completions get token ids, exactly as many."""
+    """Any server of OpenAI's API.
+
+    Prompts are words, which have about as many tokens as planned. The server's usage gives the exact count. With a
+    `vocab_size`, completions get exactly the planned number of token ids.
+    """
 
     server: OpenAIServer
     model: str
     endpoint: Endpoint
     vocab_size: int | None = None
     ignore_eos: bool = True
-    """vLLM's field: answers of exactly the length that is planned."""
+    """Force answers to exactly the planned length, by vLLM's field of this name."""
 
     async def max_model_len(self) -> int | None:
-        """vLLM, SGLang and Blockyard say it beside the model's id."""
+        """Return the limit that vLLM, SGLang and Blockyard list beside the model's id."""
         for model in await self.server.models():
             if model.get("id") == self.model and isinstance(told := model.get("max_model_len"), int):
                 return told
@@ -182,14 +185,14 @@ class OpenAITarget:
         }
 
     async def flush(self) -> None:
-        """Do nothing: this API has no such call, and the command refuses --flush."""
+        """Do nothing: this API has no such call, and the command rejects --flush."""
 
     async def promised_tokens(self) -> int | None:
         return None
 
 
 def text_of(event: Mapping[str, Any]) -> str:
-    """Return the text of one event of either endpoint, reasoning included; empty where it has none."""
+    """Return the text of one event of either endpoint, including reasoning, or ""."""
     choices = event.get("choices") or ()
     parts = [choice.get("text") or "" for choice in choices]
     for delta in (choice.get("delta") or {} for choice in choices):

@@ -1,7 +1,7 @@
-"""Sends a plan to a target and records when each piece came. Owns the clock, and nothing of the numbers.
+"""Sends a plan to a target, and records when each message arrives. Does not own the summaries.
 
-Closed loop: so many sessions at once, the next when one has ended. Open loop: each begins at its time, whatever the
-answers do; a generator that cannot keep up is seen in the samples (`due` against `sent`).
+Closed loop: a fixed number of sessions at once; the next one starts when one ends. Open loop: each session starts at
+its planned time, whatever the answers do. If the generator cannot keep up, `sent` is later than `due` in the samples.
 """
 
 import asyncio
@@ -20,15 +20,18 @@ Session = Sequence[PlannedRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """Says when the requests of a plan are sent."""
+    """Timing of the requests of a plan."""
 
     concurrency: int | None
-    """Sessions at once; None: an open loop."""
+    """Sessions at once. None means an open loop."""
     on_end: Callable[[Sample], None] = field(default=lambda sample: None, repr=False)
 
 
 async def send_all(ask: Ask, workload: Workload, manner: Manner) -> Traffic:
-    """All of it, to the last answer. What fails of a request is in its sample; any other error is raised."""
+    """Send the whole workload and wait for the last answer.
+
+    A failure of a request goes into its sample. Other errors are raised.
+    """
     sender = _Sender(ask, manner)
     started = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
@@ -37,7 +40,7 @@ async def send_all(ask: Ask, workload: Workload, manner: Manner) -> Traffic:
         else:
             waiting = iter(sessions(workload))
             for _ in range(manner.concurrency):
-                tasks.create_task(_place(waiting, sender))
+                tasks.create_task(_send_sessions(waiting, sender))
     return Traffic(samples=sender.samples, seconds=time.monotonic() - started, unsent=sender.unsent)
 
 
@@ -50,8 +53,8 @@ async def _open_loop(
         tasks.create_task(sender.session(session, due))
 
 
-async def _place(waiting: Iterator[Session], sender: "_Sender") -> None:
-    """One of those that a closed loop has: the sessions that are left are shared by all of them."""
+async def _send_sessions(waiting: Iterator[Session], sender: "_Sender") -> None:
+    """Send one session after another, as one of the closed loop's tasks. All of them share `waiting`."""
     for session in waiting:
         await sender.session(session, None)
 
@@ -64,7 +67,7 @@ class _Sender:
         self.unsent = 0
 
     async def session(self, session: Session, due: float | None) -> None:
-        """Its turns one after another; the first failure ends it."""
+        """Send the turns one after another, until the first failure."""
         for turn, request in enumerate(session):
             if turn:
                 due = time.monotonic() + request.arrival_seconds

@@ -1,6 +1,6 @@
-"""One run after another on one target: warm-up first, then each policy in turn, each with a fresh cache.
+"""Series of runs on one target: warm-up first, then each policy in turn, each with an empty cache.
 
-Owns the order, and what keeps one run out of another's caches. Does not own sending (traffic.py) nor the numbers
+Owns the order, and keeping one run out of another's cached prefixes. Does not own sending (traffic.py) or the numbers
 (summaries.py).
 """
 
@@ -15,42 +15,44 @@ from blockyard.deploy.bench.workloads.plans import longest, warm_up
 from blockyard.deploy.bench.workloads.requests import Workload
 
 Plan = Callable[[int], Workload]
-"""The workload of a seed."""
+"""Makes the workload of a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What a benchmark does."""
+    """Configuration of a benchmark."""
 
     plan: Plan
     seed: int
     manner: Manner
     temperature: float = 0.0
     policies: tuple[str, ...] = ()
-    """To compare; none: the router's own alone."""
+    """Policies to compare. If empty, only the router's own policy runs."""
     rounds: int = 1
-    """How often each policy has its turn, each time with another seed."""
+    """Runs of each policy, each with another seed."""
     warm_up_requests: int = 4
     flush: bool = False
-    """Empty every cache before each run; always so where policies are compared."""
+    """Empty every cache before each run. Always done when policies are compared."""
     cache_salt: str | None = None
-    """None: another one for each run, so that none finds what another has left."""
+    """None draws a new salt for each run, so that no run finds prefixes of another."""
 
 
 Trials = dict[str, list[Traffic]]
-"""By policy, round by round; of the router's own under ""."""
+"""Traffic of each round, by policy. The router's own policy has the name ""."""
 
 
 async def run_course(target: Target, course: Course) -> Trials:
-    """Raises ValueError where the workload does not fit the model, and what the target raises where it does not
-    answer."""
+    """Run the benchmark. Raise ValueError if the workload does not fit the model.
+
+    Errors of a target that does not answer are raised too.
+    """
     max_model_len = await target.max_model_len()
     found: Trials = {policy: [] for policy in course.policies or ("",)}
     for number in range(course.rounds):
         seed = course.seed + number
         workload = course.plan(seed)
         _check_fits(workload, max_model_len)
-        # Whoever is second finds another machine than the first: they take turns at that.
+        # The machine changes from run to run, for example its temperature. Reverse the order in every other round.
         for policy in list(found)[:: -1 if number % 2 else 1]:
             asking = Asking(
                 seed=seed,
@@ -69,14 +71,14 @@ async def run_course(target: Target, course: Course) -> Trials:
 
 
 async def _warm_up(target: Target, workload: Workload, asking: Asking, course: Course) -> None:
-    """First steps of an engine, first look-ups, connections: paid before anything is measured."""
+    """Send the warm-up, so that an engine's first steps, first look-ups and connections are not measured."""
     warm = warm_up(workload, course.warm_up_requests)
     ask = await target.asking(warm, replace(asking, seed=course.seed))
     await send_all(ask, warm, Manner(concurrency=max(len(warm.requests), 1)))
 
 
 async def _counted(target: Target, workload: Workload, asking: Asking, manner: Manner) -> Traffic:
-    """With what the index promised meanwhile."""
+    """Send the workload, and add the prompt tokens that the index promised during the run."""
     ask = await target.asking(workload, asking)
     before = await target.promised_tokens()
     traffic = await send_all(ask, workload, manner)
@@ -88,9 +90,9 @@ async def _counted(target: Target, workload: Workload, asking: Asking, manner: M
 
 def _check_fits(workload: Workload, max_model_len: int | None) -> None:
     if not workload.requests:
-        raise ValueError(f"the workload {workload.name} has no requests")
+        raise ValueError(f"the workload {workload.name} contains no requests")
     if max_model_len is not None and (most := longest(workload)) > max_model_len:
         raise ValueError(
-            f"the workload {workload.name} has a request of {most} tokens with its output, and the model holds "
+            f"the workload {workload.name} has a request of {most} tokens, output included; the model allows at most "
             f"{max_model_len}"
         )

@@ -1,4 +1,4 @@
-"""The commands of `blockyard`, by kind; cli.py gathers them.
+"""The commands of `blockyard`: their options and arguments. cli.py gathers them.
 
-Does not own what they do (../lifecycle/, ../requests/) or how it looks (../views/).
+Does not own what they do (../lifecycle/, ../requests/) or how results look (../views/).
 """

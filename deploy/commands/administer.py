@@ -24,7 +24,7 @@ from blockyard.deploy.settings.security import connection_options
 @click.argument("worker")
 @grace_option
 @click.option(
-    "--force", is_flag=True, help="Drain it even if no other worker takes requests: they wait then."
+    "--force", is_flag=True, help="Drain it even if no other worker takes requests. New requests then wait."
 )
 @cluster_option
 @router_option
@@ -33,8 +33,10 @@ from blockyard.deploy.settings.security import connection_options
 def drain(
     worker: str, grace_seconds: float, force: bool, cluster: str, routers: tuple[str, ...], output: str
 ) -> None:
-    """Let WORKER take nothing new, and wait until nothing runs there: what outlives the grace goes on elsewhere."""
-    # A drain lasts as long as its operator wishes; that no router answers is said at once.
+    """Stop sending WORKER new requests, and wait until it runs none.
+
+    Requests that still run after the grace period move to another worker."""
+    # A drain has no deadline of its own. This call has one, so that a silent router is an error at once.
     with asking(cluster, routers) as client:
         ready = administration.ready_workers(client.list_workers())
     if force and ready == [worker]:
@@ -51,7 +53,7 @@ def drain(
 @connection_options
 @output_option
 def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Take a drain of WORKER back."""
+    """Undo a drain of WORKER: it takes new requests again."""
     with asking(cluster, routers) as client, naming_workers(client, worker):
         client.resume_worker(worker)
     show(output, {"worker": worker, "resumed": True}, f"{worker} takes new requests")
@@ -64,7 +66,7 @@ def resume(worker: str, cluster: str, routers: tuple[str, ...], output: str) -> 
 @connection_options
 @output_option
 def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Empty the prefix cache of WORKER, or of all."""
+    """Empty the prefix cache of WORKER. Default: of all workers."""
     with asking(cluster, routers) as client, naming_workers(client, worker):
         flushed = client.flush_cache(worker)
     show(output, as_dict(flushed), administration.flushed_line(flushed))
@@ -77,16 +79,16 @@ def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: st
     "--wait-for-nodes",
     "waits_for_nodes",
     is_flag=True,
-    help="Where there is no room yet: wait, up to ten minutes, for somebody or an autoscaler to add nodes.",
+    help="If there is no room, wait up to ten minutes for a person or an autoscaler to add nodes.",
 )
 @cluster_option
 @output_option
 def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster: str, output: str) -> None:
-    """Run WORKERS workers from now on.
+    """Change the number of workers to WORKERS.
 
-    New ones take requests once they are warm. Of those beyond, the highest numbers leave: they drain, what outlives the
-    grace goes on elsewhere, and they end. A worker that was drained and taken out counts, and stays out until
-    `blockyard restart` has it back."""
+    New workers take requests once they are warm. To scale down, the workers with the highest numbers drain and end.
+    Their requests that still run after the grace period move to other workers. A worker that was drained and taken out
+    counts too, and stays out until `blockyard restart` brings it back."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:

@@ -1,4 +1,4 @@
-"""`blockyard generate` and `chat`: requests from the command line, streamed."""
+"""`blockyard generate` and `chat`: send requests from the command line and stream the answers."""
 
 import secrets
 import sys
@@ -36,7 +36,7 @@ def generate(
     tenant: str | None,
     **sampling: Any,
 ) -> None:
-    """Continue PROMPT (`-` reads it from stdin), streaming."""
+    """Continue PROMPT and stream the text. `-` reads the prompt from stdin."""
     text = sys.stdin.read() if prompt == "-" else prompt
     with _asking(cluster, routers, timeout_seconds, tenant) as ask:
         deltas = ask(text, **sampling)
@@ -68,7 +68,7 @@ def chat(
     tenant: str | None,
     **sampling: Any,
 ) -> None:
-    """Talk with the model, a line at a time; an empty line or Ctrl-D ends it."""
+    """Chat with the model, one line at a time. An empty line or Ctrl-D ends the chat."""
     messages = [{"role": "system", "content": system}] if system else []
     sampling["session_id"] = sampling["session_id"] or f"chat-{secrets.token_hex(8)}"
     with _asking(cluster, routers, timeout_seconds, tenant) as ask:
@@ -82,7 +82,7 @@ def chat(
 def _asking(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None
 ) -> Iterator[Callable[..., Iterable[Delta]]]:
-    """Client.stream, whose deltas say on stderr what they wait for."""
+    """Yield Client.stream, with a line on stderr if the first delta takes long."""
     which = which_cluster(cluster, routers)
     with (
         connected(cluster, routers, timeout_seconds, tenant) as client,

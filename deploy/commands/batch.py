@@ -1,4 +1,4 @@
-"""`blockyard run-batch` answers a file of requests through a server of OpenAI's API."""
+"""`blockyard run-batch`: sends a file of requests to a server of OpenAI's API and writes the answers to a file."""
 
 import asyncio
 import fcntl
@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
     "source",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
-    help="One request a line: custom_id, method, url and body.",
+    help="Requests, one per line: custom_id, method, url and body.",
 )
 @click.option(
     "-o",
@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
     "target",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="One answer a line, as they come. Lines that it has already are not asked again.",
+    help="Answers, one per line, in order of completion. Requests whose answer is already there are skipped.",
 )
 @click.option(
     "--url",
@@ -46,7 +46,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
     type=click.IntRange(1, 1000),
     default=32,
     show_default=True,
-    help="Requests that are under way at once.",
+    help="Requests in flight at once.",
 )
 @click.option(
     "--timeout",
@@ -61,24 +61,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def run_batch(
     source: Path, target: Path, url: str | None, concurrency: int, timeout_seconds: float, cluster: str
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format, for /v1/completions and /v1/chat/completions.
+    """Answer a file of requests in OpenAI's batch format.
 
-    A run that was interrupted goes on where it ended: give the same files. A line that cannot be sent, or that the
-    server refuses, becomes an error in the output. Exit code 1 if there was one; the first is printed."""
+    Requests may be for /v1/completions and /v1/chat/completions. To continue an interrupted run, give the same files. A
+    line that cannot be sent, or that the server refuses, becomes an error in the output. The first error is printed,
+    and the exit code is 1."""
     is_ours, url = url is None, url or _own_url(cluster)
     with target.open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run writes to {target}") from None
+            raise ValueError(f"another run is writing to {target}") from None
         end_like_ctrl_c()
         counts = _run(source, target, concurrency, lambda: server_at(url, timeout_seconds, is_ours=is_ours))
     click.echo(
-        f"{counts.succeeded} answered, {counts.failed} failed, {counts.skipped} there already, in {target}",
+        f"{counts.succeeded} answered, {counts.failed} failed, {counts.skipped} skipped (already in {target})",
         err=True,
     )
     if counts.first_failure:
-        click.echo(f"the first that failed, {counts.first_failure}", err=True)
+        click.echo(f"first failure: {counts.first_failure}", err=True)
     sys.exit(1 if counts.failed else 0)
 
 
@@ -90,7 +91,7 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
         with target.open(encoding="utf-8") as file:
             done = batch.answered_ids(file)
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{target} has a line that is no answer of a batch: name another file") from None
+        raise ValueError(f"{target} has a line that is not a batch answer: name another file") from None
     left = [line for line in lines if line.custom_id not in done]
     counts = batch.Counts(total=len(lines), skipped=len(lines) - len(left))
     console = Console(stderr=True, highlight=False)

@@ -1,6 +1,6 @@
-"""`blockyard bench`: a load of one's own against a running cluster, and what it measured.
+"""`blockyard bench`: sends a synthetic load to a running cluster and prints the measurements.
 
-Owns the workloads as commands. What is sent and measured is in deploy/bench/.
+Owns one command for each workload. deploy/bench/ owns sending and measuring.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from blockyard.deploy.commands.shown import addresses_of, server_at, show
 from blockyard.deploy.settings.security import client_connection
 from blockyard.router.client import AsyncClient, AuthenticationError
 
-output_tokens = lengths_option("--output-tokens", "64", "Tokens that each answer has")
+output_tokens = lengths_option("--output-tokens", "64", "Tokens in each answer")
 
 
 class _Workloads(click.Group):
-    """An option that some workload has, and not where it was given, is answered by which workload that is."""
+    """Adds a hint to the error for an unknown option: which workloads have an option of this name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -59,8 +59,8 @@ class _Workloads(click.Group):
         ]
         told = [error.message]
         if owners:
-            told.append(f"It stands after a workload that has it: {', '.join(owners)}.")
-        # `bench random` itself has the right option among the possibilities, which click names.
+            told.append(f"Put it after a workload that has it: {', '.join(owners)}.")
+        # For `bench random`, click already suggests the right option.
         is_other_name = error.option_name in _OTHER_NAMES and "--num-requests" not in (
             error.possibilities or ()
         )
@@ -72,31 +72,30 @@ class _Workloads(click.Group):
 
 
 _OTHER_NAMES = ("--requests", "--num-prompts")
-"""Options that people try: a short form, and the name that vLLM's `bench serve` has."""
+"""Other names that people try: a short form, and the name in vLLM's `bench serve`."""
 _COUNTS = (
-    "The others have as many requests as follows: `bench shared-prefix` from --groups times (1 + --followers), "
-    "`bench chat` from --sessions and --turns, `bench trace` from its file and --seconds."
+    "Other workloads set their number of requests as follows: `bench shared-prefix` by --groups times "
+    "(1 + --followers), `bench chat` by --sessions and --turns, `bench trace` by its file and --seconds."
 )
 
 
 @click.group(cls=_Workloads)
 def bench() -> None:
-    """Load for a running cluster, or for any server of OpenAI's API (--url), and the latencies, throughput and hit
-    rates that it found.
+    """Measure a running cluster, or any server of OpenAI's API.
 
-    The definitions are those of vLLM's `bench serve`. Answers are of exactly the length that is planned (ignore_eos),
-    and nothing is retried: a refusal is counted by its reason."""
+    Sends a load and prints latencies, throughput and hit rates. The definitions are those of vLLM's `bench serve`. Each
+    answer has exactly the planned length (ignore_eos). Nothing is retried: failures are counted by reason."""
 
 
 @bench.command(name="random")
 @click.option(
-    "--num-requests", type=click.IntRange(1), default=64, show_default=True, help="Requests of each run."
+    "--num-requests", type=click.IntRange(1), default=64, show_default=True, help="Requests in each run."
 )
-@lengths_option("--input-tokens", "128-512", "Tokens of each prompt")
+@lengths_option("--input-tokens", "128-512", "Tokens in each prompt")
 @output_tokens
 @bench_options
 def random_command(num_requests: int, input_tokens: Lengths, output_tokens: Lengths, **values: Any) -> None:
-    """Prompts that share nothing."""
+    """Send prompts that share no prefix."""
     options = taken(values)
     plan = partial(plans.random_prompts, num_requests=num_requests, prompt=input_tokens, output=output_tokens)
     _run(options, lambda seed: plan(_arrivals(options, seed), seed), _concurrency(options))
@@ -109,10 +108,10 @@ def random_command(num_requests: int, input_tokens: Lengths, output_tokens: Leng
     type=click.IntRange(0),
     default=7,
     show_default=True,
-    help="Beside the leader of each group.",
+    help="Requests in each group besides its leader.",
 )
 @lengths_option("--prefix-tokens", "512", "Tokens that a group shares")
-@lengths_option("--question-tokens", "16-64", "Tokens of each request's own")
+@lengths_option("--question-tokens", "16-64", "Tokens that only one request has")
 @output_tokens
 @bench_options
 def shared_prefix_command(
@@ -123,7 +122,7 @@ def shared_prefix_command(
     output_tokens: Lengths,
     **values: Any,
 ) -> None:
-    """Groups of requests, each group on one system prompt."""
+    """Send groups of requests. The requests of a group share one system prompt."""
     options = taken(values)
     plan = partial(
         plans.shared_prefix,
@@ -138,21 +137,25 @@ def shared_prefix_command(
 
 @bench.command(name="chat")
 @click.option("--sessions", type=click.IntRange(1), default=16, show_default=True, help="Conversations.")
-@range_option("--turns", "2-5", "Of each conversation.")
+@range_option("--turns", "2-5", "Turns in each conversation.")
 @click.option(
     "--systems", type=click.IntRange(1), default=4, show_default=True, help="Different system prompts."
 )
 @click.option(
-    "--system-tokens", type=click.IntRange(1), default=256, show_default=True, help="Of each of those."
+    "--system-tokens",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Tokens in each system prompt.",
 )
-@range_option("--turn-tokens", "16-64", "Of what a user says.")
-@range_option("--answer-tokens", "16-64", "Of what the model answers.")
+@range_option("--turn-tokens", "16-64", "Tokens in each message of the user.")
+@range_option("--answer-tokens", "16-64", "Tokens in each answer of the model.")
 @click.option(
     "--pause-seconds",
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="Between an answer and the next turn, on average.",
+    help="Mean seconds between an answer and the next turn.",
 )
 @bench_options
 def chat_command(
@@ -165,7 +168,7 @@ def chat_command(
     pause_seconds: float,
     **values: Any,
 ) -> None:
-    """Conversations of several turns, each with all that was said before in its prompt."""
+    """Send conversations of several turns. Each prompt contains all earlier turns."""
     kind = Conversation(
         num_systems=systems,
         system_tokens=system_tokens,
@@ -187,27 +190,31 @@ def chat_command(
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="2 plays it in half the time.",
+    help="Factor of the trace's own pace: 2 replays it in half the time.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(0, min_open=True), help="Only so much of it, as it is played."
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    help="Replay only this many seconds from the start, counted after --speed.",
 )
 @click.option(
     "--trace-block-tokens",
     type=click.IntRange(1),
     default=TRACE_BLOCK_TOKENS,
     show_default=True,
-    help="Tokens that one of its hash_ids stands for.",
+    help="Tokens per entry of hash_ids.",
 )
 @bench_options
 def trace_command(
     path: Path, speed: float, seconds: float | None, trace_block_tokens: int, **values: Any
 ) -> None:
-    """A trace in Mooncake's format: a JSON object a line with timestamp (ms), input_length, output_length and
-    hash_ids. Its own times are kept, in an open loop, unless --concurrency is given."""
+    """Replay a trace in Mooncake's format.
+
+    Each line is a JSON object with timestamp (ms), input_length, output_length and hash_ids. Requests are sent in an
+    open loop at the times of the trace, unless --concurrency is given."""
     options = taken(values)
     if options.rate is not None:
-        raise click.UsageError("a trace has times of its own: use --speed instead of --rate")
+        raise click.UsageError("a trace sets its own arrival times: use --speed instead of --rate")
     workload = read_trace(path, block_tokens=trace_block_tokens, seconds=seconds, speed=speed)
     _run(options, lambda seed: workload, options.concurrency)
 
@@ -217,7 +224,7 @@ def _arrivals(options: BenchOptions, seed: int) -> Iterator[float]:
 
 
 def _concurrency(options: BenchOptions) -> int | None:
-    """None: an open loop."""
+    """Return the number of requests at once, or None for an open loop."""
     return options.concurrency or DEFAULT_CONCURRENCY if options.rate is None else None
 
 
@@ -261,7 +268,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
 
 
 async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
-    """Return the cluster as a target, and what the report says of it."""
+    """Return the cluster as a target, and its description for the report."""
     addresses = addresses_of(options.cluster, options.routers)
     clients = [
         await stack.enter_async_context(
@@ -288,7 +295,7 @@ async def _server(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target,
 
 
 async def _cluster_told(client: AsyncClient) -> dict[str, Any]:
-    """What ran; to a token that may only ask the model, the model alone."""
+    """Describe what ran. With a token that may not see the cluster, only the model is known."""
     try:
         info = await client.cluster_info()
     except AuthenticationError:

@@ -1,4 +1,4 @@
-"""`blockyard config show` and `config example`: which settings hold, and a file to begin with."""
+"""`blockyard config show` and `config example`: the settings in effect, and a configuration file to start from."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from blockyard.deploy.settings.up_options import up_settings
 
 @click.group()
 def config() -> None:
-    """The settings of `up`: which ones hold, and where they come from."""
+    """Show the settings of `up`, and where each comes from."""
 
 
 @config.command(name="show", cls=GroupedCommand)
 @up_settings
 @output_option
 def show_config(output: str, **_: Any) -> None:
-    """The settings that `up` would have from these flags, the environment and --config, each with its source.
+    """Show the settings that `up` would use with these flags, the environment and --config, each with its source.
 
     Passwords in URLs are masked."""
     context = click.get_current_context()
@@ -30,6 +30,6 @@ def show_config(output: str, **_: Any) -> None:
 
 @config.command(name="example")
 def example_config() -> None:
-    """A commented file with every setting by its default."""
+    """Print a commented configuration file with the default of every setting."""
     known = known_settings(click.get_current_context().find_root().command)
     click.echo(effective.example(known.values()), nl=False)

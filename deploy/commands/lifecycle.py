@@ -1,7 +1,7 @@
-"""`blockyard serve`, `up`, `down` and `restart`: the commands that start and end what runs.
+"""`blockyard serve`, `up`, `down`, `restart` and `scale`: the commands that start and stop processes.
 
-Owns words, tables and options. What is done lives in lifecycle/cluster.py and lifecycle/administration.py, what a dry
-run finds out in lifecycle/dry_run.py.
+Owns options and output. lifecycle/cluster.py and lifecycle/administration.py do the work, and lifecycle/dry_run.py
+does that of a dry run.
 """
 
 import time
@@ -30,15 +30,15 @@ from click.core import ParameterSource
 END_LOOK_SECONDS = 1.0
 MOST_LOOKS_WITHOUT_RAY = 10
 LOG_SECONDS = 5.0
-"""Seconds for a joined Ray to say where the supervisor's log is."""
+"""Seconds in which a joined Ray cluster must say where the supervisor's log is."""
 
 
 _dry_run_option = click.option(
     "--dry-run",
     "is_dry",
     is_flag=True,
-    help="Start nothing: say what would be placed where, by which settings, and what would keep it from working. Exit "
-    "code 1 if anything would.",
+    help="Start nothing. Show what would run where, with which settings, and every problem that would prevent it. Exit "
+    "code 1 if there is a problem.",
 )
 
 
@@ -47,9 +47,9 @@ _dry_run_option = click.option(
 @_dry_run_option
 @output_option
 def up(is_dry: bool, output: str, **values: Any) -> None:
-    """Bring a cluster up and wait until it serves.
+    """Start a cluster and wait until it serves.
 
-    Each setting may also come by the environment, as BLOCKYARD_UP_ and its name, or by a file (--config)."""
+    Each setting may also come from the environment, as BLOCKYARD_UP_ and its name, or from a file (--config)."""
     options = up_options(values)
     if is_dry:
         _show_plan(options, output)
@@ -63,9 +63,10 @@ def up(is_dry: bool, output: str, **values: Any) -> None:
 @_dry_run_option
 @output_option
 def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> None:
-    """Serve MODEL until Ctrl-C or SIGTERM: OpenAI's API over HTTP, and gRPC.
+    """Serve MODEL over HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    MODEL is a folder, a hub name, or `demo`. Takes the settings of `up`, and vLLM's names of them (docs/cli.md)."""
+    HTTP is OpenAI's API. MODEL is a folder, a hub name, or `demo`. The settings are those of `up`; vLLM's names for
+    them work too (docs/cli.md)."""
     if given_model is not None:
         context = click.get_current_context()
         context.params["model"] = values["model"] = given_model
@@ -80,7 +81,7 @@ def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> 
         show(output, views.summary_dict(started), views.serving(started, options))
         wait_for_end(started, incidents_of(started))
     except KeyboardInterrupt:
-        pass  # the usual end
+        pass  # Ctrl-C is the usual end.
     finally:
         if _is_remembered(started):
             with undisturbed(), StageProgress() as progress:
@@ -130,7 +131,7 @@ def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[s
         looks_without_ray = looks_without_ray + 1 if has_ended else 0
         # A `down` elsewhere ends Ray a moment before the cluster is forgotten.
         if looks_without_ray > MOST_LOOKS_WITHOUT_RAY:
-            raise RuntimeError("the cluster's Ray has ended, and with it all that served")
+            raise RuntimeError("the cluster's Ray has ended, and all workers and routers with it")
 
 
 def _is_remembered(started: state.ClusterState) -> bool:
@@ -141,14 +142,21 @@ def _is_remembered(started: state.ClusterState) -> bool:
 
 
 def _down_words(cluster: str) -> str:
-    return f"cluster {cluster} is down, nothing of it is left"
+    return f"cluster {cluster} is down: all of its processes have ended"
 
 
 @click.command()
 @cluster_option
-@click.option("--drain", "drain_seconds", type=float, default=clusters.DRAIN_SECONDS, show_default=True)
 @click.option(
-    "--forget", is_flag=True, help="Do not ask Ray: for a joined Ray cluster that is gone for good."
+    "--drain",
+    "drain_seconds",
+    type=float,
+    default=clusters.DRAIN_SECONDS,
+    show_default=True,
+    help="Seconds for running requests to finish.",
+)
+@click.option(
+    "--forget", is_flag=True, help="Do not contact Ray. For a joined Ray cluster that no longer exists."
 )
 @output_option
 def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
@@ -167,10 +175,10 @@ def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
 @cluster_option
 @output_option
 def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: str) -> None:
-    """Restart workers and routers, one after the other, without losing a request. Default: all of them.
+    """Restart workers and routers without losing a request.
 
-    Each drains first, and the next waits until it serves again. A cluster with one router serves nobody while that one
-    restarts."""
+    Restarts each NAME, one after the other. Default: all of them. Each one drains, restarts and serves again before the
+    next one drains. A cluster with one router serves no request while that router restarts."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:

@@ -1,7 +1,7 @@
-"""`blockyard logs` prints what the processes of a cluster have logged, merged by time.
+"""`blockyard logs`: prints the logs of a cluster's processes, merged by time.
 
-Owns the waiting and the looks. Where logs lie is lifecycle/log_files.py's, what their lines mean
-machine/log_lines.py's.
+Owns following the logs, and their prefixes and colours. lifecycle/log_files.py finds the logs, and machine/log_lines.py
+parses their lines.
 """
 
 import time
@@ -52,8 +52,9 @@ def logs(
     has_prefix: bool | None,
     cluster: str,
 ) -> None:
-    """Print the logs of all workers, routers and the supervisor, merged by time. WORKER chooses one of them, and may be
-    a router's name or `supervisor`. Processes that have ended are included."""
+    """Print the logs of all processes, merged by time.
+
+    WORKER chooses one of them: a worker, a router, or `supervisor`. Processes that have ended are included."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)
     found = logs_of(remembered, budget.step_seconds())
     printer = _Printer(has_prefix if has_prefix is not None else worker is None)
@@ -71,7 +72,7 @@ class _Reading:
     """Reads logs, and remembers how far it has read each."""
 
     def __init__(self, logs: Logs, worker: str | None, request_id: str | None) -> None:
-        """Raises ValueError for a name that no process has."""
+        """Raise ValueError for a name that no process has."""
         self._logs = logs
         self._worker = worker
         self._request_id = request_id
@@ -81,7 +82,7 @@ class _Reading:
 
     def new_lines(self, *, to_the_end: bool) -> list[Iterator[Line]]:
         if time.monotonic() - self._found_at > FIND_SECONDS:
-            with suppress(ConnectionError):  # it may answer later
+            with suppress(ConnectionError):  # Ray may answer next time.
                 self._files = self._found()
             self._found_at = time.monotonic()
         return [
@@ -93,7 +94,7 @@ class _Reading:
         chosen = [file for file in files if self._worker in (None, file.name)]
         if not chosen and self._worker is not None:
             known = ", ".join(sorted({file.name for file in files})) or "none"
-            raise ValueError(f"nothing that logs is called {self._worker!r} (known: {known})")
+            raise ValueError(f"no log has the name {self._worker!r} (known: {known})")
         return chosen
 
     def _reader(self, file: LogFile) -> LineReader:

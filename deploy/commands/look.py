@@ -1,4 +1,4 @@
-"""`blockyard workers`, `blocks`, `index` and `explain`: the commands that only look, through any router."""
+"""`blockyard workers`, `blocks`, `index` and `explain`: read-only commands, through any router."""
 
 import sys
 
@@ -18,11 +18,13 @@ from blockyard.worker.inspection.pool_map import block_cells
 @connection_options
 @output_option
 def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """The workers as a router sees them.
+    """List the workers as a router sees them.
 
     \b
-    free, cached, used  blocks of its KV cache: cached ones hold a prefix that requests can reuse
-    hit rate            prompt tokens read from cached blocks, of all since its start"""
+    - free, cached, used: blocks of its KV cache. Cached blocks hold prefixes
+      that requests can reuse.
+    - hit rate: share of prompt tokens read from cached blocks since the
+      worker's start."""
     with asking(cluster, routers) as client:
         known = client.list_workers()
     show(output, [as_dict(worker) for worker in known], views.workers_table(known))
@@ -35,7 +37,7 @@ def workers(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @connection_options
 @output_option
 def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Each worker's block pool as a map, or one worker's."""
+    """Show the block pool of WORKER as a map. Default: of every worker."""
     with asking(cluster, routers) as client, naming_workers(client, worker):
         names = [worker] if worker else [known.worker_id for known in client.list_workers()]
         pools = [client.block_pool(name) for name in names]
@@ -54,24 +56,27 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 @connection_options
 @output_option
 def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """The prefix index: its state, size and lag, and how fast and how right it is.
+    """Show the prefix index: its state, size, lag and accuracy.
 
     \b
-    names     different names of blocks in it (with a stride: of groups of them)
-    bytes     what they take in Redis, estimated from a sample
-    berths    lives of workers in it, and ended ones whose names are yet to go
-    lag       age of the oldest change of any worker that it has not confirmed
-    look-ups  for placement: all; failed or late; skipped while it did not answer
-    stale     of the blocks that it promised of chosen workers: those not reused
+    - names: distinct block names in the index (with a stride: one per group)
+    - bytes: size of the names in Redis, estimated from a sample
+    - berths: incarnations of workers, live ones and ended ones to be purged
+    - lag: age of the oldest change that the index has not confirmed
+    - look-ups: all for placement, failed or late ones, and ones skipped while
+      the index did not answer
+    - stale: share of blocks promised on chosen workers but not reused
 
     \b
-    Of each worker:
-    entries   names that the index should hold of it
-    pending   changes that it has not confirmed; lag s: the oldest one's age
-    resyncs   how often it was told everything anew; errors: calls that failed
+    For each worker:
+    - entries: names that the index should hold for it
+    - pending: changes that the index has not confirmed
+    - lag s: age of the oldest pending change
+    - resyncs: how often all its blocks were republished
+    - errors: failed calls to the index
 
-    Look-ups and stale are of the router that answers, since its start. A - stands where nothing was counted or told
-    yet, with the reason beside it."""
+    Look-ups and stale blocks are counted by the router that answers, since its start. A - means that there is no value
+    yet; the reason stands beside it."""
     with asking(cluster, routers) as client:
         info = client.index_info()
     show(output, as_dict(info) | index_view.derived(info), index_view.index_view(info))
@@ -80,11 +85,11 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @click.command()
 @click.argument("prompt")
 @click.option("--session-id", help="The conversation's name, as in `generate`.")
-@click.option("--cache-salt", help="As in `generate`: prefixes are shared with the same salt alone.")
+@click.option("--cache-salt", help="As in `generate`: only requests with the same salt share prefixes.")
 @click.option(
-    "--public-prefix", is_flag=True, default=None, help="As in `generate`: shared beyond the token's tenant."
+    "--public-prefix", is_flag=True, default=None, help="As in `generate`: share prefixes beyond the tenant."
 )
-@click.option("--tenant", help="As whose request it would be placed.")
+@click.option("--tenant", help="Tenant of the request.")
 @cluster_option
 @router_option
 @connection_options
@@ -99,7 +104,7 @@ def explain(
     routers: tuple[str, ...],
     output: str,
 ) -> None:
-    """Where PROMPT (`-` reads it from stdin) would run, and what each worker would cost. Runs nothing."""
+    """Show where PROMPT would run, and its cost on each worker. Runs nothing. `-` reads the prompt from stdin."""
     text = sys.stdin.read() if prompt == "-" else prompt
     with asking(cluster, routers, tenant) as client:
         explained = client.explain_placement(

@@ -1,6 +1,6 @@
-"""`blockyard open` opens the live page in a browser, signed in.
+"""`blockyard open`: opens the live page in a browser, signed in.
 
-Owns whether there is a browser to open. The URL is dashboard/sign_in.py's.
+Owns the choice between a browser and printing. dashboard/sign_in.py makes the URL.
 """
 
 import os
@@ -15,19 +15,19 @@ from blockyard.deploy.machine import state
 from blockyard.deploy.settings.options import cluster_option, output_option
 
 WINDOW_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-"""Linux can open a window only where one of them is set. Without one there is at most a text browser."""
+"""Linux can open a window only if one of these is set. Otherwise there is at most a text browser."""
 DOOR_NAME = "live-page.html"
 DOOR = '<!doctype html><meta name="referrer" content="no-referrer"><meta http-equiv="refresh" content="0; url={url}">\n'
 
 
 @click.command("open")
-@click.option("--no-browser", is_flag=True, help="Print the URL, which signs in, and open nothing.")
+@click.option("--no-browser", is_flag=True, help="Open no browser. Print the URL that signs in.")
 @cluster_option
 @output_option
 def open_page(no_browser: bool, cluster: str, output: str) -> None:
     """Open the live page, signed in. Without a browser, print the URL that signs in.
 
-    Whoever has the URL sees the page for as long as the cluster's Ray runs."""
+    Anybody with the URL can see the page as long as the cluster's Ray runs."""
     remembered = state.load(cluster)
     if remembered.dashboard_url is None:
         raise click.ClickException(f"cluster {cluster} has no dashboard, and so no live page")
@@ -41,7 +41,7 @@ def _has_window() -> bool:
 
 
 def _open(url: str, directory: str | None) -> bool:
-    """Leads the browser through a file of mode 0600: every user of the machine may read a browser's arguments."""
+    """Open the URL through a file of mode 0600, because every user of the machine can read a browser's arguments."""
     door = Path(directory or state.home()) / DOOR_NAME
     try:
         door.unlink(missing_ok=True)

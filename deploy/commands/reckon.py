@@ -1,4 +1,4 @@
-"""`blockyard size`, `figures` and `doctor`: answers that need no cluster."""
+"""`blockyard size`, `figures` and `doctor`: commands that need no running cluster."""
 
 import itertools
 import sys
@@ -33,7 +33,7 @@ from blockyard.worker.model.data_type import RequestedDataType
     default="60GB",
     metavar="SIZE",
     show_default=True,
-    help="Budget of the KV cache.",
+    help="Memory for the KV cache.",
 )
 @click.option("--block-size", type=click.Choice(["16", "32", "64", "128"]), default="16", show_default=True)
 @click.option(
@@ -48,21 +48,21 @@ from blockyard.worker.model.data_type import RequestedDataType
     type=click.Choice(get_args(KVCacheDtype)),
     default="auto",
     show_default=True,
-    help="`auto` caches what --dtype says; int8 and fp8 have a scale for each token and kv head.",
+    help="`auto` uses the type of --dtype. int8 and fp8 have a scale for each token and KV head.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cuda", "cpu"]),
     default="cuda",
     show_default=True,
-    help="What the workers are. Without --dtype: a GPU, or a CPU like this machine's.",
+    help="Kind of the workers. Decides the data type if --dtype is auto; cpu means a CPU like this machine's.",
 )
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @click.option(
     "--total-memory",
     callback=checked_by(parse_bytes),
     metavar="SIZE",
-    help="What the machine or GPU has, to say what is left of it. Default on a CPU: what this machine has.",
+    help="Memory of the machine or GPU, to print what is left of it. Default on a CPU: this machine's memory.",
 )
 @output_option
 def size_command(
@@ -76,7 +76,9 @@ def size_command(
     total_memory: int | None,
     output: str,
 ) -> None:
-    """How many blocks, tokens and requests of MODEL a memory budget holds, and what a worker takes in all."""
+    """Compute the KV cache of MODEL for a memory budget.
+
+    Prints how many blocks, tokens and requests fit, and what a worker takes in all."""
     sized = size.size_model(
         model,
         budget_bytes=memory,
@@ -96,12 +98,14 @@ def size_command(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     show_default="figures",
-    help="Where `--output png` puts one picture a figure.",
+    help="Folder in which `--output png` writes one picture per figure.",
 )
 def figures_command(output: str, folder: Path | None) -> None:
-    """The textbook figures of paged attention, computed now by the real scheduler and pool; a few seconds."""
+    """Compute the textbook figures of paged attention.
+
+    Runs the real scheduler and block pool for a few seconds."""
     if folder is not None and output != "png":
-        raise click.UsageError("--folder is for pictures: add --output png")
+        raise click.UsageError("--folder needs --output png")
     computed = figures.compute_figures()
     if output == "png":
         for path in figures_plots.draw_figures(computed, folder or Path("figures")):
@@ -116,26 +120,27 @@ def figures_command(output: str, folder: Path | None) -> None:
     "--redis-url",
     envvar=REDIS_URL_VARIABLE,
     callback=checked_redis_url(REDIS_URL_VARIABLE),
-    help="Look at this Redis instead of a private one. With a password: only by the variable.",
+    help="Check this Redis instead of a private one. A URL with a password is accepted only in the variable.",
 )
 @click.option(
     "--address",
     callback=checked_by(ray_address),
-    help="Also look at each node of the Ray cluster at host:port: versions, code, model, Redis, ports.",
+    help="Also check each node of the Ray cluster at host:port: versions, code, model, Redis, ports.",
 )
 @output_option
 def doctor(model: str | None, redis_url: str | None, address: str | None, output: str) -> None:
-    """What would keep a cluster from serving: here, and on the nodes of a Ray cluster. Exit code 1 if anything
-    would."""
+    """Find problems that would keep a cluster from serving.
+
+    Checks this machine and, with --address, the nodes of a Ray cluster. Exit code 1 if there is a problem."""
     looks = [doctors.examine(model, redis_url)]
     if address is not None:
-        # First, for the looks at this machine take seconds.
+        # Check this first, because examining this machine takes seconds.
         on_ray.check_lets_in(address)
         looks.append(doctors.examine_nodes(address, model, redis_url))
     told = []
     for finding in itertools.chain.from_iterable(looks):
         told.append(finding)
-        if output == "text":  # as each is made: some take a second
+        if output == "text":  # Print each finding at once: some take a second.
             console().print(views.finding_line(finding))
     if output == "json":
         show(output, [asdict(finding) for finding in told], "")

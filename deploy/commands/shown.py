@@ -1,4 +1,4 @@
-"""What the commands share: the client of their cluster, and how they print.
+"""Helpers that the commands share: the client of their cluster, and printing.
 
 Prints no secret.
 """
@@ -27,7 +27,7 @@ from rich.console import Console, RenderableType
 def connected(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
 ) -> Client:
-    """Raises click's UsageError for what cannot be an address, a tenant, a token or a certificate."""
+    """Make a client. Raise click's UsageError for an invalid address, tenant, token or certificate."""
     addresses = addresses_of(cluster, routers)
     with wrong_values_are_usage():
         return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
@@ -41,7 +41,7 @@ def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
         error.add_note("or name a router with --router")
         raise
     if not addresses:
-        raise ValueError(f"cluster {cluster!r} is still starting: no router of it serves yet")
+        raise ValueError(f"cluster {cluster!r} is still starting: none of its routers serves yet")
     return addresses
 
 
@@ -49,10 +49,12 @@ def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
 def asking(
     cluster: str, routers: tuple[str, ...], tenant: str | None = None, *, extra_seconds: float = 0.0
 ) -> Iterator[Client]:
-    """The client of a command that looks. All its calls share the command's budget, and `extra_seconds` that it sleeps:
-    then the process ends with a sentence."""
+    """Yield the client of a read-only command. All its calls share the command's time budget.
+
+    Once the budget and `extra_seconds` (for the command's own sleep) are used up, the process ends with an error.
+    """
     budget = Budget.of_this_process()
-    sentence = "the routers did not answer in time; `blockyard status` says whether they run"
+    sentence = "the routers did not answer in time; `blockyard status` shows whether they run"
     with (
         connected(cluster, routers, budget.step_seconds(), tenant) as client,
         answers_within(budget.left_seconds + extra_seconds, sentence),
@@ -61,9 +63,11 @@ def asking(
 
 
 def server_at(url: str, timeout_seconds: float, *, is_ours: bool = False) -> OpenAIServer:
-    """The server of OpenAI's API at a URL, with the key and the TLS files that the command was given. A cluster of ours
-    gets the token of our commands instead of OPENAI_API_KEY. Raises click's UsageError for what cannot be a URL, a key
-    or a certificate."""
+    """Return the server of OpenAI's API at a URL, with the key and the TLS files that the command was given.
+
+    A Blockyard cluster gets the token of our commands instead of OPENAI_API_KEY. Raise click's UsageError for an
+    invalid URL, key or certificate.
+    """
     with wrong_values_are_usage():
         parsed, given = ServerUrl.parse(url), client_connection()
         return OpenAIServer(
@@ -77,7 +81,7 @@ def server_at(url: str, timeout_seconds: float, *, is_ours: bool = False) -> Ope
 
 @contextmanager
 def naming_workers(client: Client, worker: str | None) -> Iterator[None]:
-    """Inside, a worker that the router does not know is a ValueError with its name and the names that there are."""
+    """Turn the error for an unknown worker into a ValueError with its name and the known names."""
     try:
         yield
     except NotFoundError as error:
@@ -88,7 +92,7 @@ def naming_workers(client: Client, worker: str | None) -> Iterator[None]:
 
 
 def which_cluster(cluster: str, routers: tuple[str, ...]) -> str:
-    """What another command would have to be given to find the same one, with a blank before it."""
+    """Return the options with which another command finds the same cluster, with a leading space."""
     named = "" if cluster == "default" else f" --cluster {cluster}"
     return "".join(f" --router {router}" for router in routers) or named
 
@@ -107,8 +111,8 @@ def as_dict(message: Message) -> dict[str, Any]:
 def console() -> Console:
     """Make a console for each use, because tests and pipes replace stdout.
 
-    If stdout is not a terminal, nothing is cut or folded. FORCE_COLOR makes rich take a pipe for a terminal, so rich is
-    not asked.
+    If stdout is not a terminal, nothing is cut or folded. With FORCE_COLOR, rich takes a pipe for a terminal, so this
+    checks stdout itself.
     """
     console = Console(highlight=False)
     if not sys.stdout.isatty():

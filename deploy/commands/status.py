@@ -1,7 +1,7 @@
-"""`blockyard status`: who should run, who does, and what the routers see.
+"""`blockyard status`: which processes should run, which do run, and what the routers see.
 
-Owns whom it asks: the routers and Ray at once, within one budget. Whoever does not answer in time is named, and what
-the others said is printed. How it looks is views/views.py's.
+Asks the routers and Ray concurrently, within one time budget. Names the parts that do not answer in time, and prints
+the answers of the others. views/views.py owns how it looks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blockyard.deploy.supervision.replicas import SupervisorReport
 
 LOOK_SECONDS = 3.0
-"""Limits how long the routers, asked at the same time as the supervisor, may take."""
+"""Time limit for the routers, which are asked at the same time as the supervisor."""
 
 
 @click.command()
@@ -32,14 +32,14 @@ LOOK_SECONDS = 3.0
 @connection_options
 @output_option
 def status(cluster: str, output: str) -> None:
-    """Show who should run, who does, and what the routers see.
+    """Show the processes that should run, and those that do.
 
-    It answers within ten seconds. Where the supervisor or Ray does not, it prints what the routers say, names who is
-    silent, and ends with exit code 1."""
+    Also shows what the routers see. It answers within ten seconds. If the supervisor or Ray does not answer, it prints
+    what the routers report, names the silent part, and ends with exit code 1."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)
     with wrong_values_are_usage():
         connection = client_connection()
-    # The child first: a fork copies no threads.
+    # Fork the child before the thread starts: a fork copies no threads.
     child = on_ray.looking(remembered, budget, on_ray.HELLO_SECONDS)
     with ThreadPoolExecutor(1) as routers:
         asked = routers.submit(_cluster_info, remembered, budget.step_seconds(LOOK_SECONDS), connection)
@@ -72,7 +72,7 @@ def _places(report: "SupervisorReport") -> list[dict[str, Any]]:
 def _cluster_info(
     remembered: state.ClusterState, seconds: float, connection: dict[str, Any]
 ) -> ClusterInfo | None:
-    """None while no router answers: what the supervisor says is worth showing all the same."""
+    """Return None while no router answers. The supervisor's report is still worth showing."""
     try:
         addresses = list(remembered.routers)
         with Client(addresses, timeout_seconds=seconds, retries=0, **connection) as client:

@@ -1,8 +1,7 @@
-"""`blockyard token`: makes, shows, replaces and takes out the tokens of an auth file, which routers read again by
-themselves.
+"""`blockyard token`: creates, lists, rotates and revokes the tokens in an auth file.
 
-Owns the file as an operator changes it: one writer at a time, all or nothing, never for others to read. Does not own
-what an entry means (router/admission/token_entries.py).
+Owns changes of the file: atomic, one writer at a time, never readable for others. Does not own the meaning of an entry
+(router/admission/token_entries.py). Routers reload the file themselves.
 """
 
 import fcntl
@@ -35,30 +34,34 @@ _AUTH_FILE = click.Path(dir_okay=False, path_type=Path)
 _PER_MINUTE = click.IntRange(min=1)
 _COLUMNS = ("name", "role", "tenant", "requests_per_minute", "tokens_per_minute", "expires")
 
-auth_file_option = click.option("--auth-file", type=_AUTH_FILE, required=True, help="The file of tokens.")
-name_option = click.option("--name", required=True, help="Whose tokens.")
+auth_file_option = click.option(
+    "--auth-file", type=_AUTH_FILE, required=True, help="File that holds the tokens."
+)
+name_option = click.option("--name", required=True, help="Owner of the tokens.")
 
 
 @click.group()
 def token() -> None:
-    """The tokens that clients show."""
+    """Manage the tokens with which clients authenticate."""
 
 
 @token.command()
-@click.option("--name", required=True, help="Whose it is; the audit log has it.")
+@click.option("--name", required=True, help="Owner of the token, as written in the audit log.")
 @click.option("--role", type=click.Choice([role.value for role in Role]), required=True)
-@click.option("--tenant", help="Whose requests and prefixes are his. Default: of a tenant of his own name.")
+@click.option("--tenant", help="Tenant to which requests and prefixes belong. Default: the name.")
 @click.option(
     "--requests-per-minute",
     type=_PER_MINUTE,
-    help="At each router. One of several prompts counts as so many.",
+    help="Limit at each router. A request with several prompts counts once for each.",
 )
-@click.option("--tokens-per-minute", type=_PER_MINUTE, help="At each router: of prompts, and generated ones.")
-@click.option("--expires", help="From when it is refused: a time in UTC, such as 2026-12-31T00:00:00Z.")
+@click.option(
+    "--tokens-per-minute", type=_PER_MINUTE, help="Limit at each router, of prompt and generated tokens."
+)
+@click.option("--expires", help="Time in UTC from which it is refused, such as 2026-12-31T00:00:00Z.")
 @click.option(
     "--auth-file",
     type=_AUTH_FILE,
-    help="Add the entry to this file, made if missing; routers take it within seconds.",
+    help="Add the entry to this file, which is created if missing. Routers accept the token within seconds.",
 )
 @output_option
 def new(
@@ -71,7 +74,7 @@ def new(
     auth_file: Path | None,
     output: str,
 ) -> None:
-    """Draw a token and print it, this once, on stdout."""
+    """Create a token and print it on stdout. It is not shown again."""
     limit = RateLimit(requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute)
     ends = None if expires is None else parse_time(expires, "--expires")
     if ends is not None and ends <= datetime.now(UTC):
@@ -82,7 +85,7 @@ def new(
     told = (
         f"entry for the auth file: {json.dumps(entry)}"
         if auth_file is None
-        else f"{auth_file} has {name!r} now"
+        else f"added a token of {name!r} to {auth_file}"
     )
     _show(drawn, entry, told, output)
 
@@ -91,7 +94,7 @@ def new(
 @auth_file_option
 @output_option
 def list_tokens(auth_file: Path, output: str) -> None:
-    """Show whose tokens a file has, and the limits of tenants; no token is in it."""
+    """List the owners of a file's tokens, and the limits of tenants. The tokens themselves are not in the file."""
     TokenFile(auth_file)
     document = parse_document(auth_file.read_text("utf-8"))
     shown = [{column: entry.get(column) for column in _COLUMNS} for entry in document.entries]
@@ -114,11 +117,11 @@ def list_tokens(auth_file: Path, output: str) -> None:
     type=click.FloatRange(min=0),
     default=86_400.0,
     show_default=True,
-    help="For so long earlier tokens of the name are still good.",
+    help="Seconds for which earlier tokens of the name stay valid.",
 )
 @output_option
 def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> None:
-    """Draw another token for a name and print it, this once; earlier ones of the name end after the overlap."""
+    """Create another token for a name and print it once. Earlier tokens of the name expire after the overlap."""
     drawn = ""
     entries: list[Entry] = []
 
@@ -129,7 +132,7 @@ def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> N
         return replace(document, entries=entries)
 
     change_file(auth_file, change)
-    _show(drawn, entries[-1], f"{auth_file} has another token of {name!r} now", output)
+    _show(drawn, entries[-1], f"added another token of {name!r} to {auth_file}", output)
 
 
 @token.command()
@@ -137,12 +140,12 @@ def rotate(name: str, auth_file: Path, overlap_seconds: float, output: str) -> N
 @auth_file_option
 @output_option
 def revoke(name: str, auth_file: Path, output: str) -> None:
-    """Take all tokens of a name out; routers refuse them within seconds. What runs goes on to its end or deadline."""
+    """Remove all tokens of a name. Routers refuse them within seconds; running requests continue."""
     change_file(auth_file, lambda document: replace(document, entries=revoked(document.entries, name)))
     if output == "json":
         click.echo(json.dumps({"revoked": name}, indent=2))
         return
-    click.echo(f"{auth_file} has no token of {name!r} any more", err=True)
+    click.echo(f"removed all tokens of {name!r} from {auth_file}", err=True)
 
 
 def _show(drawn: str, entry: Entry, told: str, output: str) -> None:
@@ -154,13 +157,15 @@ def _show(drawn: str, entry: Entry, told: str, output: str) -> None:
 
 
 def append_entry(path: Path, entry: dict[str, Any]) -> None:
-    """As change_file does; the file is made if it is missing."""
+    """Append an entry as change_file does, and create the file if it is missing."""
     change_file(path, lambda document: replace(document, entries=[*document.entries, entry]), makes_file=True)
 
 
 def change_file(path: Path, change: Callable[[Document], Document], *, makes_file: bool = False) -> None:
-    """All or nothing, one writer at a time, read by those who could read it before. Raises ValueError where the file
-    is or would be bad."""
+    """Change the file atomically, with one writer at a time, and keep its permissions.
+
+    Raise ValueError if the file is invalid before or after the change.
+    """
     with _locked(path.parent):
         document, before = Document(), None
         if path.exists() or not makes_file:
@@ -169,7 +174,7 @@ def change_file(path: Path, change: Callable[[Document], Document], *, makes_fil
         text = change(document).text()
         parse_tokens(text)
         partial = path.with_name(f".{path.name}.partial")
-        partial.unlink(missing_ok=True)  # of one that was killed
+        partial.unlink(missing_ok=True)  # A killed command may have left one.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             if before is not None:

@@ -1,6 +1,6 @@
-"""`blockyard top`: the workers, live.
+"""`blockyard top`: shows the workers live.
 
-Owns the asking, the terminal and the keys; what is shown is views/top.py's. Everything comes through the public client.
+Owns polling, the terminal and the keys. views/top.py owns what is shown. All data comes through the public client.
 """
 
 import json
@@ -25,7 +25,7 @@ from rich.live import Live
 from rich.text import Text
 
 ASK_SECONDS = 3.0
-"""A router that does not answer within them is said to be away."""
+"""Time limit of one poll."""
 QUIT_KEYS = frozenset("qQ\x03\x04\x1b")
 
 
@@ -36,23 +36,23 @@ QUIT_KEYS = frozenset("qQ\x03\x04\x1b")
     type=click.FloatRange(0.1, 3600),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks.",
+    help="Seconds between two polls.",
 )
 @click.option(
-    "--once", is_flag=True, help="Look twice, an interval apart, show what happened between, and end."
+    "--once", is_flag=True, help="Poll twice, one interval apart, show the rates between them, and end."
 )
 @cluster_option
 @router_option
 @connection_options
 @output_option
 def top(interval_seconds: float, once: bool, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """The workers live: what runs and waits, memory, hits, tokens a second. `q` or Ctrl-C ends it.
+    """Show the workers live: load, memory, hits, tokens per second.
 
-    Hits are the share of prompt tokens that were read from cached blocks: of those since the last look, or since the
-    start where none came. in/s and out/s are prompt and generated tokens a second.
+    `q` or Ctrl-C ends it. Hits are the share of prompt tokens read from cached blocks since the last poll, or since
+    the worker's start if no prompt came. The columns in/s and out/s are prompt and generated tokens per second.
 
-    Where stdout is no terminal it shows one screen, as with --once, and ends. `--output json` prints one document a
-    line for as long as it is read."""
+    If stdout is not a terminal, it shows one screen, as with --once, and ends. `--output json` prints one document per
+    line until its reader ends."""
     if once or (output == "text" and not sys.stdout.isatty()):
         with asking(cluster, routers, extra_seconds=interval_seconds) as client:
             _show_once(client, interval_seconds, output)
@@ -98,7 +98,7 @@ def _print_documents(client: Client, interval_seconds: float) -> None:
 
 
 def _show_live(client: Client, interval_seconds: float, shown: Console) -> None:
-    """A router that goes away is said below what was seen last, and its return takes that off again."""
+    """Redraw the screen after each poll. While no router answers, show the last screen with the error below it."""
     rates: deque[float] = deque(maxlen=tops.MAX_HISTORY)
     now = before = None
     trouble = ""
@@ -108,7 +108,7 @@ def _show_live(client: Client, interval_seconds: float, shown: Console) -> None:
             try:
                 now, before, trouble = look(client), now, ""
             except BlockyardError as error:
-                trouble = f"{error}; asked again each {interval_seconds:g} s"
+                trouble = f"{error}; retrying every {interval_seconds:g} s"
             if now is None:
                 live.update(Text(trouble, "red"), refresh=True)
             else:
@@ -124,7 +124,7 @@ def _show_live(client: Client, interval_seconds: float, shown: Console) -> None:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Single keys without Enter, where stdin is a terminal; as it was afterwards."""
+    """Let a terminal on stdin deliver single keys without Enter. Restore its settings at the end."""
     if not sys.stdin.isatty():
         yield
         return
@@ -137,7 +137,7 @@ def _keys() -> Iterator[None]:
 
 
 def _asked_to_quit(seconds: float) -> bool:
-    """Waits for so long, or for such a key."""
+    """Wait for a quit key, at most this many seconds. Return whether one was pressed."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

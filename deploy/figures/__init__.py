@@ -1,4 +1,4 @@
-"""The figures that textbooks of paged attention give, computed here and now, and the look of every plot.
+"""Textbook figures of paged attention, computed by the real scheduler and pool, and the style of every plot.
 
 Does not own benchmarks (bench/).
 """

@@ -1,8 +1,7 @@
-"""`blockyard figures`: the numbers that textbooks of paged attention give, computed here and now, beside theirs.
+"""`blockyard figures`: our values of the numbers that textbooks of paged attention give, beside theirs.
 
-Owns which figures there are, what they are compared with and what is said of a difference. They are computed in
-memory.py and sharing.py and drawn in plots.py. No result is a constant; the textbooks' numbers
-are.
+Owns the list of figures, the textbooks' numbers, and the notes on differences. Our values come from memory.py and
+sharing.py, and plots.py draws them. Only the textbooks' numbers are constants.
 """
 
 from collections.abc import Iterable
@@ -36,7 +35,7 @@ _BULKY = (list, tuple)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One number of ours; `textbook` is what is printed elsewhere, where it is."""
+    """One number of ours. `textbook` is the number printed in textbooks, if there is one."""
 
     group: str
     name: str
@@ -47,14 +46,14 @@ class Comparison:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether both print alike; None where there is nothing to compare with."""
+        """Whether both numbers look the same when formatted. None without a textbook number."""
         if self.textbook is None:
             return None
         return format_value(self.value, self.unit) == format_value(self.textbook, self.unit)
 
     @property
     def difference(self) -> str:
-        """Which way ours differs, in words; empty where it does not or there is nothing to compare with."""
+        """Direction in which ours differs, in words. "" if it agrees or there is no textbook number."""
         if self.textbook is None or self.agrees:
             return ""
         return f"differs: {'above' if self.value > self.textbook else 'below'} the textbook"
@@ -81,7 +80,7 @@ class Figures:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; without the series and maps that only a drawing needs."""
+        """Return a document for JSON, without the series and maps that only drawings need."""
         return {
             "slots": _numbers(self.slots),
             "memory": _numbers(self.memory),
@@ -107,7 +106,7 @@ class Figures:
 
 
 def compute_figures() -> Figures:
-    """A few seconds of the real scheduler and pool."""
+    """Compute all figures. Runs the real scheduler and pool for a few seconds."""
     return Figures(
         slots=slot_figures(),
         memory=memory_figures(),
@@ -148,7 +147,7 @@ def _memory(f: MemoryFigures) -> Iterable[Comparison]:
         value=f.paged_utilisation,
         unit="%",
         textbook=0.970,
-        note="depends on the lengths: half a block of each sequence is empty on average",
+        note="depends on the lengths: on average, half a block per sequence is empty",
     )
     yield Comparison(
         group=group, name="sequences in the same memory", value=f.times_the_sequences, unit="x", textbook=7.7
@@ -159,7 +158,7 @@ def _memory(f: MemoryFigures) -> Iterable[Comparison]:
         value=f.times_the_sequences_run,
         unit="x",
         textbook=7.7,
-        note="it keeps a block free for the next token of each",
+        note="it keeps one block free for the next token of each sequence",
     )
 
 
@@ -167,27 +166,27 @@ def _fragmentation(f: FragmentationFigures) -> Iterable[Comparison]:
     group = f"fragmentation: {f.num_requests} requests, {f.memory:,} tokens, lengths known ahead"
     yield Comparison(
         group=group,
-        name="steps with a request refused for want of one piece",
+        name="steps with a request refused by fragmentation",
         value=f.refused_for_pieces,
         unit="steps",
-        note=f"of {f.steps:,}; all free memory together would have done",
+        note=f"of {f.steps:,}; all free memory together would have been enough",
     )
     yield Comparison(
         group=group, name=f"free at step {f.worst_step}, contiguous", value=f.worst_free, unit="tokens"
     )
     yield Comparison(
         group=group,
-        name="the largest piece of it",
+        name="its largest piece",
         value=f.worst_largest_piece,
         unit="tokens",
-        note=f"{f.worst_wanted} wanted, and refused",
+        note=f"{f.worst_wanted} requested and refused",
     )
     yield Comparison(
         group=group,
         name="paged sequences that lie in several pieces",
         value=f.paged_in_pieces,
         unit="%",
-        note=f"at the same step, {f.paged_free} tokens free, any block of them good for anyone",
+        note=f"at the same step, {f.paged_free} tokens free, and every sequence can use any free block",
     )
     yield Comparison(
         group=group,
@@ -202,10 +201,10 @@ def _arrivals(f: ArrivalFigures) -> Iterable[Comparison]:
     group = f"{f.num_requests} arrivals on {f.memory:,} tokens, 2048 reserved for each or paged"
     for name, unit, (contiguous, paged) in (
         ("running at once, mean", "sequences", f.mean_running),
-        ("running at once, most", "sequences", f.peak_running),
-        ("slots that hold a token, of those taken", "%", f.utilisation),
-        ("steps waited by a request, mean", "steps", f.mean_wait_steps),
-        ("steps for all", "steps", (len(f.contiguous), len(f.paged))),
+        ("running at once, maximum", "sequences", f.peak_running),
+        ("share of taken slots that hold a token", "%", f.utilisation),
+        ("waiting time of a request, mean", "steps", f.mean_wait_steps),
+        ("steps for all requests", "steps", (len(f.contiguous), len(f.paged))),
     ):
         yield Comparison(
             group=group,
@@ -223,7 +222,7 @@ def _copy_on_write(f: CopyOnWriteFigures) -> Iterable[Comparison]:
         ("fork of 16, after it", f.fork_after_write, "blocks", 28, ""),
         ("16 chats on the same prompt", f.chats, "blocks", 28, ""),
         ("16 without sharing", f.unshared, "blocks", 208, ""),
-        ("4 beams", f.beams, "blocks", 7, f"{f.beams_most} at most; depends on where the beams part"),
+        ("4 beams", f.beams, "blocks", 7, f"{f.beams_most} at most; depends on where the beams diverge"),
         ("4 beams without sharing", f.beams_unshared, "blocks", 16, ""),
         ("saved by the beams' sharing", f.beams_saved, "%", 0.56, ""),
     ]
@@ -238,10 +237,10 @@ def _block_size(f: BlockSizeFigures) -> Iterable[Comparison]:
     )
     yield Comparison(
         group=group,
-        name="prompt tokens found, shared system prompts",
+        name="prompt tokens found in the cache, shared system prompts",
         value=f.reuse,
         unit="%",
-        note=f"of {f.possible_reuse:.1%} that came before; {f.names} blocks to tell the index of",
+        note=f"of {f.possible_reuse:.1%} that an earlier prompt had; {f.names} blocks to publish",
     )
 
 
@@ -268,5 +267,5 @@ def figures_table(figures: Figures) -> RenderableType:
         known = "" if row.textbook is None else format_value(row.textbook, row.unit)
         note = "; ".join(filter(None, [row.difference, row.note]))
         table.add_row(f"  {row.name}", format_value(row.value, row.unit), known, note)
-    footer = Text("Ours: computed just now by the real scheduler and pool. Textbook: as printed elsewhere.")
+    footer = Text("Ours: computed now by the real scheduler and pool. Textbook: as printed in textbooks.")
     return Group(table, footer)

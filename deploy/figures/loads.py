@@ -1,7 +1,7 @@
-"""What the textbook figures are computed on: seeded loads, and the real scheduler driven through them.
+"""Seeded loads for the textbook figures, and a loop that drives the real scheduler through them.
 
-Owns the loads, the loop around a scheduler, and what is counted at each of its steps. The model is a stand-in
-(SimulatedRunner, no waiting); scheduler, pool and prefix cache are the engine's own. Needs no torch.
+Owns the loads, the loop around a scheduler, and the counts at each of its steps. The model is simulated
+(SimulatedRunner, without waiting). Scheduler, pool and prefix cache are the engine's own. Needs no torch.
 """
 
 import random
@@ -27,7 +27,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`num_outputs` tokens after a prompt, asked for when step `arrival` is planned."""
+    """Request for `num_outputs` tokens after a prompt. It arrives before step `arrival` is planned."""
 
     number: int
     prompt: tuple[int, ...]
@@ -36,13 +36,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """All that it will ever have."""
+        """Tokens of its prompt and its complete output."""
         return len(self.prompt) + self.num_outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One step. `tokens` have KV, in `taken` token slots that nobody else may have, of `memory` in all."""
+    """Counts at one step.
+
+    `tokens` is the number of tokens with KV, `taken` the number of token slots that sequences hold, and `memory` the
+    number of all token slots.
+    """
 
     step: int
     running: int
@@ -57,7 +61,10 @@ def random_tokens(chance: random.Random, count: int) -> tuple[int, ...]:
 
 
 def mixed(count: int, *, mean_steps_between: float = 0.0, seed: int = 0) -> list[Request]:
-    """Prompts of 20 to 200 tokens that share nothing, outputs cycling 32, 128, 64, 256. All at once, or a stream."""
+    """Make requests with prompts of 20 to 200 tokens that share nothing, and outputs that cycle 32, 128, 64, 256.
+
+    They arrive all at once, or as a Poisson process with `mean_steps_between`.
+    """
     chance = random.Random(seed)
     requests, arrival = [], 0.0
     for number, num_outputs in enumerate(islice(cycle(MIXED_OUTPUTS), count)):
@@ -70,7 +77,7 @@ def mixed(count: int, *, mean_steps_between: float = 0.0, seed: int = 0) -> list
 
 
 class Drive:
-    """A scheduler, and the loop around it."""
+    """Scheduler, and the loop around it."""
 
     def __init__(self, num_blocks: int, *, block_size: int = BLOCK_SIZE, **settings: Any) -> None:
         self.block_size = block_size
@@ -112,7 +119,7 @@ class Drive:
         return self.finish(self.plan())
 
     def sample(self, step: int) -> Sample:
-        """Between `plan` and `finish`: what the step holds while it runs. Cached blocks count as free: they are."""
+        """Count what the step holds while it runs, between `plan` and `finish`. Cached blocks count as free."""
         fill = self.block_fill()
         return Sample(
             step=step,
@@ -124,7 +131,7 @@ class Drive:
         )
 
     def block_fill(self) -> dict[BlockId, int]:
-        """Tokens in each block that running sequences hold; one that several share counts once."""
+        """Return the tokens in each block that running sequences hold. A shared block counts once."""
         fill: dict[BlockId, int] = {}
         for sequence in self.scheduler.running:
             for index, block in enumerate(sequence.block_table):
@@ -134,7 +141,7 @@ class Drive:
 
 
 def share(tokens: Iterable[float], of: Iterable[float]) -> float:
-    """One sum as a share of another."""
+    """Return the sum of `tokens` as a share of the sum of `of`."""
     return sum(tokens) / sum(of)
 
 

@@ -1,8 +1,8 @@
-"""Figures of memory: what paging wins over one run of memory for each sequence.
+"""Figures of memory: the gain of paging over contiguous memory for each sequence.
 
-Owns a small honest simulation of an engine that reserves contiguous memory, first fit, since this repository has no
-such engine; everything paged is the real scheduler and pool. Both take the same requests, in order of arrival, and give
-each running one a token a step.
+Owns a small simulation of an engine that reserves contiguous memory, first fit, since this repository has no such
+engine. All paged figures come from the real scheduler and pool. Both engines take the same requests in order of
+arrival, and generate one token per running request and step.
 """
 
 import random
@@ -16,12 +16,12 @@ MAX_LENGTH = 2048
 
 
 class ContiguousMemory:
-    """Token slots 0 .. size - 1, given away in single pieces: the first free one that is long enough."""
+    """Token slots 0 .. size - 1. Each reservation gets the first free piece that is long enough."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = [(0, size)]
-        """(start, length), in order, no two adjacent."""
+        """Free pieces (start, length), sorted. No two are adjacent."""
 
     @property
     def total_free(self) -> int:
@@ -32,7 +32,7 @@ class ContiguousMemory:
         return max((length for _, length in self._free), default=0)
 
     def reserve(self, count: int) -> int | None:
-        """Where the piece starts; None, and nothing is done, where no free piece is long enough."""
+        """Reserve a piece and return its start. Return None if no free piece is long enough."""
         for index, (start, length) in enumerate(self._free):
             if length >= count:
                 self._free[index : index + 1] = [(start + count, length - count)] if length > count else []
@@ -50,7 +50,7 @@ class ContiguousMemory:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tenant:
+class _Admitted:
     request: Request
     start: int
     reserved: int
@@ -58,11 +58,11 @@ class _Tenant:
 
 
 class ContiguousEngine:
-    """Continuous batching over contiguous memory; `reserve` says how many slots a request is given."""
+    """Continuous batching over contiguous memory. `reserve` returns the number of slots for a request."""
 
     def __init__(self, requests: Iterable[Request], memory: int, reserve: Callable[[Request], int]) -> None:
         self.memory = ContiguousMemory(memory)
-        self.running: list[_Tenant] = []
+        self.running: list[_Admitted] = []
         self._coming = list(requests)
         self._reserve = reserve
         self._step = 0
@@ -77,55 +77,60 @@ class ContiguousEngine:
 
     @property
     def is_blocked_by_pieces(self) -> bool:
-        """Whether the first that waits would fit what is free, were it in one piece."""
+        """Whether the first waiting request would fit if the free memory were one piece."""
         waiting = self.waiting
         return bool(waiting) and self._reserve(waiting[0]) <= self.memory.total_free
 
     def begin_step(self) -> Sample:
-        """Admits in order of arrival; what the step holds while it runs."""
+        """Admit requests in order of arrival, and return what the step holds while it runs."""
         while self._coming and self._coming[0].arrival <= self._step:
             reserved = self._reserve(self._coming[0])
             start = self.memory.reserve(reserved)
             if start is None:
                 break
             request = self._coming.pop(0)
-            tenant = _Tenant(request=request, start=start, reserved=reserved, num_tokens=len(request.prompt))
-            self.running.append(tenant)
+            admitted = _Admitted(
+                request=request, start=start, reserved=reserved, num_tokens=len(request.prompt)
+            )
+            self.running.append(admitted)
         return Sample(
             step=self._step,
             running=len(self.running),
             waiting=len(self.waiting),
-            tokens=sum(tenant.num_tokens for tenant in self.running),
-            taken=sum(tenant.reserved for tenant in self.running),
+            tokens=sum(admitted.num_tokens for admitted in self.running),
+            taken=sum(admitted.reserved for admitted in self.running),
             memory=self.memory.size,
         )
 
     def end_step(self) -> None:
-        """Each running one has its next token; those that have all leave."""
+        """Add a token to each running request, and release those that are complete."""
         self._step += 1
-        for tenant in tuple(self.running):
-            tenant.num_tokens += 1
-            if tenant.num_tokens >= tenant.request.num_tokens:
-                self.running.remove(tenant)
-                self.memory.release(tenant.start, tenant.reserved)
+        for admitted in tuple(self.running):
+            admitted.num_tokens += 1
+            if admitted.num_tokens >= admitted.request.num_tokens:
+                self.running.remove(admitted)
+                self.memory.release(admitted.start, admitted.reserved)
 
     def cells(self, size: int) -> list[tuple[int, float]]:
-        """Memory in cells of `size` slots: the request's number that most of it is for (-1: free), and how full."""
+        """Return the memory in cells of `size` slots.
+
+        Each cell has the number of the request with most of its slots (-1: free), and the share of slots with a token.
+        """
         numbers, full = [-1] * self.memory.size, [0] * self.memory.size
-        for tenant in self.running:
-            for slot in range(tenant.reserved):
-                numbers[tenant.start + slot] = tenant.request.number
-                full[tenant.start + slot] = slot < tenant.num_tokens
+        for admitted in self.running:
+            for slot in range(admitted.reserved):
+                numbers[admitted.start + slot] = admitted.request.number
+                full[admitted.start + slot] = slot < admitted.num_tokens
         starts = range(0, self.memory.size, size)
-        return [(_commonest(numbers[s : s + size]), mean(full[s : s + size])) for s in starts]
+        return [(_most_common(numbers[s : s + size]), mean(full[s : s + size])) for s in starts]
 
 
-def _commonest(values: list[int]) -> int:
+def _most_common(values: list[int]) -> int:
     return max(set(values), key=values.count)
 
 
 class PagedEngine:
-    """The real scheduler, fed the same stream."""
+    """Real scheduler, which gets the same stream of requests."""
 
     def __init__(self, requests: Iterable[Request], memory: int) -> None:
         self.drive = Drive(memory // BLOCK_SIZE, max_num_seqs=512)
@@ -137,7 +142,7 @@ class PagedEngine:
         return bool(self._coming or self.drive.scheduler.has_work)
 
     def step(self, look: Callable[[Sample], None]) -> None:
-        """`look` is called while the step runs."""
+        """Run one step. Calls `look` while the step runs."""
         while self._coming and self._coming[0].arrival <= self._step:
             request = self._coming.pop(0)
             self.drive.submit(request.prompt, request.num_outputs)
@@ -147,12 +152,12 @@ class PagedEngine:
         self._step += 1
 
     def num_in_pieces(self) -> int:
-        """Running sequences whose blocks do not lie one after the other."""
+        """Return the number of running sequences whose blocks are not contiguous."""
         tables = [list(sequence.block_table) for sequence in self.drive.scheduler.running]
         return sum(table != list(range(table[0], table[0] + len(table))) for table in tables if table)
 
     def cells(self) -> list[tuple[int, float]]:
-        """The pool block by block: the sequence's number that holds it (-1: nobody), and how full it is."""
+        """Return, for each block, the number of the sequence that holds it (-1: none) and its share of used slots."""
         owners: dict[BlockId, int] = {
             block: sequence.sequence_id
             for sequence in self.drive.scheduler.running
@@ -165,16 +170,16 @@ class PagedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """Sequences of mean length 258 where 2048 is the longest allowed."""
+    """Figures of sequences with a mean length of 258, where 2048 is the maximum."""
 
     num_sequences: int
     mean_tokens: float
     contiguous_utilisation: float
     paged_utilisation: float
     times_the_sequences: float
-    """In the same memory, by the blocks that they take."""
+    """Gain in sequences in the same memory, by the blocks that they need."""
     times_the_sequences_run: float
-    """In the same memory, by how many the scheduler runs at once: it keeps a block free for each one's next token."""
+    """Gain in sequences that the scheduler runs at once. It keeps a block free for the next token of each."""
 
 
 def memory_figures(num_sequences: int = 50) -> MemoryFigures:
@@ -197,7 +202,7 @@ def memory_figures(num_sequences: int = 50) -> MemoryFigures:
 
 
 def _running_prompts(lengths: list[int], memory: int) -> Drive:
-    """As many prompts of these lengths as fit, all in one step."""
+    """Plan one step with as many prompts of these lengths as fit."""
     drive = Drive(
         memory // BLOCK_SIZE,
         max_model_len=MAX_LENGTH,
@@ -215,12 +220,12 @@ Cells = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentationFigures:
-    """One stream; contiguous memory gives each request exactly what it will ever need, as if lengths were known."""
+    """Figures of one stream. Contiguous memory reserves what each request will need, as if lengths were known."""
 
     memory: int
     num_requests: int
     refused_for_pieces: int
-    """Steps in which the first that waited would have fit what was free, were it in one piece."""
+    """Steps in which the first waiting request would have fit if the free memory were one piece."""
     steps: int
     paged_steps: int
     worst_step: int
@@ -228,9 +233,9 @@ class FragmentationFigures:
     worst_largest_piece: int
     worst_wanted: int
     paged_free: int
-    """At the same step of the pool; every one of its blocks can be had."""
+    """Free tokens in the pool at the same step. Every free block is usable."""
     paged_in_pieces: float
-    """Share of running sequences whose blocks do not lie one after the other: it costs them nothing."""
+    """Share of running sequences whose blocks are not contiguous, which costs nothing."""
     contiguous_cells: Cells
     paged_cells: Cells
 
@@ -273,7 +278,7 @@ def fragmentation_figures(memory: int = 4096, num_requests: int = 200) -> Fragme
 
 
 class _Seen:
-    """What one step of the paged engine looks like while it runs."""
+    """State of the paged engine during one step."""
 
     def __init__(self) -> None:
         self.free = 0
@@ -289,7 +294,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalFigures:
-    """The same stream of arrivals on the same memory; contiguous reserves the longest length, 2048, for each."""
+    """Figures of one stream of arrivals on the same memory. Contiguous reserves the maximum, 2048, for each request."""
 
     memory: int
     num_requests: int
@@ -298,7 +303,7 @@ class ArrivalFigures:
 
     @property
     def mean_running(self) -> tuple[float, float]:
-        """While there was a queue or work: contiguous, paged."""
+        """Mean of running sequences while there was work: contiguous, paged."""
         return mean(s.running for s in self.contiguous), mean(s.running for s in self.paged)
 
     @property
@@ -307,12 +312,12 @@ class ArrivalFigures:
 
     @property
     def utilisation(self) -> tuple[float, float]:
-        """Tokens for each slot taken, over all steps."""
+        """Tokens per taken slot over all steps: contiguous, paged."""
         return _utilisation(self.contiguous), _utilisation(self.paged)
 
     @property
     def mean_wait_steps(self) -> tuple[float, float]:
-        """Of a request, from its arrival to its admission."""
+        """Mean steps from a request's arrival to its admission: contiguous, paged."""
         return (
             sum(s.waiting for s in self.contiguous) / self.num_requests,
             sum(s.waiting for s in self.paged) / self.num_requests,

@@ -1,7 +1,7 @@
-"""The look of every picture: fonts, grid, and one colour and marker for each system and policy.
+"""Style of every plot: fonts, grid, and one colour and marker for each system and policy.
 
-Owns no number. Only the functions load matplotlib, which is an optional package and slow to load.
-The colours are those of Okabe and Ito, which people with any colour vision can tell apart.
+Owns no numbers. Only the functions import matplotlib, which is an optional package and slow to import.
+The colours are those of Okabe and Ito, which people with any colour vision can distinguish.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +19,10 @@ BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, YELLOW, GREY, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#7F7F7F", "#000000"
 PALETTE = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, YELLOW, GREY)
 OURS, THEIRS = BLUE, VERMILLION
-"""Where a picture compares only two."""
+"""Colours of plots that compare only two things."""
 LIGHT, BORDER = "#E4E4E4", "#333333"
 WIDTH_INCHES = 9.0
-"""Pages show a picture about that wide, so that its letters keep their size."""
+"""Width of a plot. Pages show it at about this width, so that its text keeps its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Look:
     colour: str
     marker: str = "o"
     is_hollow: bool = False
-    """A variant of the system that has this colour and marker filled."""
+    """Whether this is a variant of the system that has the same colour and marker, filled."""
 
     def settings(self, size: float = 6) -> dict[str, Any]:
         return {
@@ -75,14 +75,17 @@ POLICIES = {
 
 
 def look_of(system: str) -> Look:
-    """Of the name's first line. A name with an option after a comma and no look of its own has the one without."""
+    """Return the look of a system, by the first line of its name.
+
+    A name with an option after a comma may have its own look. Otherwise it has that of the name without the option.
+    """
     name = system.partition("\n")[0]
     return SYSTEMS.get(name) or SYSTEMS.get(name.partition(",")[0]) or OTHER
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures are made, drawn and saved within; matplotlib's own settings are as before after."""
+    """Apply our style to figures that are made, drawn and saved inside. Restore matplotlib's settings afterwards."""
     import matplotlib
 
     with matplotlib.rc_context(
@@ -119,7 +122,7 @@ def dots(
     form: str = "{:,.0f}",
     look: Look | None = None,
 ) -> None:
-    """A dot with its range and number for each row, whose name is its label and, without a `look`, chooses it.
+    """Draw a dot with its range and number for each row. The row's name is its label, and its look without `look`.
 
     A row has `lowest`, `median` and `highest`, or `p50` and `p99`. None is a row without a value.
     """
@@ -141,13 +144,13 @@ def dots(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,g}")
     elif any(rows.values()):
-        axes.set_xscale("log")  # without a value it is an error
+        axes.set_xscale("log")  # An error if no row has a value.
         axes.margins(x=0.1)
         plain_log(axes.xaxis)
 
 
 def plain_log(axis: "Axis") -> None:
-    """Writes 1, 2, 5, 10 or, of more than two decades, 1, 3, 10: no powers of ten. For what is already drawn."""
+    """Label the axis 1, 2, 5, 10 or, beyond two decades, 1, 3, 10, without exponents. Call it after drawing."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
@@ -157,13 +160,13 @@ def plain_log(axis: "Axis") -> None:
 
 
 def legend(figure: "Figure", axes: "Axes") -> None:
-    """Names what `axes` shows, above all panels."""
+    """Add a legend of `axes` above all panels."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper left", ncols=len(names))
 
 
 def save(figure: "Figure", path: Path, footer: str = "") -> None:
-    """`footer` says on what, when and from which commit the numbers came."""
+    """Save a figure. `footer` names the machine, date and commit of its numbers."""
     if footer:
         figure.supxlabel(footer, x=0.005, ha="left", fontsize=7, color=GREY)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""The textbook figures as pictures, one PNG each. Draws what figures.py computed; owns nothing but the look."""
+"""Plots of the textbook figures, one PNG each. Draws the numbers of figures.py, and computes none itself."""
 
 import os
 import tempfile
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 MAP_COLUMNS = 64
 SHOWN_STEPS = 1024
-"""Of the batching: four static batches are enough to see."""
+"""Steps of batching that are shown: about four static batches."""
 _SETTINGS_FOLDER = "MPLCONFIGDIR"
 
 
 def draw_figures(figures: Figures, folder: Path) -> list[Path]:
-    """Writes the pictures into `folder`, which is made. Raises OSError where it cannot."""
+    """Write the plots into `folder`, which is created if missing. Raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _nothing_left_in_the_home_folder():
+    with _temporary_settings_folder():
         return _draw(figures, folder)
 
 
 @contextmanager
-def _nothing_left_in_the_home_folder() -> Iterator[None]:
-    """Matplotlib keeps settings and a list of fonts: in a folder that goes, unless the user has named another."""
+def _temporary_settings_folder() -> Iterator[None]:
+    """Keep matplotlib's settings and font list in a temporary folder, unless the user has set a folder."""
     if _SETTINGS_FOLDER in os.environ:
         yield
         return
@@ -91,7 +91,7 @@ def _memory(figures: Figures) -> "Figure":
     _bars(
         left, ["contiguous", "paged"], [f.contiguous_utilisation * 100, f.paged_utilisation * 100], "{:.1f} %"
     )
-    left.set_title("How much of the memory taken holds tokens")
+    left.set_title("Share of the memory taken that holds tokens")
     left.set_ylabel("slots with a token, %")
     names = ["contiguous", "paged,\nby blocks", "paged, as\nadmitted"]
     _bars(right, names, [1.0, f.times_the_sequences, f.times_the_sequences_run], "{:.1f} x")
@@ -113,11 +113,11 @@ def _fragmentation(figures: Figures) -> "Figure":
     _map(axes[0], f.contiguous_cells)
     axes[0].set_title(
         f"Contiguous: {f.worst_free:,} tokens free, the largest piece {f.worst_largest_piece}; "
-        f"{f.worst_wanted} wanted and refused",
+        f"{f.worst_wanted} requested and refused",
     )
     _map(axes[1], f.paged_cells)
     axes[1].set_title(
-        f"Paged, the same step of the same stream: {f.paged_free} tokens free, every block good for anyone",
+        f"Paged, the same step of the same stream: {f.paged_free} tokens free, every free block usable",
     )
     figure.supxlabel(
         "a cell is 16 tokens; a dark line: another holder (the eight colours repeat); "
@@ -159,7 +159,7 @@ def _arrivals(figures: Figures) -> "Figure":
         bottom.plot(steps, used, color=colour, label=name)
     top.set_title("Sequences that run at once")
     top.set_ylabel("running sequences")
-    bottom.set_title("How much of all memory holds tokens")
+    bottom.set_title("Share of all memory that holds tokens")
     bottom.set_ylabel("slots with a token, %")
     bottom.set_xlabel(f"step; the same {f.num_requests} arrivals")
     bottom.set_ylim(0, 100)
@@ -186,7 +186,7 @@ def _block_sizes(figures: Figures) -> "Figure":
     names = [str(size.block_size) for size in sizes]
     figure, (left, right) = panels(1, 2, height=3.4)
     left.plot(names, [100 * size.empty_share for size in sizes], color=THEIRS, marker="o")
-    left.set_title("What the last blocks leave empty")
+    left.set_title("Memory left empty in last blocks")
     left.set_ylabel("used memory without a token, %")
     right.plot(
         names, [100 * size.reuse for size in sizes], color=OURS, marker="o", label="found in the cache"
@@ -198,9 +198,9 @@ def _block_sizes(figures: Figures) -> "Figure":
         linestyle="--",
         linewidth=1,
         zorder=0,
-        label="came before, so could be found",
+        label="in an earlier prompt, so possible to find",
     )
-    right.set_title("What is found of shared prompts")
+    right.set_title("Tokens of shared prompts found in the cache")
     right.set_ylabel("prompt tokens found in the cache, %")
     legend(figure, right)
     for ax in (left, right):

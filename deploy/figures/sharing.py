@@ -1,7 +1,7 @@
-"""Figures of batching and sharing: slots of a batch kept busy, copy-on-write, and what the size of a block decides.
+"""Figures of batching and sharing: busy slots of a batch, copy-on-write, and effects of the block size.
 
-All of it is counted on the real scheduler and pool; only static batching, which this repository does not have, is
-worked out by hand.
+All are counted on the real scheduler and pool, except static batching. This repository has no static batching, so it is
+calculated.
 """
 
 import random
@@ -24,7 +24,7 @@ MIXED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotFigures:
-    """Share of (step, slot) pairs that yield a token; and how many slots did, step by step."""
+    """Share of (step, slot) pairs that yield a token, and the number of such slots in each step."""
 
     num_requests: int
     slots: int
@@ -37,7 +37,7 @@ class SlotFigures:
 
 
 def slot_figures(num_requests: int = 256, slots: int = 4) -> SlotFigures:
-    """Requests with outputs of 32, 128, 64, 256 tokens in turn. A static batch runs until its longest is done."""
+    """Compare batching on outputs of 32, 128, 64 and 256 tokens in turn. A static batch runs until its longest ends."""
     outputs = [MIXED_OUTPUTS[number % len(MIXED_OUTPUTS)] for number in range(num_requests)]
     batches = [outputs[start : start + slots] for start in range(0, num_requests, slots)]
     static_busy = [sum(length > step for length in batch) for batch in batches for step in range(max(batch))]
@@ -61,16 +61,16 @@ def slot_figures(num_requests: int = 256, slots: int = 4) -> SlotFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOnWriteFigures:
-    """Blocks held. A fork is one request with 16 outputs on a prompt of 200 tokens; chats are 16 requests on it."""
+    """Numbers of blocks held. A fork is one request with 16 outputs; chats are 16 requests. Prompts have 200 tokens."""
 
     fork_before_write: int
     fork_after_write: int
     chats: int
     unshared: int
     beams: int
-    """4 beams on 48 tokens, after 16 tokens."""
+    """Blocks of 4 beams on a prompt of 48 tokens, after 16 tokens."""
     beams_most: int
-    """The most at any step so far."""
+    """Maximum blocks of the beams in any step."""
     beams_unshared: int
 
     @property
@@ -98,7 +98,7 @@ def copy_on_write_figures(outputs: int = 16, prompt_tokens: int = 200) -> CopyOn
     beams, width, beam_prompt, beam_outputs = Drive(64), 4, 48, 16
     beams.submit(random_tokens(chance, beam_prompt), 2 * beam_outputs, n=width, beam_width=width)
     held = []
-    for _ in range(1 + beam_outputs):  # the first step computes the prompt
+    for _ in range(1 + beam_outputs):  # The first step computes the prompt.
         beams.step()
         held.append(beams.scheduler.pool.num_used)
     return CopyOnWriteFigures(
@@ -116,13 +116,13 @@ def copy_on_write_figures(outputs: int = 16, prompt_tokens: int = 200) -> CopyOn
 class BlockSizeFigures:
     block_size: int
     empty_share: float
-    """Of the token slots in used blocks: those without a token, averaged over the steps of the mixed load."""
+    """Share of token slots in used blocks without a token, averaged over the steps of the mixed load."""
     reuse: float
-    """Of the prompt tokens of chats on shared system prompts: those found in the cache."""
+    """Share of prompt tokens found in the cache, for chats on shared system prompts."""
     possible_reuse: float
-    """Of the same: those that an earlier prompt had too."""
+    """Share of prompt tokens that an earlier prompt had too, for the same chats."""
     names: int
-    """Blocks that the prefix index was told of on that load."""
+    """Blocks published to the prefix index for the same chats."""
 
 
 def block_size_figures(block_size: int) -> BlockSizeFigures:
@@ -138,8 +138,10 @@ def block_size_figures(block_size: int) -> BlockSizeFigures:
 
 
 def mixed_samples(block_size: int, *, num_requests: int = 320) -> list[Sample]:
-    """The mixed load, 32 requests at once, each that ends followed by the next: its steps until none is left to
-    follow, so that the emptying at the end of a finite stream is no part of it."""
+    """Return the steps of the mixed load with 32 requests at once.
+
+    Ends when no request waits any longer, so that the last requests, which leave slots empty, do not count.
+    """
     drive = Drive(16384 // block_size, block_size=block_size, max_num_seqs=MIXED_AT_ONCE, max_model_len=1024)
     for request in mixed(num_requests):
         drive.submit(request.prompt, request.num_outputs)
@@ -152,7 +154,7 @@ def mixed_samples(block_size: int, *, num_requests: int = 320) -> list[Sample]:
 
 
 def _prefix_reuse(block_size: int, *, systems: int = 8, chats: int = 160) -> tuple[float, float, int]:
-    """Chats that each begin with one of a few system prompts, one chat every two steps."""
+    """Return reuse, possible reuse and published blocks of chats on a few system prompts, one chat every two steps."""
     chance = random.Random(1)
     prompts = [random_tokens(chance, chance.randint(100, 600)) for _ in range(systems)]
     drive = Drive(65536 // block_size, block_size=block_size, max_num_seqs=64)

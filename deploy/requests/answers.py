@@ -1,6 +1,6 @@
-"""How `generate` and `chat` show what the model answers: as it comes, each output whole, or as JSON.
+"""Printing of answers for `generate` and `chat`: as a stream, each output whole, or as JSON.
 
-Owns what is printed of a stream of deltas: text on stdout, how it went on stderr. Asks nobody.
+Owns what is printed for a stream of deltas: text on stdout, statistics on stderr. Makes no calls.
 """
 
 import json
@@ -13,7 +13,7 @@ from blockyard.router.client import Completion, Delta, Finish
 
 
 def print_stream(deltas: Iterable[Delta]) -> str:
-    """One output, as it comes. Returns its text."""
+    """Print one output as it arrives. Return its text."""
     pieces: list[str] = []
     finish = None
     try:
@@ -22,7 +22,7 @@ def print_stream(deltas: Iterable[Delta]) -> str:
             click.echo(delta.text, nl=False)
             finish = delta.finish
     finally:
-        # However the stream ends, what is said next stands on a line of its own.
+        # An error message after a broken stream then begins on a new line.
         if pieces:
             click.echo()
     if finish is not None:
@@ -31,7 +31,7 @@ def print_stream(deltas: Iterable[Delta]) -> str:
 
 
 def print_outputs(deltas: Iterable[Delta]) -> None:
-    """Several outputs: each whole once it has ended, under its index."""
+    """Print several outputs, each whole once it has ended, under its index."""
     texts: dict[int, list[str]] = {}
     for delta in deltas:
         texts.setdefault(delta.index, []).append(delta.text)

@@ -1,8 +1,7 @@
-"""Answers a file of requests in OpenAI's batch format into another file, line by line.
+"""Sends a file of requests in OpenAI's batch format, and writes the answers to another file.
 
-Owns the format, which lines are still to be answered, and that each is answered once. A line of the output is written
-whole before the next: after an interruption the same command goes on where it ended. How a server is reached is
-openai_server.py's.
+Owns the format, and answering each line once. It writes output lines whole and one at a time. So the same command
+continues after an interruption. The calls to the server are in openai_server.py.
 """
 
 import asyncio
@@ -19,17 +18,17 @@ from blockyard.deploy.requests.openai_server import CallFailed, OpenAIServer
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 OUT_OF_REACH = frozenset({"NO_CONNECTION", "NO_TLS", "NOT_HTTP"})
-"""These reasons end a run, since no line would be answered now."""
+"""Reasons of errors that end a run, because no further line would be answered."""
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait before each retry. Each is multiplied by a random factor of 0.5 to 1.5."""
 MOST_REASON_CHARACTERS = 300
-"""Longest part of a server's error text that is printed."""
-STREAMS = "a batch has whole answers: leave stream out"
+"""Length to which a server's error text is cut for printing."""
+STREAMS = "a batch does not stream: leave out stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the input. `error`: why it cannot be sent."""
+    """One line of the input. `error` says why it cannot be sent, or is ""."""
 
     custom_id: str | None
     url: str = ""
@@ -39,18 +38,18 @@ class Line:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """How far a batch is."""
+    """Progress of a batch, in lines."""
 
     total: int
     skipped: int = 0
-    """Answered by an earlier run."""
+    """Lines that an earlier run has answered."""
     succeeded: int = 0
     failed: int = 0
     first_failure: str = ""
-    """Id of the line that failed first in this run, and the reason. Empty if none failed."""
+    """Id of the line that failed first in this run, and the reason. "" if none failed."""
 
     def count(self, custom_id: str | None, error: str) -> None:
-        """Count one line. `error` is empty for a line that was answered."""
+        """Count one line. `error` is "" for a line that was answered."""
         self.failed += bool(error)
         self.succeeded += not error
         if error and not self.first_failure:
@@ -58,7 +57,7 @@ class Counts:
 
 
 def read_lines(texts: Iterable[str]) -> Iterator[Line]:
-    """Reads the input, blank lines left out. A second line of one custom_id is a wrong one."""
+    """Yield the lines of the input without blank ones. A line with the custom_id of an earlier one gets an error."""
     seen: set[str] = set()
     for number, text in enumerate(texts, 1):
         if not text.strip():
@@ -74,7 +73,7 @@ def read_lines(texts: Iterable[str]) -> Iterator[Line]:
 
 
 def answered_ids(texts: Iterable[str]) -> set[str | None]:
-    """Return the custom_ids that an output has answered, whether with success or not."""
+    """Return the custom_ids in an output file, of successes and failures."""
     return {json.loads(text)["custom_id"] for text in texts if text.strip()}
 
 
@@ -88,7 +87,7 @@ def _line(text: str, number: int) -> Line:
         return Line(custom_id=unnamed, error="not an object")
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return Line(custom_id=unnamed, error="custom_id must be a text")
+        return Line(custom_id=unnamed, error="custom_id must be a string that is not empty")
     url, body = str(found.get("url")), found.get("body")
     wrong = (
         f"method must be POST, not {found.get('method')!r}"
@@ -105,7 +104,7 @@ def _line(text: str, number: int) -> Line:
 
 
 def result_line(line: Line, answer: Any = None, failure: CallFailed | None = None) -> str:
-    """Make one line of the output, in OpenAI's form."""
+    """Make one line of the output, in OpenAI's format."""
     error = line.error if failure is None else str(failure)
     code = "invalid_line" if line.error else "" if failure is None else failure.reason.lower()
     status = 200 if not error else failure.status if failure is not None else 400
@@ -123,7 +122,7 @@ def result_line(line: Line, answer: Any = None, failure: CallFailed | None = Non
 
 
 def mend(path: Path) -> None:
-    """Cuts off a last line that an interruption left unfinished: its request is answered again."""
+    """Cut off an unfinished last line, which an interruption left. Its request is then sent again."""
     with path.open("r+b") as file:
         content = file.read()
         if content and not content.endswith(b"\n"):
@@ -139,8 +138,10 @@ async def run_batch(
     counts: Counts,
     told: Callable[[], None],
 ) -> None:
-    """Answers what is still to be answered, at most so many lines at once. Raises CallFailed where the server is out of
-    reach: what it did not answer is left for the next run."""
+    """Send `lines`, at most `concurrency` at once, and append the answers to `output`.
+
+    Raise CallFailed if the server cannot be reached. The remaining lines are left for the next run.
+    """
     waiting = iter(lines)
     with output.open("a", encoding="utf-8") as file:
 
@@ -148,7 +149,7 @@ async def run_batch(
             file.write(text)
             file.flush()
 
-        async def place() -> None:
+        async def answer_lines() -> None:
             for line in waiting:
                 answer, failure = None, None
                 if line.body is not None:
@@ -165,14 +166,14 @@ async def run_batch(
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
-                    tasks.create_task(place())
+                    tasks.create_task(answer_lines())
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         os.fsync(file.fileno())
 
 
 async def _answered(server: OpenAIServer, path: str, body: dict[str, Any]) -> Any:
-    """Asks again where a server is full or went away in the middle. Raises CallFailed."""
+    """Send one request, with retries if the server is full or the connection breaks. Raise CallFailed."""
     for pause in RETRY_PAUSES:
         try:
             return await server.post(path, body)

@@ -1,7 +1,7 @@
-"""A client for any server that speaks OpenAI's HTTP API: ours, vLLM's, or another one.
+"""HTTP client for any server of OpenAI's API: Blockyard, vLLM, or another one.
 
-Owns which failures there are, in words. Does not own what is asked (bench/targets.py). aiohttp speaks HTTP, so that a
-machine that calls such servers needs the extra [serve].
+Owns the kinds of failures and their messages. Does not own the bodies of requests (bench/targets.py). Calls need
+aiohttp, which is part of the extra [serve].
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class CallFailed(RuntimeError):
-    """A call failed. `str(error)` is a sentence, `reason` a word for programs."""
+    """A call failed. `str(error)` is a message for people, `reason` a constant word for programs."""
 
     def __init__(self, message: str, *, reason: str, status: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.status = status
-        """Of HTTP; None where there was no answer."""
+        """HTTP status; None if there was no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUrl:
-    """Where a server is. `path` is what stands before /v1."""
+    """Parsed URL of a server. `path` is the part before /v1."""
 
     scheme: str
     host: str
@@ -47,17 +47,17 @@ class ServerUrl:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError."""
+        """Parse a URL, with or without /v1 at its end. Raise ValueError if it is invalid."""
         try:
             parts = urlsplit(text)
             port = parts.port
         except ValueError as error:
-            raise ValueError(f"{text!r} is no URL: {error}") from None
+            raise ValueError(f"{text!r} is not a URL: {error}") from None
         if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
             raise ValueError(f"a server's URL is http://HOST:PORT or https://HOST, not {text!r}")
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError(
-                f"a server's URL has neither a user nor a query: its key comes by {API_KEY_VARIABLE}"
+                f"a server's URL must have no user, query or fragment: set its key in {API_KEY_VARIABLE}"
             )
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         return cls(
@@ -76,7 +76,7 @@ class ServerUrl:
 
 
 def tls_context(options: TlsOptions | None) -> ssl.SSLContext:
-    """Raises ValueError for files that cannot be used."""
+    """Make a TLS context for calls. Raise ValueError for files that cannot be used."""
     given = options or TlsOptions()
     try:
         context = ssl.create_default_context(cafile=given.ca)
@@ -88,7 +88,7 @@ def tls_context(options: TlsOptions | None) -> ssl.SSLContext:
 
 
 class OpenAIServer:
-    """Belongs to one event loop. Every call raises CallFailed."""
+    """Client of one server. Belongs to one event loop. Every call may raise CallFailed."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class OpenAIServer:
         timeout_seconds: float = 600.0,
         allow_plaintext_key: bool = False,
     ) -> None:
-        """Raises ValueError for a key that would go over a network in plaintext."""
+        """Raise ValueError for a key that would be sent over a network in plaintext."""
         if key and url.scheme == "http" and not is_loopback(url.host) and not allow_plaintext_key:
             raise ValueError(
-                f"the key would go to {url} in plaintext, for anybody on the way to read: use https, or say that you "
-                f"want it so (--plaintext-token), or unset {API_KEY_VARIABLE}"
+                f"the key would be sent to {url} in plaintext, which anybody on the network can read: use https, "
+                f"unset {API_KEY_VARIABLE}, or allow it with --plaintext-token"
             )
         self.url = url
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -112,13 +112,13 @@ class OpenAIServer:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises CallFailed where aiohttp is not installed."""
+        """Open the session. Raise CallFailed if aiohttp is not installed."""
         try:
             import aiohttp
         except ModuleNotFoundError:
             told = "calls over HTTP need the packages of a server: pip install '.[serve]' in a clone"
             raise CallFailed(told, reason="NOT_INSTALLED") from None
-        # The caller bounds how many calls there are at once.
+        # The caller limits the number of concurrent calls.
         connector = aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -137,7 +137,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def models(self) -> list[dict[str, Any]]:
-        """List the models that the server offers, as it describes them."""
+        """Return the server's descriptions of its models."""
         listed = await self.get("/v1/models")
         data = listed.get("data") if isinstance(listed, dict) else None
         models = [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []
@@ -146,7 +146,7 @@ class OpenAIServer:
         return models
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Make a call whose answer is one JSON document."""
+        """Make a call and return its answer, one JSON document."""
         async with self._calling("POST", path, body) as answer:
             return _json(await answer.read(), self.url)
 
@@ -163,36 +163,36 @@ class OpenAIServer:
                     elif data:
                         yield _event(data, self.url)
             if not is_done:
-                raise CallFailed(f"{self.url} ended a stream in the middle", reason="STREAM_CUT_OFF")
+                raise CallFailed(f"{self.url} ended a stream before [DONE]", reason="STREAM_CUT_OFF")
 
     @contextlib.asynccontextmanager
     async def _calling(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Make a call and yield the answer unless it was refused. The whole call has `timeout_seconds`."""
+        """Make a call and yield its answer. Raise CallFailed. `timeout_seconds` limits the whole call."""
         import aiohttp
 
-        assert self._session is not None, "it was not entered"
+        assert self._session is not None, "call this inside `async with`"
         try:
             async with self._session.request(method, f"{self.url}{path}", json=body) as answer:
                 if not answer.ok:
                     raise _refusal(answer.status, await answer.read(), self.url)
                 yield answer
         except TimeoutError:
-            told = f"gave up {self.url} after {self._timeout_seconds:g} s"
+            told = f"{self.url} did not answer within {self._timeout_seconds:g} s"
             raise CallFailed(told, reason="DEADLINE_EXCEEDED") from None
         except aiohttp.ClientSSLError as error:
-            raise CallFailed(f"no TLS with {self.url}: {error.os_error}", reason="NO_TLS") from None
+            raise CallFailed(f"TLS with {self.url} failed: {error.os_error}", reason="NO_TLS") from None
         except aiohttp.ClientConnectorError as error:
             told = f"no server answers at {self.url}: {_why_not_connected(error.os_error)}"
             raise CallFailed(told, reason="NO_CONNECTION") from None
         except aiohttp.ClientResponseError:
             raise CallFailed(
-                f"what answers at {self.url} speaks no HTTP/1.1: is it a port of gRPC, or of TLS?",
+                f"the server at {self.url} does not speak HTTP/1.1: is it a gRPC or a TLS port?",
                 reason="NOT_HTTP",
             ) from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-            told = f"{self.url} broke off in the middle of a call"
+            told = f"{self.url} closed the connection during a call"
             raise CallFailed(told, reason="CONNECTION_LOST") from None
 
 
@@ -206,13 +206,13 @@ def _json(text: bytes, url: ServerUrl) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise CallFailed(f"{url} answered no JSON", reason="NO_JSON") from None
+        raise CallFailed(f"the answer of {url} is not JSON", reason="NO_JSON") from None
 
 
 def _event(data: bytes, url: ServerUrl) -> dict[str, Any]:
     event = _json(data, url)
     if not isinstance(event, dict):
-        raise CallFailed(f"{url} sent an event that is no object", reason="NO_JSON")
+        raise CallFailed(f"{url} sent an event that is not a JSON object", reason="NO_JSON")
     if event.get("error"):
         raise _told_error(event["error"], None, url)
     return event
@@ -228,11 +228,13 @@ def _refusal(status: int, text: bytes, url: ServerUrl) -> CallFailed:
 
 
 def _told_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
-    """Read OpenAI's form of an error: an object with `message`, `code` and `type`."""
+    """Make an error from OpenAI's form of one: an object with `message`, `code` and `type`."""
     given = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
     words = [given.get(name) for name in ("code", "type")]
     word = next((word for word in words if isinstance(word, str) and word and not word.isdigit()), "")
     message = str(given.get("message") or given.get("detail") or "")
-    told = message or (f"{url} answered HTTP {status}" if status is not None else f"{url} ended a stream")
+    told = message or (
+        f"{url} answered HTTP {status}" if status is not None else f"{url} ended a stream with an error"
+    )
     reason = word.upper() or (f"HTTP_{status}" if status is not None else "STREAM_FAILED")
     return CallFailed(told, reason=reason, status=status)

@@ -1,7 +1,7 @@
-"""What a command says while no answer comes: who or what is waited for, and the command that looks into it or ends it.
+"""Notice for a request without an answer: what it waits for, and a command that shows more or helps.
 
-Owns when that is said, on stderr, once for each request, and its words. Does not own asking the routers
-(commands/ask.py) nor how long a request waits (router/config.py).
+Owns the text, and printing it once per request on stderr. Does not own calling the routers (commands/ask.py) or how
+long a request waits (router/config.py).
 """
 
 import threading
@@ -15,7 +15,7 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Delta
 
 PATIENCE_SECONDS = 3.0
-"""Longer than most first tokens take, and shorter than anybody wonders."""
+"""Time to the notice. Most first tokens arrive sooner, and people do not worry before it."""
 
 
 def told_while_waiting(
@@ -25,16 +25,18 @@ def told_while_waiting(
     *,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Generator[Delta, None, None]:
-    """The same deltas. `workers` asks a router, from another thread; `which` is what the named commands need to find
-    this cluster."""
+    """Yield `deltas` unchanged, and print a notice if the first one takes longer than `patience_seconds`.
+
+    `workers` asks a router, from another thread. `which` are the options with which commands find this cluster.
+    """
     has_begun = threading.Event()
 
     def tell() -> None:
         try:
             line = waiting_line(workers(), which)
         except (BlockyardError, ValueError):
-            # A token that may only ask the model, a router that has gone, or a client that was closed meanwhile.
-            line = f"no answer yet; `{command_name()} workers{which}` shows who takes requests"
+            # The token may not list workers, the router is gone, or the client has been closed.
+            line = f"no answer yet; `{command_name()} workers{which}` shows which workers take requests"
         if not has_begun.is_set():
             click.echo(f"[{line}]", err=True)
 
@@ -53,7 +55,7 @@ def told_while_waiting(
 
 
 def waiting_line(workers: Iterable[cluster_pb2.Worker], which: str) -> str:
-    """What a request without an answer waits for."""
+    """Say what a request without an answer waits for."""
     known = list(workers)
     command = command_name()
     ready = [worker for worker in known if worker.state == cluster_pb2.WORKER_STATE_READY]
@@ -65,10 +67,10 @@ def waiting_line(workers: Iterable[cluster_pb2.Worker], which: str) -> str:
         )
     states = ", ".join(f"{worker.worker_id or worker.address} {state_name(worker)}" for worker in known)
     drained = [worker for worker in known if worker.state == cluster_pb2.WORKER_STATE_DRAINING]
-    told = f"waiting for a worker: none takes requests ({states or 'the router knows of none'}); "
+    told = f"waiting for a worker: none takes requests ({states or 'the router knows no worker'}); "
     if drained:
-        return f"{told}`{command} resume {drained[0].worker_id}{which}` takes a drain back"
-    return f"{told}`{command} status{which}` says why"
+        return f"{told}`{command} resume {drained[0].worker_id}{which}` undoes a drain"
+    return f"{told}`{command} status{which}` shows why"
 
 
 def _load(worker: cluster_pb2.Worker) -> tuple[int, int]:

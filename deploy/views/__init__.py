@@ -1,4 +1,4 @@
-"""What commands print: tables, summaries, maps and numbers. Pure.
+"""Output of the commands: tables, summaries, maps and formatted numbers. Pure.
 
 Does not own where the values come from.
 """

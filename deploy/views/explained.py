@@ -1,4 +1,4 @@
-"""How `blockyard explain` shows a placement: each candidate with the terms of its cost."""
+"""View of `blockyard explain`: each candidate worker with the terms of its cost."""
 
 from blockyard.deploy.views import views
 from blockyard.proto.v1 import cluster_pb2
@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 _TERMS = ("queue_ms", "prefill_ms", "host_load_ms", "decode_ms", "memory_ms", "others_ms", "total_ms", "cost")
-"""Of a candidate, in the order in which they add up."""
+"""Fields of a candidate, in the order in which they add up."""
 
 
 def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:
-    """Cheapest first; times in ms."""
+    """Return a table of the candidates, cheapest first. Times are in ms."""
     if not explained.chosen_worker_id:
-        return Text("no worker would take it now", "red")
+        return Text("no worker would take this request now", "red")
     index = "" if explained.index_available else "; the prefix index does not answer"
     heading = Text(f"{explained.chosen_worker_id}, by policy {explained.policy}{index}", "bold")
     names = (*(term.removesuffix("_ms").replace("_", " ") for term in _TERMS[:-1]), "cost")
@@ -32,5 +32,5 @@ def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> Renderabl
         )
         for candidate in explained.candidates
     ]
-    told = Text("tokens, and estimates in ms; the least cost is chosen", "dim")
+    told = Text("tokens, and estimates in ms; the worker with the lowest cost is chosen", "dim")
     return Group(heading, views.plain_table(headings, rows), told)

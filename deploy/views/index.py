@@ -1,4 +1,4 @@
-"""How `blockyard index` shows the prefix index, and the ratios that it works out. Asks nobody and prints nothing."""
+"""View of `blockyard index`: the prefix index, and ratios of its counts. Makes no calls and prints nothing."""
 
 from collections.abc import Iterable
 
@@ -7,15 +7,13 @@ from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-_ENTRIES = "entries: different names; `workers` counts a block that a worker has twice as cached twice"
-_SILENT = (
-    "- in a worker's row: it has said nothing of its part, because it has just joined or runs without Redis"
-)
+_ENTRIES = "entries: distinct block names; `workers` counts every cached block, even several with one name"
+_SILENT = "- in a worker's row: it has not reported yet, because it has just joined or runs without Redis"
 _STYLES = {"EXACT": "green", "DEGRADED": "yellow", "ABSENT": "red"}
 
 
 def derived(info: cluster_pb2.IndexInfo) -> dict[str, float | None]:
-    """What follows from the counts; None where nothing was counted."""
+    """Return ratios of the counts. A ratio is None if nothing was counted."""
     return {
         "bytes_per_name": _ratio(info.bytes, info.names),
         "stale_ratio": _ratio(info.stale_blocks, info.promised_blocks),
@@ -37,7 +35,7 @@ def index_view(info: cluster_pb2.IndexInfo) -> RenderableType:
 
 
 def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
-    """Size is of the whole index; look-ups and blocks are of the router that answered."""
+    """Return rows of totals: sizes of the whole index, and look-ups and blocks of the router that answered."""
     ratios = derived(info)
     bytes_per_name, stale_ratio = ratios["bytes_per_name"], ratios["stale_ratio"]
     milliseconds = (1000 * info.lookup_p50_seconds, 1000 * info.lookup_p99_seconds)
@@ -57,7 +55,7 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
         ),
         (
             "stale",
-            "- (this router has placed nothing on a promise of the index yet)"
+            "- (this router has placed no request by the index yet)"
             if stale_ratio is None
             else f"{stale_ratio:.2%} of {info.promised_blocks:,} blocks promised",
         ),
@@ -65,14 +63,14 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
 
 
 def _why_uncounted(info: cluster_pb2.IndexInfo) -> str:
-    """Empty where it was counted: then it has the berths of those who tell it something."""
+    """Return why the index was not counted, or "" if it was: then it has berths of the workers that publish."""
     if info.live_berths or info.dead_berths:
         return ""
     if not info.workers:
-        return "not counted: no worker is ready that would tell it anything"
+        return "not counted: no worker that would publish to the index is ready"
     if info.state != cluster_pb2.INDEX_STATE_EXACT:
         return "not counted: see the state above"
-    return "not counted: Redis did not say in time, or may not tell routers (SECURITY.md has the rights)"
+    return "not counted: Redis did not answer in time, or routers lack the right to count (see SECURITY.md)"
 
 
 def _stride(stride_blocks: int) -> str:

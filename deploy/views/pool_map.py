@@ -1,6 +1,7 @@
-"""A block pool as a map, coloured on a terminal; the characters are worker/inspection/pool_map.py's.
+"""Map of a block pool, coloured on a terminal.
 
-Owns the picture and its reading back from text; asks nobody and prints nothing.
+Owns the map and reading it back from text. Makes no calls and prints nothing. worker/inspection/pool_map.py owns the
+characters.
 """
 
 from collections.abc import Iterator
@@ -27,13 +28,13 @@ _SHARED_STYLE = "yellow"
 
 
 def cells_of_map(text: str) -> str:
-    """The same characters out of the text that a worker writes: rows of `<first block>  <cells>`."""
+    """Extract the characters of the map from a worker's text, whose rows are `<first block>  <cells>`."""
     rows = (line.split() for line in text.splitlines())
     return "".join(row[1] for row in rows if len(row) == 2 and row[0].isdigit())
 
 
 def pool_map(pool: cluster_pb2.BlockPool) -> RenderableType:
-    """The pool as a map with a headline of counts and a legend."""
+    """Draw the pool as a map, with a headline of counts and a legend."""
     scale = blocks_per_cell(pool)
     cells = merged_cells(block_cells(pool), scale)
     headline = Text.assemble((pool.worker_id, "bold"), f"  {pool_counts(pool)}")
@@ -50,7 +51,7 @@ def pool_counts(pool: cluster_pb2.BlockPool) -> str:
 
 
 def host_lines(pool: cluster_pb2.BlockPool) -> list[str]:
-    """What the worker keeps in host memory; nothing where it has none there and has moved nothing to it."""
+    """Describe the worker's blocks in host memory. Empty if it has no host cache and has swapped nothing."""
     load, parts = pool.load, []
     if pool.host_cache_blocks:
         size_bytes = pool.host_cache_blocks * pool.bytes_per_block
@@ -80,5 +81,5 @@ def _legend(scale: str) -> Text:
         (USED_ONCE, _STYLES[USED_ONCE]),
         " held by one sequence  ",
         (f"2-9 {USED_BY_MANY}", _SHARED_STYLE),
-        f" shared by so many  |  {scale}",
+        f" shared by that many  |  {scale}",
     )

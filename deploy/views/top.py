@@ -1,6 +1,6 @@
-"""What `blockyard top` shows: rates between two looks at the workers, and a screen of them. Pure.
+"""View of `blockyard top`: rates between two polls of the workers, and a screen of them. Pure.
 
-Owns what a rate is and how it looks at 80 columns and more. Asks nobody (commands/watch.py).
+Owns the definition of the rates, and the layout at 80 columns and more. commands/watch.py polls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,25 +17,25 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60
-"""Looks that the sparkline remembers."""
+"""Polls that the sparkline remembers."""
 WIDE_COLUMNS = 100
-"""From there on the rarer columns have room."""
+"""Width from which the less important columns are shown."""
 BAR_CELLS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """One answer of the routers."""
+    """The routers' answer to one poll."""
 
     at_seconds: float
-    """On the asker's monotonic clock."""
+    """Time of the poll, on this process's monotonic clock."""
     info: cluster_pb2.ClusterInfo
     workers: tuple[cluster_pb2.Worker, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """One worker, with what it did since the look before."""
+    """One worker, with its rates since the poll before."""
 
     worker: str
     state: str
@@ -44,7 +44,7 @@ class WorkerRow:
     kv_usage: float
     """Share of its blocks that sequences hold."""
     hit_rate: float | None
-    """Prompt tokens that came from the cache; None where none came at all."""
+    """Share of prompt tokens read from the cache. None if there was no prompt at all."""
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     preemptions: int
@@ -52,7 +52,7 @@ class WorkerRow:
 
 
 def rows_of(now: Look, before: Look | None) -> list[WorkerRow]:
-    """Without a look before, rates are 0 and the hit rate is that since the worker's start."""
+    """Return a row for each worker. Without a poll before, rates are 0 and hit rates count from the worker's start."""
     earlier = {} if before is None else {worker.incarnation: worker.load for worker in before.workers}
     seconds = 0.0 if before is None else now.at_seconds - before.at_seconds
     return [_row(worker, earlier.get(worker.incarnation), seconds) for worker in now.workers]
@@ -67,7 +67,7 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     has_rate = before is not None and seconds > 0
 
     def rate(total: int, earlier: int) -> float:
-        # Counters go back if two routers answer in the wrong order, or if a new incarnation counts from 0.
+        # Counters decrease if two routers answer out of order, or if a new incarnation counts from 0.
         return max(total - earlier, 0) / seconds if has_rate else 0.0
 
     return WorkerRow(
@@ -85,12 +85,12 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
 
 
 def total_rate(rows: Iterable[WorkerRow]) -> float:
-    """Tokens generated in a second, by all."""
+    """Return the tokens that all workers together generate per second."""
     return sum(row.generated_tokens_per_second for row in rows)
 
 
 def as_document(now: Look, rows: Sequence[WorkerRow]) -> dict[str, Any]:
-    """One line of `--output json`."""
+    """Return the document for one line of `--output json`."""
     info = now.info
     return {
         "cluster": info.cluster,
@@ -119,7 +119,10 @@ def bar(share: float, cells: int = BAR_CELLS) -> str:
 def screen(
     now: Look, rows: Sequence[WorkerRow], rates: Sequence[float], *, columns: int, trouble: str = ""
 ) -> RenderableType:
-    """`rates`: those of all workers together, the latest last. `trouble`: why this is not of now."""
+    """Draw one screen.
+
+    `rates` are the total rates, the latest last. `trouble` says why the numbers are out of date, or is "".
+    """
     info = now.info
     index = cluster_pb2.IndexState.Name(info.index_state).removeprefix("INDEX_STATE_")
     head = Text(

@@ -1,8 +1,7 @@
-"""What the commands say: summaries, tables and single lines, as rich renderables that are plain without a
-terminal.
+"""Views of most commands: summaries, tables and single lines, as rich renderables that are plain without a terminal.
 
-Owns words and looks; asks nobody and prints nothing. Never shows a secret, only where it lies. Pool maps are
-in pool_map.py.
+Owns wording and layout. Makes no calls and prints nothing. Shows where a secret is stored, never the secret itself.
+pool_map.py draws pool maps.
 """
 
 import json
@@ -41,8 +40,8 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 
 
 ANY_WIDTH = 10_000
-"""Columns of a table that is neither cut nor folded."""
-NO_WORKER = "No worker is registered with this router. `blockyard status` says what each is doing."
+"""Width of a console that neither cuts nor folds lines."""
+NO_WORKER = "No worker is registered with this router. `blockyard status` shows what each worker is doing."
 _PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
 
 
@@ -50,7 +49,7 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
     workers = list(workers)
     if not workers:
         return Text(NO_WORKER, "yellow")
-    # Most clusters have no host cache and enough memory: then these columns would only take room.
+    # Most clusters have no host cache and no preemptions. Then these columns are left out.
     extra = [
         (heading, count)
         for heading, count in _RARE_COUNTS.items()
@@ -91,7 +90,7 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Rende
 
 
 def summary(cluster: ClusterState) -> RenderableType:
-    """What `up` says at the end. The only secret in it opens the live page."""
+    """Return the summary that `up` prints at the end. Its only secret is the key in the live page's URL."""
     name, command = _named(cluster), command_name()
     lines = [
         _first_line(cluster),
@@ -110,7 +109,7 @@ def summary(cluster: ClusterState) -> RenderableType:
 
 
 def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
-    """Tells what `serve` says once it serves: addresses, and a call to try."""
+    """Return what `serve` prints once it serves: addresses, and a call to try."""
     scheme = "http" if options.security.tls is None else "https"
     urls = [f"{scheme}://{address}/v1" for address in cluster.gateways]
     lines = [
@@ -129,7 +128,7 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
 
 
 def _curl(url: str, options: "UpOptions") -> str:
-    """Short lines: one that is folded cannot be pasted into a shell."""
+    """Return a curl command in short lines, because a folded line cannot be pasted into a shell."""
     security = options.security
     body = json.dumps({"model": options.served_names[0], "prompt": "def main():", "max_tokens": 48})
     parts = [
@@ -145,11 +144,11 @@ def _curl(url: str, options: "UpOptions") -> str:
 def _first_line(cluster: ClusterState) -> str:
     workers = counted(cluster.num_workers, "worker")
     if not is_loopback(cluster.host):
-        reach = f"for whoever reaches {cluster.host}"
+        reach = f"open to anybody who can reach {cluster.host}"
     elif cluster.head is None:
-        reach = "its API for its routers' own machine alone (see --host)"
+        reach = "its API open only to processes on its routers' machine (see --host)"
     else:
-        reach = "its API for this machine alone (see --host)"
+        reach = "its API open only to processes on this machine (see --host)"
     return f"cluster {cluster.cluster} serves {cluster.model} on {workers}, {reach}"
 
 
@@ -161,7 +160,7 @@ def cpus_lines(cluster: ClusterState) -> list[str]:
 
 
 def summary_dict(cluster: ClusterState) -> dict[str, object]:
-    """The same for programs."""
+    """Return the summary as a document for programs."""
     fields = (
         "cluster",
         "model",
@@ -178,7 +177,7 @@ def summary_dict(cluster: ClusterState) -> dict[str, object]:
 
 
 def command_name() -> str:
-    """`blockyard` as the shell here would find it."""
+    """Return the command with which this shell finds `blockyard`."""
     installed = Path(sys.executable).parent / "blockyard"
     if shutil.which("blockyard") or not installed.exists():
         return "blockyard"
@@ -186,7 +185,7 @@ def command_name() -> str:
 
 
 def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[str]:
-    """Say where the dashboard and the live page are. With `signs_in` the page's URL has its key."""
+    """Say where the dashboard and the live page are. With `signs_in`, the page's URL contains its key."""
     if cluster.dashboard_url is None:
         return []
     token_path = cluster.ray_token_path
@@ -198,10 +197,10 @@ def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[st
     ]
     if token_path is not None:
         lines.append(f"           it asks for a token once: cat {token_path}")
-        lines.append("           (this one, not that of the `ray get-auth-token` that its dialog names)")
+        lines.append("           (not the token of `ray get-auth-token`, which its dialog names)")
     if cluster.head is None:
         lines.append(
-            "           the live page is there if its head was started with our hook: docs/live-page.md"
+            "           the live page exists only if Ray's head was started with our hook: docs/live-page.md"
         )
     return lines
 
@@ -223,7 +222,9 @@ def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> lis
         where = [(here, "")] if cluster.metrics_port is not None else []
     lines = [f"metrics    http://{address}/metrics (ray_blockyard_*{whose})" for address, whose in where]
     return (
-        [*lines, "           anybody who reaches that address can read them without a token"] if lines else []
+        [*lines, "           anybody who can reach that address can read them without a token"]
+        if lines
+        else []
     )
 
 
@@ -249,14 +250,14 @@ def status_view(
     info: cluster_pb2.ClusterInfo | None,
     nodes: Sequence["RayNode"],
 ) -> RenderableType:
-    """Without a report nothing is known of the places: the routers' word is all there is."""
+    """Show the cluster. Without a supervisor's report, show only what the routers know."""
     num_workers = cluster.num_workers
     if report is not None:
         num_workers = sum(place.kind == "worker" for place in report.places)
     counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
     if report is None:
         return Group(
-            counts, Text("the supervisor has said nothing: what each place does is not known", "red")
+            counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
     table = _places_table(report, nodes)
@@ -264,7 +265,7 @@ def status_view(
 
 
 def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
-    """With the node of each where there are several."""
+    """Return a table of the processes, with a column for the node if there are several nodes."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
@@ -287,7 +288,7 @@ def ago(seconds: float) -> str:
 
 
 def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
-    index = "answers" if info.index_available else "is away: placement goes by load"
+    index = "answers" if info.index_available else "does not answer: placement is by load"
     return (
         f"{info.model.id} on {info.workers_ready} of {counted(num_workers, 'worker')}, policy {info.policy}, "
         f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
@@ -343,8 +344,11 @@ def finding_line(finding: Finding) -> Text:
 
 
 class FittingTable:
-    """Rows under headings. Where the terminal is narrower than they are, each row is a name and lines of `heading
-    value`: a column that is cut would show no number at all."""
+    """Rows under headings.
+
+    If the terminal is too narrow, each row becomes a name and lines of `heading value`. A column that is cut would show
+    no number at all.
+    """
 
     def __init__(self, *headings: str) -> None:
         self._headings = headings

@@ -42,7 +42,7 @@ def test_a_trace_may_end_its_prompts_within_a_block() -> None:
 
 @pytest.mark.parametrize("length", [32, 49])
 def test_a_trace_of_another_block_size_is_refused_with_its_line(length: int) -> None:
-    with pytest.raises(ValueError, match=rf"line 2 has 3 hash_ids where {length} tokens in blocks of 16"):
+    with pytest.raises(ValueError, match=rf"line 2 has 3 hash_ids, but {length} tokens in blocks of 16"):
         check_trace(f"{line()}\n{line(length=length)}", 16)
 
 
@@ -104,5 +104,5 @@ def test_a_python_without_dynamo_is_named(tmp_path: Path) -> None:
     trace.write_text(line(), encoding="utf-8")
     with pytest.raises(ValueError, match="run_mocker_trace_replay is missing from"):
         run(trace, Path(sys.executable))
-    with pytest.raises(ValueError, match="cannot be run: give the Python that has ai-dynamo-runtime"):
+    with pytest.raises(ValueError, match="cannot be run: give a Python that has ai-dynamo-runtime"):
         run(trace, tmp_path / "nothing")

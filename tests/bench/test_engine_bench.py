@@ -142,7 +142,7 @@ def results() -> Results:
     return Results(
         trials={"prefix": rows},
         about={"prefix": about},
-        systems={**dict.fromkeys(rows, system), "openvino": {"absent": "no Python of it was named"}},
+        systems={**dict.fromkeys(rows, system), "openvino": {"absent": "no Python was given for it"}},
         ours=("blockyard torch", "blockyard, nothing shared"),
     )
 
@@ -239,15 +239,15 @@ def test_a_goal_beside_the_roofline_is_a_gpus_and_of_our_first_row() -> None:
     assert floor.name == "nano, bfloat16: blockyard triton / the roofline, median"
     assert (floor.value, floor.floor, floor.holds) == (0.45, 0.5, False)
     text = text_of(figures)
-    assert "Of the roofline, 10 tokens/s: blockyard triton 45%." in text
-    assert "4,000.0 GB/s and F, the matmul rate, 750 TFLOP/s" in " ".join(text.split())
+    assert "Shares of the roofline, 10 tokens/s: blockyard triton 45%." in text
+    assert "4,000.0 GB/s and F, the matmul rate, is 750 TFLOP/s" in " ".join(text.split())
     assert floors_of(figures_of({"bfloat16": measured}, SETTING)) == []
 
 
 def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> None:
     path = write(figures_of({"float32": results()}, SETTING), tmp_path)
     text = path.read_text(encoding="utf-8")
-    assert "openvino: not measured, no Python of it was named." in text
+    assert "openvino: not measured (no Python was given for it)." in text
     assert "**1.25** (0.50-2.00; 2 of 2: all)" in text
     missed = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["figures"]["not_judged"]
     assert missed
@@ -256,7 +256,7 @@ def test_a_report_names_who_was_absent_and_has_a_json_twin(tmp_path: Path) -> No
 
 def test_a_report_of_too_few_repeats_says_so() -> None:
     few, enough = (figures_of({"float32": results()}, SETTING | {"repeats": repeats}) for repeats in (2, 3))
-    assert "2 repeats. **Fewer than 3 repeats: for a look, not for a claim.** Proven" in text_of(few)
+    assert "2 repeats. **Fewer than 3 repeats: too few for a claim.** Proven" in text_of(few)
     assert "Fewer than" not in text_of(enough)
 
 
@@ -317,9 +317,9 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
         return draw(report)
 
     monkeypatch.setattr(main, "draw", spy)
-    with pytest.raises(SystemExit, match="no figures of our own blockyard triton in float32"):
+    with pytest.raises(SystemExit, match="no figures for our own systems: blockyard triton in float32"):
         main.main()
-    assert "blockyard triton: not measured, CUDA out of memory." in printed[0]
+    assert "blockyard triton: not measured (CUDA out of memory)." in printed[0]
     assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
 
 
@@ -353,7 +353,7 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
     assert done.returncode == 0, done.stderr[-2000:]
     report = next(tmp_path.glob("*-engine.json"))
     assert json.loads(report.read_text())["figures"]["runs"]["float32"]["systems"]["vllm"] == {
-        "absent": "no Python of it was named"
+        "absent": "no Python was given for it"
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
     assert "Of the roofline, " in report.with_suffix(".md").read_text()

@@ -91,7 +91,7 @@ async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> Non
     greedy = script(tmp_path, "import time\nheld = bytearray(300 << 20)\ntime.sleep(60)\n")
     async with running(greedy, tmp_path, 200 << 20) as started:
         assert isinstance(started, str)
-        assert "ended by the benchmark at 0.3 GiB" in started
+        assert "killed by the benchmark at 0.3 GiB" in started
 
 
 STARTS_A_CHILD = """
@@ -212,7 +212,7 @@ async def test_a_peer_that_does_not_stand_ready_in_time_is_absent(
     monkeypatch.setattr(systems, "LOAD_SECONDS", 0.2)
     before = tree(os.getpid())
     async with running(script(tmp_path, "import time; time.sleep(60)"), tmp_path, GIB) as started:
-        assert started == "it did not stand ready within 0 s"
+        assert started == "it was not ready within 0 s"
         assert tree(os.getpid()) == before, "it runs beside what is measured"
 
 

@@ -145,4 +145,6 @@ def test_the_command_says_which_report_has_no_picture(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{report}: a report needs one of the figures runs, rows, ")
+    assert done.stderr.startswith(
+        f"{report}: no plot for this report: it needs one of the figures runs, rows, "
+    )

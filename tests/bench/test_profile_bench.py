@@ -165,15 +165,20 @@ def test_decodes_begin_at_about_one_length_however_slow_prompts_are(
 
 
 def test_decodes_that_the_pool_does_not_hold_to_their_end_are_refused(full_engine: Engine) -> None:
-    missing = re.escape(f"{8 * full_engine.bytes_per_block / 2**20:.1f} MiB more")
-    with pytest.raises(ValueError, match=rf"9 sequences of 70 tokens take 72 blocks .* it has 64: {missing}"):
+    missing = re.escape(f"{8 * full_engine.bytes_per_block / 2**20:.1f} MiB are missing")
+    with pytest.raises(
+        ValueError, match=rf"9 sequences of 70 tokens need 72 blocks .* the KV pool has 64: {missing}"
+    ):
         decode(full_engine, PROMISED_STEPS, running=FULL_HOUSE + 1)
     assert not full_engine.has_work
 
 
 @pytest.mark.parametrize(
     ("running", "context", "message"),
-    [(257, 20, "257 sequences are to run, 256 are"), (3, 490, "of 515 tokens by the end, 512 fit")],
+    [
+        (257, 20, "257 sequences are more than max_num_seqs 256"),
+        (3, 490, "of 515 tokens by the end are longer than max_model_len 512"),
+    ],
 )
 def test_decodes_that_the_engine_has_no_room_for_are_refused(
     engine: Engine, running: int, context: int, message: str
@@ -186,14 +191,14 @@ def test_decodes_that_the_engine_has_no_room_for_are_refused(
 
 
 def test_sequences_that_end_before_the_last_step_are_told(full_engine: Engine) -> None:
-    with pytest.raises(RuntimeError, match=r"0 of 8 sequences ran .*: 0 had too few .*, 8 have ended"):
+    with pytest.raises(RuntimeError, match=r"0 of 8 sequences ran .*: 0 were preempted .*, 8 have ended"):
         decode(full_engine, PROMISED_STEPS + START_STEPS)
     assert not full_engine.has_work
 
 
 def test_sequences_that_are_preempted_while_others_decode_are_told(full_engine: Engine) -> None:
     with pytest.raises(
-        RuntimeError, match=r"of 8 sequences ran in each of 40 steps.*: [1-8] had too few .*, 0 have ended"
+        RuntimeError, match=r"of 8 sequences ran in each of 40 steps.*: [1-8] were preempted .*, 0 have ended"
     ):
         decode(full_engine, PROMISED_STEPS, beside=240)
     assert not full_engine.has_work
@@ -265,9 +270,9 @@ def test_the_floor_of_a_whole_step_is_of_a_gpu_and_its_model_at_each_length_of_c
 
 def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
     text = text_of(FIGURES, "Title.\n\n    command\n\nAbout.")
-    assert "50 steps: p50 0.8 ms, p99 0.9 ms, the longest 1.5 ms." in text
-    assert "while 256 sequences decode, the longest of 3: spared 3.0 ms, python's own way 600.0 ms" in text
-    assert "with 1,048,576 tokens in the pool, and a clock for a model: spared 4.0 ms" in text
+    assert "50 steps: p50 0.8 ms, p99 0.9 ms, max 1.5 ms." in text
+    assert "while 256 sequences decode, longest of 3: spared 3.0 ms, python's own way 600.0 ms" in text
+    assert "with 1,048,576 tokens in the pool and a simulated model: spared 4.0 ms" in text
     assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
 
 

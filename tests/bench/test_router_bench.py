@@ -37,7 +37,7 @@ def test_a_delay_has_nothing_of_the_workers_own_time() -> None:
 
 def test_more_tokens_than_were_emitted_are_no_result() -> None:
     receipt = Receipt(7, sent=0, messages=[(1, 1), (2, 1)], num_tokens=2)
-    with pytest.raises(ValueError, match="2 of 1 tokens"):
+    with pytest.raises(ValueError, match="2 tokens, but 1 were emitted"):
         delays([receipt], {7: {"arrived": 0, "emitted": [1]}})
 
 

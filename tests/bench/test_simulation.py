@@ -193,7 +193,7 @@ def test_a_profile_from_a_file_is_checked(tmp_path: Path):
         ('{"efficiency": 1.1}', "efficiency must be at most 1, not 1.1"),
         ('{"memory_utilization": 9}', "memory_utilization must be at most 1, not 9"),
         ('{"block_size": 17}', "block_size must be one of .*, not 17"),
-        ('{"name": 5}', "name must be a text, not 5"),
+        ('{"name": 5}', "name must be a string, not 5"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"^profile\.json: .*{complaint}"):

@@ -61,8 +61,8 @@ def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
     source.write_text(line("a") + chat("b") + "\n" + line("m", model="another") + "".join(wrong))
     result = run(files, bench.url)
     assert result.exit_code == 1
-    assert "2 answered, 7 failed, 0 there already" in result.stderr
-    assert "the first that failed, " in result.stderr
+    assert "2 answered, 7 failed, 0 skipped" in result.stderr
+    assert "first failure: " in result.stderr
     found = answers(target)
     assert found["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert found["b"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
@@ -71,7 +71,7 @@ def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
     assert found["u"]["error"]["message"].startswith("url must be one of /v1/completions")
     assert {"line 5", "line 6", "line 7", "a (line 8)"} < found.keys()
     before = target.read_text()
-    assert "0 answered, 0 failed, 9 there already" in run(files, bench.url).stderr
+    assert "0 answered, 0 failed, 9 skipped" in run(files, bench.url).stderr
     assert target.read_text() == before
 
 
@@ -125,7 +125,7 @@ def test_the_first_reason_of_a_failure_is_told_on_one_short_line(
     source.write_text(line("m", model="another") + line("n", url="/v1/x"))
     told = run(files, bench.url, "--concurrency", "1").stderr.splitlines()[-1]
     reason = answers(target)["m"]["error"]["message"]
-    assert told == f"the first that failed, m: {reason}"
+    assert told == f"first failure: m: {reason}"
     counts = Counts(total=3)
     for custom_id, error in (("a", ""), ("b", "line\nby line " * 100), ("c", "later")):
         counts.count(custom_id, error)

@@ -142,10 +142,10 @@ def test_an_open_and_a_closed_loop_at_once_and_what_does_not_fit_are_refused(
 ) -> None:
     both = bench.run("random", "--rate", "1", "--concurrency", "1")
     assert both.exit_code == 2
-    assert "give one of them" in both.output
+    assert "give only one" in both.output
     large = bench.run("random", "--input-tokens", "5000")
     assert large.exit_code == 1
-    assert "the model holds 2048" in large.output
+    assert "the model allows at most 2048" in large.output
     trace = tmp_path / "bad.jsonl"
     trace.write_text('{"timestamp": 0}')
     bad = bench.run("trace", str(trace))

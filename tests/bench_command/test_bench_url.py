@@ -61,7 +61,7 @@ def test_tokens_that_the_server_counted_otherwise_than_planned_are_told(bench: B
     assert by_server > planned
     words = run("random", *SMALL, "--url", bench.url).stdout
     assert "the server counted" in words
-    assert "planned were 240 and 30" in words
+    assert "the plan has 240 and 30" in words
     ids = ("--url", bench.url, "--vocab-size", "256")
     exact = document("random", *SMALL, *ids)["results"]["of the server"]
     assert exact["prompt_tokens"] == exact["planned_prompt_tokens"] == 240
@@ -119,10 +119,14 @@ def test_what_the_server_refuses_is_counted_by_its_code(bench: Bench) -> None:
         (("--url", "127.0.0.1:8000"), 2, "a server's URL is http://HOST:PORT or https://HOST"),
         (("--url", "http://127.0.0.1:1"), 1, "no server answers at http://127.0.0.1:1: Connection refused"),
         (("--url", "http://host.invalid:80"), 1, "no host of this name is known"),
-        (("--url", "http://h:1", "--flush"), 2, "for routers, not for --url"),
-        (("--url", "http://h:1", "--compare", "prefix,dynamo"), 2, "for routers, not for --url"),
-        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "a chat does not take"),
-        (("--model", "m"), 2, "are for the server of --url"),
+        (("--url", "http://h:1", "--flush"), 2, "need a cluster's routers: leave out --url"),
+        (
+            ("--url", "http://h:1", "--compare", "prefix,dynamo"),
+            2,
+            "need a cluster's routers: leave out --url",
+        ),
+        (("--url", "http://h:1", "--endpoint", "chat", "--vocab-size", "9"), 2, "chat does not accept"),
+        (("--model", "m"), 2, "--endpoint and --vocab-size need --url"),
     ],
 )
 def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code: int, told: str) -> None:
@@ -134,7 +138,7 @@ def test_what_cannot_be_measured_has_a_sentence(arguments: tuple[str, ...], code
 def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "is it a port of gRPC" in run("random", "--url", f"http://{bench.router}").output
+    assert "is it a gRPC or a TLS port" in run("random", "--url", f"http://{bench.router}").output
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-somebody")
     refused = run("random", "--url", "http://192.0.2.1:8000")
     assert refused.exit_code == 2

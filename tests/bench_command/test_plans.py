@@ -189,7 +189,7 @@ def test_no_length_is_below_one_token_or_beyond_all_bounds(text: str, seed: int)
     ],
 )
 def test_what_is_no_distribution_is_refused_and_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"lengths|spread"):
+    with pytest.raises(ValueError, match=r"lengths|must not be negative"):
         parse_lengths(text)
 
 

@@ -116,12 +116,12 @@ async def test_a_connection_is_used_again_and_one_that_was_closed_meanwhile_is_n
             "WORKER_LOST",
             "lost",
         ),
-        (whole('data: {"choices": []}\n\n'), "STREAM_CUT_OFF", "in the middle"),
-        (whole("data: nonsense\n\n"), "NO_JSON", "no JSON"),
-        (chunked(STREAM, [])[:-30], "CONNECTION_LOST", "in the middle"),
-        (b"HTTP/1.1 200", "CONNECTION_LOST", "in the middle"),
-        (b"SSH-2.0-x\r\n\r\n", "NOT_HTTP", "speaks no HTTP"),
-        (b"\x00\x00\x12\x04", "NOT_HTTP", "is it a port of gRPC"),
+        (whole('data: {"choices": []}\n\n'), "STREAM_CUT_OFF", "ended a stream before"),
+        (whole("data: nonsense\n\n"), "NO_JSON", "is not JSON"),
+        (chunked(STREAM, [])[:-30], "CONNECTION_LOST", "closed the connection during a call"),
+        (b"HTTP/1.1 200", "CONNECTION_LOST", "closed the connection during a call"),
+        (b"SSH-2.0-x\r\n\r\n", "NOT_HTTP", "does not speak HTTP"),
+        (b"\x00\x00\x12\x04", "NOT_HTTP", "is it a gRPC or a TLS port"),
     ],
 )
 async def test_each_failure_has_a_word_and_a_sentence(answer: bytes, reason: str, told: str) -> None:
@@ -133,7 +133,7 @@ async def test_each_failure_has_a_word_and_a_sentence(answer: bytes, reason: str
 
 async def test_a_server_that_says_nothing_is_given_up() -> None:
     async with scripted(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", b"") as (url, _):
-        with pytest.raises(CallFailed, match=r"gave up http://\S+ after 0.1 s") as caught:
+        with pytest.raises(CallFailed, match=r"http://\S+ did not answer within 0.1 s") as caught:
             await events(url, timeout_seconds=0.1)
     assert caught.value.reason == "DEADLINE_EXCEEDED"
 

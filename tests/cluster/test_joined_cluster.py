@@ -39,7 +39,7 @@ def test_up_joins_a_ray_cluster_and_down_leaves_it_as_it_was(head: RayHead, tmp_
     result = command.run("up", *SIMULATED, *placed, "--host", "0.0.0.0")
     assert result.returncode == 0, result.stderr
     assert "warning: WHOEVER REACHES 0.0.0.0 MAY CALL EVERYTHING" in result.stderr
-    assert result.stdout.splitlines()[0].endswith(", for whoever reaches 0.0.0.0")
+    assert result.stdout.splitlines()[0].endswith(", open to anybody who can reach 0.0.0.0")
     assert len(actors_of(head)) == 6
     remembered = remembered_state(command)
     assert len(remembered.routers) == 2

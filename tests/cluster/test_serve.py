@@ -62,7 +62,7 @@ def serving(command: Command, *arguments: str) -> Iterator[Served]:
             if served is not None:
                 served.errors.append(errors)
     assert (process.returncode, processes_of(command.home)) == (0, [])
-    assert f"cluster {command.cluster} is down, nothing of it is left" in errors
+    assert f"cluster {command.cluster} is down: all of its processes have ended" in errors
     assert not command.home.exists() or list(command.home.iterdir()) == []
 
 
@@ -130,7 +130,10 @@ def test_serve_answers_curl_by_the_line_that_it_prints_and_ends_on_ctrl_c(tmp_pa
         assert (refused.returncode, f"port {port} is taken" in refused.stderr) == (1, True)
     with dashboard_port_taken(), serving(command, *SIMULATED) as served:
         first, *_ = served.told.splitlines()
-        assert first == "cluster serve serves demo on 1 worker, its API for this machine alone (see --host)"
+        assert (
+            first
+            == "cluster serve serves demo on 1 worker, its API open only to processes on this machine (see --host)"
+        )
         curl = served.told.partition("try:\n")[2].partition("Ctrl-C")[0]
         answered = run("sh", "-c", curl)
         assert json.loads(answered.stdout)["model"] == "demo", answered.stderr
@@ -197,7 +200,7 @@ def test_a_stranger_reaches_it_over_tls_with_a_token_as_security_md_says(
     _, _, model, *arguments = (given.get(word, word) for word in shlex.split(documented))
     assert (model, "--host" in arguments) == ("demo", True)
     with serving(command, *arguments, *SIMULATED) as served:
-        assert "for whoever reaches 0.0.0.0" in served.told
+        assert "open to anybody who can reach 0.0.0.0" in served.told
         url = served.value("HTTP").replace("127.0.0.1", NEAR)
         router = served.value("gRPC").replace("127.0.0.1", NEAR)
         curl = (*stranger, "curl", "--silent", "--show-error", "--cacert", authority.ca, f"{url}/models")
@@ -213,4 +216,4 @@ def test_a_stranger_reaches_it_over_tls_with_a_token_as_security_md_says(
         answered = run(*ask, env={**environment, "BLOCKYARD_TOKEN": token})
         assert answered.returncode == 0, answered.stderr
         refused = run(*ask, env=environment)
-        assert (refused.returncode, "wants a token" in refused.stderr) == (1, True)
+        assert (refused.returncode, "needs a token" in refused.stderr) == (1, True)

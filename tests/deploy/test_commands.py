@@ -191,8 +191,8 @@ def test_what_is_waited_for_is_named_with_the_command_that_looks_into_it() -> No
     lost = Worker(worker_id="w0", state=WorkerState.WORKER_STATE_LOST)
     busy = Worker(worker_id="w1", state=WorkerState.WORKER_STATE_READY, load=WorkerLoad(running=4, waiting=2))
     assert "none takes requests (w0 LOST); " in waiting_line([lost], "")
-    assert "status --cluster trial` says why" in waiting_line([lost], " --cluster trial")
-    assert "the router knows of none" in waiting_line([], "")
+    assert "status --cluster trial` shows why" in waiting_line([lost], " --cluster trial")
+    assert "the router knows no worker" in waiting_line([], "")
     assert "1 of 2 workers take requests, with 4 running and 2 waiting there" in waiting_line(
         [lost, busy], ""
     )

@@ -70,10 +70,13 @@ def test_a_value_that_cannot_be_is_a_wrong_command_line(arguments: tuple[str, ..
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--num-requests", "8"), "It stands after a workload that has it: `bench random`."),
-        (("shared-prefix", "--num-requests", "8"), "from --groups times (1 + --followers)"),
-        (("chat", "--num-requests", "8"), "`bench chat` from --sessions and --turns"),
-        (("chat", "--requests", "8"), "`bench random` has --num-requests. The others have as many"),
+        (("--num-requests", "8"), "Put it after a workload that has it: `bench random`."),
+        (("shared-prefix", "--num-requests", "8"), "by --groups times (1 + --followers)"),
+        (("chat", "--num-requests", "8"), "`bench chat` by --sessions and --turns"),
+        (
+            ("chat", "--requests", "8"),
+            "`bench random` has --num-requests. Other workloads set their number of requests",
+        ),
         (("--num-prompts", "8", "random"), "`bench random` has --num-requests."),
         (("random", "--requests", "8"), "No such option '--requests'. Did you mean '--num-requests'?"),
         (("random", "--groups", "2"), "a workload that has it: `bench shared-prefix`."),

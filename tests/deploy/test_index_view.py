@@ -56,7 +56,7 @@ def test_everything_that_is_known_is_shown() -> None:
         "w1 DEGRADED 0 512 3.20 2 9",
         "w2 - - - - - -",
     ]
-    assert lines[-2].startswith("entries: different names")
+    assert lines[-2].startswith("entries: distinct block names")
 
 
 def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
@@ -67,9 +67,10 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
     unknown = {line[0]: " ".join(line[1:]) for line in uncounted if line[1:2] == ["-"]}
     assert unknown == {
         **dict.fromkeys(
-            ("names", "bytes", "berths"), "- (not counted: no worker is ready that would tell it anything)"
+            ("names", "bytes", "berths"),
+            "- (not counted: no worker that would publish to the index is ready)",
         ),
-        "stale": "- (this router has placed nothing on a promise of the index yet)",
+        "stale": "- (this router has placed no request by the index yet)",
     }
 
 
@@ -79,18 +80,19 @@ def test_ratios_are_of_what_was_counted_and_absent_where_nothing_was() -> None:
         (IndexState.INDEX_STATE_DEGRADED, "see the state above"),
         (
             IndexState.INDEX_STATE_EXACT,
-            "Redis did not say in time, or may not tell routers (SECURITY.md has the rights)",
+            "Redis did not answer in time, or routers lack the right to count (see SECURITY.md)",
         ),
     ],
 )
 def test_what_was_not_counted_says_why(state: IndexState, why: str) -> None:
     lines = lines_of(IndexInfo(state=state, workers=[IndexedWorker(worker_id="w0")]))
     assert ["names", "-", "(not", "counted:", *f"{why})".split()] in lines
-    assert " ".join(lines[-1]).startswith("- in a worker's row: it has said nothing of its part")
+    assert " ".join(lines[-1]).startswith("- in a worker's row: it has not reported yet")
 
 
 def test_every_row_is_explained_where_the_command_is() -> None:
-    explained = {line.strip().split("  ")[0] for line in (main.commands["index"].help or "").splitlines()}
+    help_text = main.commands["index"].help or ""
+    explained = {line.strip().removeprefix("- ").partition(":")[0] for line in help_text.splitlines()}
     headings = {line[0] for line in lines_of(FULL)[2:8]}
     assert headings | {"entries", "pending", "resyncs"} <= explained
 

@@ -229,7 +229,7 @@ def test_what_cannot_be_shown_has_a_sentence(folder: Path) -> None:
     unknown = run("worker-7")
     assert (unknown.exit_code, unknown.output) == (
         1,
-        "Error: nothing that logs is called 'worker-7' (known: router-0, supervisor, worker-0)\n",
+        "Error: no log has the name 'worker-7' (known: router-0, supervisor, worker-0)\n",
     )
     for path in folder.iterdir():
         path.unlink()

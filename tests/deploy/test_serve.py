@@ -210,9 +210,9 @@ def test_a_token_file_without_a_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "head", "reach"),
     [
-        ("127.0.0.1", HEAD, "its API for this machine alone (see --host)"),
-        ("127.0.0.1", None, "its API for its routers' own machine alone (see --host)"),
-        ("0.0.0.0", HEAD, "for whoever reaches 0.0.0.0"),
+        ("127.0.0.1", HEAD, "its API open only to processes on this machine (see --host)"),
+        ("127.0.0.1", None, "its API open only to processes on its routers' machine (see --host)"),
+        ("0.0.0.0", HEAD, "open to anybody who can reach 0.0.0.0"),
     ],
 )
 def test_the_first_line_says_who_reaches_it(host: str, head: state.HeadState | None, reach: str) -> None:

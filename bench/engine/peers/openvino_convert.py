@@ -1,5 +1,6 @@
-"""A Hugging Face folder as OpenVINO's model, by optimum-intel, in full precision. Run with the Python of an environment
-that has it:
+"""Converts a Hugging Face folder to an OpenVINO model in full precision, with optimum-intel.
+
+Run it with the Python of an environment that has optimum-intel:
 
     python openvino_convert.py FOLDER INTO
 """

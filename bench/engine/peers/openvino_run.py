@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's ContinuousBatchingPipeline as a system under test, on what openvino_convert.py has converted.
+"""OpenVINO GenAI's ContinuousBatchingPipeline as a system under test, on a model that openvino_convert.py has made.
 
-Imports nothing of Blockyard; see protocol.py.
+Imports nothing from Blockyard; see protocol.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ class OpenVino:
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         self._handles: dict[int, tuple[Any, int]] = {}
-        """With how many tokens are to come."""
+        """Handle and number of missing tokens of each request."""
         self._next_id = 0
 
     def add(self, number: int, token_ids: list[int], max_tokens: int) -> None:
@@ -28,7 +28,7 @@ class OpenVino:
         config.ignore_eos = True
         config.do_sample = False
         ids = openvino.Tensor(numpy.array([token_ids], dtype=numpy.int64))
-        # Ids of earlier runs are not taken again.
+        # OpenVINO rejects ids of earlier runs.
         self._next_id += 1
         self._handles[number] = (self._pipeline.add_request(self._next_id, ids, config), max_tokens)
 

@@ -1,8 +1,8 @@
-"""What every system under test is: a process that is asked in lines of JSON and answers in lines of JSON.
+"""Protocol of every system under test: a process that reads and answers lines of JSON.
 
-The first line says what to load, and is answered once it stands; each further line is a list of requests, answered by
-when the tokens of each came. Owns the lines, the clock, and the loop that turns an engine step by step. Standard
-library only and nothing of Blockyard: peers run it with the Python of their own environment.
+The first line has the settings, and its answer comes once the system is loaded. Each further line is a list of
+requests, and its answer has the times of their tokens. Owns the lines, the clock, and the loop that drives an engine
+step by step. Imports only the standard library: peers run it with the Python of their own environments.
 """
 
 import json
@@ -15,28 +15,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 HEAD_TOKENS = 16
-"""Of each output are kept: enough to see that two systems computed the same."""
+"""Kept tokens of each output: enough to see whether two systems computed the same."""
 Settings = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     arrival_seconds: float
-    """After the run's start."""
+    """Arrival time after the run's start."""
     token_ids: list[int]
     max_tokens: int
-    """Exactly so many are made: the end of a text ends nothing here."""
+    """Exact number of output tokens: an end-of-text token ends nothing."""
 
 
 @dataclass(slots=True)
 class Course:
-    """What became of one request, in seconds after the run's start."""
+    """Times of one request, in seconds after the run's start."""
 
     submitted: float
     first: float | None = None
     last: float = 0.0
     longest_pause: float = 0.0
-    """Between two of its tokens."""
+    """Longest time between two of its tokens."""
     num_tokens: int = 0
     head: list[int] = field(default_factory=list)
 
@@ -51,17 +51,17 @@ class Course:
 
 
 class Stepper(Protocol):
-    """An engine that is turned from outside."""
+    """Engine whose steps the caller runs."""
 
     def add(self, number: int, token_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> Iterable[tuple[int, Sequence[int]]]:
-        """Works for a while, and says which requests got which tokens."""
+        """Run a step, and return the new tokens of each request."""
         ...
 
 
 def drive(stepper: Stepper, requests: Sequence[Request]) -> list[Course]:
-    """Submits each request when it arrives, between two steps, and turns the engine until all are done."""
+    """Run the engine until all requests are done. Submit each request at its arrival, between two steps."""
     order = deque(sorted(range(len(requests)), key=lambda number: requests[number].arrival_seconds))
     courses: dict[int, Course] = {}
     num_open = 0
@@ -87,12 +87,12 @@ def drive(stepper: Stepper, requests: Sequence[Request]) -> list[Course]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A system that stands ready."""
+    """A loaded system."""
 
     run: Callable[[Sequence[Request]], list[Course]]
     versions: dict[str, str]
     notes: str = ""
-    """What a reader must know to compare it."""
+    """Facts that a reader needs for a fair comparison."""
 
 
 def stepped(stepper: Stepper, versions: dict[str, str], notes: str = "") -> Loaded:
@@ -100,7 +100,7 @@ def stepped(stepper: Stepper, versions: dict[str, str], notes: str = "") -> Load
 
 
 def serve(load: Callable[[Settings], Loaded]) -> None:
-    """The process's life. What libraries print goes to stderr, C code's too."""
+    """Serve the protocol until stdin ends. Output of libraries goes to stderr, also that of C code."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,7 +1,7 @@
 """Hugging Face transformers as a system under test: `static` batches by `generate`, or its continuous batching.
 
-A static batch takes what has arrived, runs until its longest output is done, and only then gives anything back.
-Imports nothing of Blockyard; see protocol.py.
+A static batch takes all requests that have arrived, and returns all tokens after its longest output is done.
+Imports nothing from Blockyard; see protocol.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,8 +51,10 @@ class StaticBatches:
 
 
 class ContinuousBatches:
-    """transformers turns it in a thread of its own; a step here waits for what that brings. Where it fails, the thread
-    is ended too: a process whose thread goes on never exits."""
+    """Continuous batching, which transformers runs in a thread of its own. A step waits for that thread's results.
+
+    A failure ends the thread too, because the process could not exit otherwise.
+    """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -93,7 +95,7 @@ def batching_config(kind: Any, num_pages: int) -> Any:
 
 
 def _pages(config: Any, settings: Settings) -> int:
-    """Of its KV cache, as many bytes as the others have."""
+    """Return the number of pages that take the bytes of the other systems' KV caches."""
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return settings["kv_bytes"] // (values * ITEM_BYTES[settings["dtype"]] * PAGE_TOKENS)
 
@@ -110,8 +112,8 @@ def load(settings: Settings) -> Loaded:
     ).to(settings["device"])
     model.generation_config.eos_token_id = None
     if settings["batching"] == "static":
-        return stepped(StaticBatches(model, settings["device"]), versions, "gives all tokens at its end")
-    # Left to itself it takes most of the machine's memory, which others have in use.
+        return stepped(StaticBatches(model, settings["device"]), versions, "returns all tokens at the end")
+    # By default, it takes most of the machine's memory, which other systems use.
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16

@@ -1,5 +1,6 @@
-"""vLLM as a system under test: its engine, turned step by step in this process. Imports nothing of Blockyard; see
-protocol.py.
+"""vLLM as a system under test: its engine, driven step by step in this process.
+
+Imports nothing from Blockyard; see protocol.py.
 """
 
 import os
@@ -9,7 +10,7 @@ from typing import Any
 from protocol import Loaded, Settings, serve, stepped
 
 GPU_SHARE = 0.4
-"""Of a GPU's memory, which the other systems of the run have in use too."""
+"""Share of a GPU's memory, which the other systems of the run use too."""
 
 
 class Vllm:
@@ -30,12 +31,12 @@ class Vllm:
         self._engine.add_request(str(number), {"prompt_token_ids": token_ids}, sampling)
 
     def step(self) -> Iterable[tuple[int, Sequence[int]]]:
-        # vLLM hangs a random suffix of its own on the id inside, and gives it back without.
+        # vLLM adds a random suffix to ids internally, and returns ids without it.
         return [(int(output.request_id), list(output.outputs[0].token_ids)) for output in self._engine.step()]
 
 
 def load(settings: Settings) -> Loaded:
-    # In this process, so that steps can be turned and all its CPU time is this process's.
+    # Run the engine in this process, so that we can drive its steps and measure all its CPU time.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if settings["device"] == "cpu":

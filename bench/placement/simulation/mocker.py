@@ -1,8 +1,8 @@
-"""The engine that Dynamo's own simulator assumes, as a profile of ours: for runs of both on the same arrivals.
+"""Profile of the engine that Dynamo's own simulator assumes, to compare both simulators on the same arrivals.
 
-Its "polynomial" timing, found by trying ai-dynamo-runtime 1.6.1 (bench/peers/dynamo.py): prompts of n new tokens in a
-pass take `4.21e-7 n^2 + 0.01518 n + 16.5` ms, decodes `-25.74 a^2 + 54.01 a + 5.74` ms where their contexts sum to the
-fraction a of the pool; `speedup_ratio` divides both.
+This is its "polynomial" timing, found by experiments with ai-dynamo-runtime 1.6.1 (bench/peers/dynamo.py). Prompts of n
+new tokens in a pass take `4.21e-7 n^2 + 0.01518 n + 16.5` ms. Decodes take `-25.74 a^2 + 54.01 a + 5.74` ms if their
+contexts sum to the fraction a of the pool. `speedup_ratio` divides both.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,18 @@ from bench.placement.simulation.profile import HardwareProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockerProfile(HardwareProfile):
-    """The defaults are the settings under which Dynamo's router reaches a reuse of 0.463 / 0.709 at 3 / 10 requests a
-    second of shared-prefix load, and round robin 0.200 / 0.289."""
+    """Profile of Dynamo's mock engine.
+
+    With the default settings, Dynamo's router reaches a reuse of 0.463 / 0.709 at 3 / 10 requests per second of the
+    shared-prefix load, and round robin reaches 0.200 / 0.289.
+    """
 
     name: str = "Dynamo's mock engine"
     pool_blocks: int = 25_000
     speedup_ratio: float = 0.5
     max_model_len: int = 16_384
     mixed_step_seconds: float | None = None
-    """It has no such limit."""
+    """None, because it has no such limit."""
 
     @property
     def num_blocks(self) -> int:

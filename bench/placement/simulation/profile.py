@@ -1,9 +1,9 @@
-"""How long a step takes on some hardware with some model: a roofline, as one value that a file can give.
+"""Roofline for the time of a step, for given hardware and model. A file can give its values.
 
     step = overhead + (max(weights / bandwidth, 2 P T / matmul) / efficiency)
                     + KV read by decodes / (bandwidth * efficiency) + attention FLOPs of prompts / attention rate
 
-P parameters, T tokens in the step. Owns the arithmetic and the runner that spends the time in virtual time.
+P parameters, T tokens in the step. Owns the arithmetic, and the runner that spends this time in virtual time.
 """
 
 import json
@@ -19,18 +19,18 @@ from simulation.engine_thread import StepClock
 BLOCK_SIZES = (16, 32, 64, 128)
 FRACTIONS = ("efficiency", "memory_utilization")
 LARGEST = 1e30
-"""No quantity, in its unit, is above it or below its inverse: products of some stay finite."""
+"""Upper bound of every quantity in its unit; its inverse is the lower bound. Products of several stay finite."""
 MAX_BLOCKS = 4_000_000
-"""Of a pool: more than any machine holds, and about what a simulated one may cost."""
+"""Maximum blocks of a pool: more than any machine holds, and about the most that a simulation can afford."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One GPU with one model on it. The defaults: H200 and Qwen3-8B in bf16. Raises ValueError for bad values."""
+    """One GPU with one model. Defaults: H200 and Qwen3-8B in bf16. Raises ValueError for invalid values."""
 
     name: str = "H200, Qwen3-8B"
     parameters: float = 7.57e9
-    """That a token passes through: without the embedding table."""
+    """Parameters that a token passes through, without the embedding table."""
     parameter_bytes: float = 2.0
     num_layers: int = 36
     num_heads: int = 32
@@ -38,15 +38,15 @@ class HardwareProfile:
     head_dim: int = 128
     kv_element_bytes: float = 2.0
     bandwidth_bytes_per_second: float = 4.3e12
-    """Of a copy, measured."""
+    """Measured bandwidth of a copy."""
     matmul_flops_per_second: float = 788e12
-    """bf16, measured."""
+    """Measured rate in bf16."""
     attention_flops_per_second: float = 400e12
-    """Of prompts, causal."""
+    """Rate of causal attention over prompts."""
     efficiency: float = 0.8
-    """What a good engine reaches of those two limits."""
+    """Share of the bandwidth and matmul limits that a good engine reaches."""
     step_overhead_seconds: float = 0.001
-    """Planning, launching, sampling."""
+    """Time for planning, launching and sampling."""
     memory_bytes: float = 141e9
     memory_utilization: float = 0.9
     resident_bytes: float = 18e9
@@ -56,7 +56,7 @@ class HardwareProfile:
     max_num_batched_tokens: int = 8192
     max_model_len: int = 131_072
     mixed_step_seconds: float | None = 0.1
-    """What prompts may take of a step that also decodes. None: the token budget alone."""
+    """Maximum time of prompts in a step that also decodes. None means that only the token budget limits them."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -69,15 +69,15 @@ class HardwareProfile:
         if not self.max_model_len <= self.num_blocks * self.block_size <= MAX_BLOCKS * self.block_size:
             raise ValueError(
                 f"a pool of {self.num_blocks} blocks of {self.block_size} tokens must hold max_model_len "
-                f"{self.max_model_len} tokens and be at most {MAX_BLOCKS} blocks: it is what memory_bytes "
-                f"{self.memory_bytes:g} * memory_utilization {self.memory_utilization:g} leaves beside resident_bytes "
-                f"{self.resident_bytes:g}, at {self.kv_bytes_per_token:g} bytes a token (num_layers, num_kv_heads, "
+                f"{self.max_model_len} tokens and have at most {MAX_BLOCKS} blocks. Its size follows from memory_bytes "
+                f"{self.memory_bytes:g} * memory_utilization {self.memory_utilization:g} - resident_bytes "
+                f"{self.resident_bytes:g}, and {self.kv_bytes_per_token:g} bytes per token (num_layers, num_kv_heads, "
                 "head_dim, kv_element_bytes)"
             )
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """A JSON object of fields; the others keep their defaults. Raises ValueError, OSError."""
+        """Read a JSON object of fields. Missing fields keep their defaults. Raise ValueError and OSError."""
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -118,7 +118,7 @@ class HardwareProfile:
         )
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Of a prompt alone, as one number to compare with."""
+        """Return the time of a prompt alone, for comparison."""
         pairs = tokens * tokens / 2
         flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
         matmul = 2 * self.parameters * tokens / self.matmul_flops_per_second
@@ -129,10 +129,10 @@ class HardwareProfile:
 
 
 def _check_field(name: str, kind: object, value: Any) -> None:
-    """Names are texts, numbers are numbers above 0 of their kind: what a file holds may be anything."""
+    """Raise ValueError unless a value from a file has its field's type. Numbers must be above 0 and at most LARGEST."""
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError(f"{name} must be a text, not {value!r}")
+            raise ValueError(f"{name} must be a string, not {value!r}")
         return
     if value is None and kind == float | None:
         return
@@ -145,15 +145,18 @@ def _check_field(name: str, kind: object, value: Any) -> None:
 
 
 class RooflineRunner:
-    """Implements `Runner`: spends what the step takes. An output's tokens count up from its request's seed, so that the
-    next request of a conversation can repeat them without having seen them."""
+    """Runner that spends the roofline's time of each step.
+
+    An output's tokens count up from its request's seed. So the next request of a conversation can contain them without
+    reading the output.
+    """
 
     def __init__(self, clock: StepClock, *, profile: HardwareProfile) -> None:
         self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
         self._clock = clock
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Do nothing."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
         self._clock.spend(self._step_seconds(plan))

@@ -1,6 +1,6 @@
-"""One run: a workload through real routers and workers in virtual time, and its result as numbers.
+"""One run: sends a workload through real routers and workers in virtual time, and computes the result.
 
-Owns the arrival of requests, the samples of which workers are idle beside which, and the arithmetic of the result.
+Owns the arrival of requests, samples of idle and crowded workers, and the arithmetic of the result.
 """
 
 import asyncio
@@ -34,25 +34,25 @@ from simulation.virtual_time import START_SECONDS, VirtualLoop, bury
 from simulation.worker_process import WorkerProcess, WorkerSetup
 
 NETWORK_SECONDS = 0.0005
-"""One way between a router and a worker."""
+"""One-way latency between a router and a worker."""
 INDEX_SECONDS = 0.0005
-"""One way between a router or a worker and the index."""
+"""One-way latency between a router or a worker and the index."""
 FIRST_ARRIVAL_SECONDS = 1.0
-"""Every router knows every worker by then. Results count time from here."""
+"""Start of arrivals, when every router knows every worker. Results count time from here."""
 DEADLINE_SECONDS = 86_400.0
-"""No request is refused or cut short for being late."""
+"""Long enough that no request is rejected or cut short."""
 SAMPLE_SECONDS = 0.1
 SAMPLES_A_WINDOW = 10
-"""One worker crowded and another idle for a whole second is what placement must not let happen."""
+"""Samples in a window of one second. Placement must not leave one worker idle and another crowded for a window."""
 CROWDED_SEQUENCES = 8
-"""Or any that wait."""
+"""Running sequences from which a worker counts as crowded. It also does if any sequence waits."""
 ROOT = bytes(16)
-"""Begins the names of prompts in `ideal_reuse`."""
+"""Root of the names of prompts in `ideal_reuse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A cluster and how it places."""
+    """A cluster and its placement policy."""
 
     policy: PolicyName = "prefix"
     num_workers: int = 8
@@ -64,32 +64,31 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Times in seconds, rates in tokens a second."""
+    """Result of a run. Times are in seconds, rates in tokens per second."""
 
     num_requests: int
     prompt_tokens: int
     reuse: float
-    """Share of prompt tokens that came from a cache."""
+    """Share of prompt tokens read from a cache."""
     ideal_reuse: float
-    """The same with one endless cache that knows everything at once."""
+    """Reuse with one unlimited cache that all workers share, and that knows each block at once."""
     ttft_mean: float
     ttft_p50: float
     ttft_p90: float
     ttft_p99: float
     token_gap_mean: float
-    """Between two tokens of a request, averaged over requests."""
+    """Time between two tokens of a request, averaged over requests."""
     latency_p50: float
     latency_p99: float
     makespan: float
     output_rate: float
     largest_share: float
-    """Of the requests, on the worker that had most."""
+    """Share of the requests on the worker with the most requests."""
     busy_max: float
     """Share of the makespan in which the busiest worker computed."""
     busy_min: float
     idle_beside_crowded: float
-    """Share of the seconds, until the last request came, in which one worker was crowded all along while another had
-    nothing at all to do."""
+    """Share of seconds, until the last arrival, in which one worker was always crowded and another always idle."""
     num_refusals: int
     num_preemptions: int
 
@@ -99,7 +98,7 @@ class Result:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Implements `Client`. Times are seconds since the start; the router has the first token by then."""
+    """Client of one request. Times are in seconds since the start; a token counts when the router has it."""
 
     request: PlannedRequest
     arrived: float
@@ -121,7 +120,7 @@ class Record:
 
 
 class Simulation:
-    """Built for one run."""
+    """Simulation of one run."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self._setup = setup
@@ -204,7 +203,7 @@ class Simulation:
             always_idle = set.intersection(*(sample[1] for sample in self._samples))
             self._windows.append(bool(always_crowded and always_idle))
             self._samples.clear()
-        # Nothing can be placed on an idle worker once the last request has come.
+        # After the last arrival, no request is left to place on an idle worker.
         if len(self._records) < len(self._requests):
             self._network.later(SAMPLE_SECONDS, self._sample)
 
@@ -244,14 +243,14 @@ class Simulation:
 
 
 def simulate(workload: Workload, setup: Setup) -> Result:
-    """Raises ValueError for a workload without requests."""
+    """Run a workload. Raise ValueError if it has no requests."""
     if not workload.requests:
         raise ValueError(f"workload {workload.name} has no requests")
     return Simulation(workload, setup).run()
 
 
 def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
-    """Of prompts in this order, if whatever came before were cached for everybody at once: prompts and outputs."""
+    """Return the reuse of prompts in this order if all earlier prompts and outputs were cached on every worker."""
     known: set[bytes] = set()
     cached_tokens = prompt_tokens = 0
     for request in requests:
@@ -290,7 +289,7 @@ def _worker_setup(profile: HardwareProfile) -> WorkerSetup[RooflineRunner]:
 
 
 def _router_setup(setup: Setup) -> RouterSetup:
-    """Admits every request: placement is what is measured."""
+    """Return a router setup that admits every request, because only placement is measured."""
     return RouterSetup(policy=setup.policy, placement=setup.placement, max_requests=2**31, max_tokens=2**62)
 
 

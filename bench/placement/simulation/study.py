@@ -1,6 +1,6 @@
-"""Many runs at once: a job for each workload, policy and seed, over the machine's cores.
+"""Parallel runs: a job for each workload, policy and seed, over the machine's cores.
 
-Owns the loads of the study: each workload with the rates and sizes it is run at. Does not own what is made of the
+Owns the loads of the study: workloads with their rates, durations and cluster sizes. Does not own the use of the
 results (bench/placement/__main__.py, bench/placement/sweep.py).
 """
 
@@ -21,7 +21,7 @@ from bench.placement.simulation.workloads import GENERATORS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A workload and the cluster that it meets. `trace` is a path; then `rate` is how many times as fast it plays."""
+    """A workload and its cluster. If `trace`, a path, is given, `rate` is the factor of its own pace."""
 
     workload: str
     rate: float
@@ -59,7 +59,7 @@ class Job:
     load: Load
     setup: Setup
     tag: str = ""
-    """What tells this job from others of the same load, for whoever asked."""
+    """Label that distinguishes this job from others with the same load."""
 
     def run(self) -> Result:
         return simulate(
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(slots=True)
 class Table:
-    """Results by load and tag, one for each seed."""
+    """Results by load and tag, one per seed."""
 
     cells: dict[tuple[str, str], list[Result]] = field(default_factory=dict)
 
@@ -94,7 +94,7 @@ class Table:
 
 
 def run_jobs(jobs: Iterable[Job], *, processes: int) -> Iterator[tuple[Job, Result]]:
-    """In the order in which they end."""
+    """Run jobs in parallel, and yield their results as they finish."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         running = {pool.submit(job.run): job for job in jobs}
         for future in as_completed(running):

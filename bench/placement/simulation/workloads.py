@@ -1,4 +1,4 @@
-"""The simulation's workloads by name, and their sizes. What a request is made of is in blockyard.deploy.bench."""
+"""Workloads of the simulation by name, and their sizes. blockyard.deploy.bench.workloads owns the types."""
 
 from collections.abc import Callable
 from random import Random
@@ -18,7 +18,7 @@ def shared_prefix(
     question_tokens: int = 1200,
     output_tokens: int = 1000,
 ) -> Workload:
-    """Each request is some user's question, always the same one, on the system prompt of his group."""
+    """Make requests of a random user each: the system prompt of the group, and the user's question, always the same."""
     chance, tokens = Random(f"shared prefix {seed}"), Tokens()
     systems = [tokens.run(system_tokens) for _ in range(groups)]
     questions = [[tokens.run(question_tokens) for _ in range(users)] for _ in range(groups)]
@@ -59,7 +59,7 @@ AGENTS = Conversation(
 
 
 def _conversations(kind: Conversation, rate: float, seconds: float, seed: int) -> tuple[PlannedRequest, ...]:
-    """`rate` is of new conversations."""
+    """Make conversations. `rate` is the number of new conversations per second."""
     chance = Random(f"conversations {seed}")
     return conversations(kind, poisson(rate, seconds, chance), chance)
 
@@ -89,7 +89,7 @@ def independent(
     prompt_tokens: tuple[int, int],
     output_tokens: tuple[int, int],
 ) -> Workload:
-    """Requests that come by chance, each on one of `systems` or on nothing shared."""
+    """Make requests with Poisson arrivals, each on one of `systems`, or without a shared prefix if there are none."""
     chance, tokens = Random(f"{name} {seed}"), Tokens()
     first = [tokens.run(system.length) for system in systems]
     requests = []
@@ -143,4 +143,4 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "long-prompts": long_prompts,
     "uniform-groups": uniform_groups,
 }
-"""By name: rate a second, seconds, seed."""
+"""Generators by name. Arguments: rate per second, seconds, seed."""

@@ -1,4 +1,4 @@
-"""Loads for `blockyard bench`: which requests are sent, when, and with which prefixes. Pure.
+"""Workloads of `blockyard bench`: their requests, arrival times and shared prefixes. Pure.
 
 Does not own sending them (../traffic.py).
 """

@@ -1,4 +1,4 @@
-"""Conversations: each turn comes after the answer before it, with everything said so far in its prompt. Pure."""
+"""Conversations: each turn follows the answer before it, and its prompt contains all earlier turns. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from blockyard.deploy.bench.workloads.requests import PlannedRequest, Run, Token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """How a kind of conversation grows. Ranges of tokens, both ends included."""
+    """Sizes of a kind of conversation. Ranges include both ends."""
 
     num_systems: int
     system_tokens: int
@@ -19,11 +19,11 @@ class Conversation:
     turn_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
     pause_seconds: float
-    """Between an answer and the next turn, on average."""
+    """Mean time between an answer and the next turn."""
 
 
 def conversations(kind: Conversation, starts: Iterable[float], chance: Random) -> tuple[PlannedRequest, ...]:
-    """One for each of `starts`, in seconds."""
+    """Return the requests of one conversation for each of `starts`, which are in seconds."""
     tokens = Tokens()
     systems = [tokens.run(kind.system_tokens) for _ in range(kind.num_systems)]
     numbers, requests = count(), []

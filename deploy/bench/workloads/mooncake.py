@@ -1,7 +1,8 @@
-"""Traces in Mooncake's format: one JSON object a line, with a hash for each block of the prompt.
+"""Traces in Mooncake's format: one JSON object per line, with a hash for each block of the prompt.
 
-`timestamp` in ms, `input_length` and `output_length` in tokens, `hash_ids`: equal ids at the same place mean an equal
-prefix up to there (FAST'25 release; Dynamo's simulator reads the same). Owns reading and writing of files.
+`timestamp` is in ms, `input_length` and `output_length` in tokens. Equal `hash_ids` at the same position mean an equal
+prefix up to there. The format is that of the FAST'25 release; Dynamo's simulator reads it too. Owns reading and writing
+of files.
 """
 
 import json
@@ -18,7 +19,7 @@ TRACE_BLOCK_TOKENS = 512
 MAX_ARRIVAL_SECONDS = 1e6
 MAX_TIMESTAMP_MS = 1e15
 MAX_REQUEST_TOKENS = 2**24
-"""Prompt and output, where nobody says how long a context is."""
+"""Default limit of prompt and output together, if the model's context length is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class _Entry:
 
     @classmethod
     def of(cls, line: str) -> Self:
-        """Raises ValueError for what is not of the format; other keys are left alone."""
+        """Parse a line and ignore other keys. Raise ValueError if it is not in the format."""
         try:
             found = json.loads(line)
         except json.JSONDecodeError as error:
@@ -54,7 +55,7 @@ class _Entry:
 
 def _found(entry: dict[str, Any], name: str) -> Any:
     if name not in entry:
-        raise ValueError(f"not of Mooncake's format: no {name}")
+        raise ValueError(f"not in Mooncake's format: no {name}")
     return entry[name]
 
 
@@ -73,8 +74,10 @@ def read_trace(
     speed: float = 1.0,
     max_request_tokens: int = MAX_REQUEST_TOKENS,
 ) -> Workload:
-    """The first `seconds` of a trace, played `speed` times as fast. Raises ValueError for what is no trace, with its
-    line, OSError."""
+    """Read the first `seconds` of a trace, replayed `speed` times as fast.
+
+    Raise ValueError with the line number for an invalid trace, and OSError.
+    """
     if block_tokens < 1 or not (isfinite(speed) and speed > 0):
         raise ValueError(f"block_tokens {block_tokens} and speed {speed:g} must be above 0")
     blocks: dict[int, Run] = {}
@@ -88,7 +91,7 @@ def read_trace(
                 break
             if not arrival < MAX_ARRIVAL_SECONDS:
                 raise ValueError(
-                    f"arrives {arrival:g} s after the start, {MAX_ARRIVAL_SECONDS:g} are the most"
+                    f"arrives {arrival:g} s after the start, the maximum is {MAX_ARRIVAL_SECONDS:g} s"
                 )
             output_tokens = max(entry.output_length, 1)
             if entry.input_length + output_tokens > max_request_tokens:
@@ -114,13 +117,13 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path.name}: not a text in UTF-8") from None
+        raise ValueError(f"{path.name}: not a text file in UTF-8") from None
 
 
 def _prompt(
     hash_ids: list[int], length: int, block_tokens: int, blocks: dict[int, Run], tokens: Tokens
 ) -> Iterator[Run]:
-    """The last block may be a part of one; what no hash stands for is nobody else's."""
+    """Yield the runs of a prompt. The last block may be partial. Tokens beyond the hashes are shared with no prompt."""
     left = length
     for block in hash_ids:
         run = blocks.get(block)
@@ -135,7 +138,7 @@ def _prompt(
 
 
 def write_trace(workload: Workload, path: Path, *, block_tokens: int) -> None:
-    """Raises ValueError for conversations: the format has no word for a request that waits for another's end."""
+    """Write a workload. Raise ValueError for conversations: the format cannot express requests that follow others."""
     ids: dict[tuple[int, tuple[int, ...]], int] = {}
     lines = []
     for request in workload.requests:

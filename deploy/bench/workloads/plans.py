@@ -1,7 +1,7 @@
-"""The workloads of `blockyard bench`, by the number of requests. Pure, and the same for the same seed.
+"""Generators of the workloads of `blockyard bench`. Pure and deterministic by seed.
 
-`arrivals` are the seconds at which requests, or sessions of a chat, begin: `at_once()` for a closed loop, which sends
-when it has a place, and `at_rate()` for an open one. Traces are read by mooncake.py.
+`arrivals` are the times in seconds at which requests or chats begin. A closed loop uses `at_once()` and sends when one
+of its sessions has ended. An open loop uses `at_rate()`. mooncake.py reads traces.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def at_rate(rate: float, seed: int) -> Iterator[float]:
 def random_prompts(
     arrivals: Iterator[float], seed: int, *, num_requests: int, prompt: Lengths, output: Lengths
 ) -> Workload:
-    """Nothing is shared: no cache can help."""
+    """Make requests that share no prefix, so that no cache can help."""
     chance, tokens = Random(f"random {seed}"), Tokens()
     requests = [
         PlannedRequest(
@@ -52,8 +52,10 @@ def shared_prefix(
     question: Lengths,
     output: Lengths,
 ) -> Workload:
-    """Each group has a prefix of its own, which its leader brings and its followers share, each with another question.
-    The leaders come first; then the groups are mixed."""
+    """Make groups of requests: a leader and followers share a prefix, and each has its own question.
+
+    All leaders come first. Then come the followers of all groups, shuffled.
+    """
     chance, tokens = Random(f"shared prefix {seed}"), Tokens()
     prefixes = [tokens.run(prefix.draw(chance)) for _ in range(num_groups)]
     followers = [group for group in range(num_groups) for _ in range(num_followers)]
@@ -75,7 +77,7 @@ def shared_prefix(
 
 
 def chats(arrivals: Iterator[float], seed: int, *, num_sessions: int, kind: Conversation) -> Workload:
-    """Conversations of several turns; a turn waits for the answer before it, and has it in its prompt."""
+    """Make conversations of several turns. A turn waits for the answer before it, and its prompt contains it."""
     requests = conversations(kind, islice(arrivals, num_sessions), Random(f"chat {seed}"))
     low, high = kind.num_turns
     turns = counted(high, "turn") if low == high else f"{low}-{high} turns"
@@ -85,8 +87,7 @@ def chats(arrivals: Iterator[float], seed: int, *, num_sessions: int, kind: Conv
 
 
 def warm_up(workload: Workload, num_requests: int) -> Workload:
-    """So many requests of the workload's own sizes, with nothing in common with it: none of its prefixes is cached by
-    them."""
+    """Make requests of the workload's sizes that share no prefix with it, so that they cache nothing for it."""
     tokens = Tokens()
     tokens.run(1 + max((_end(request) for request in workload.requests), default=0))
     requests = [
@@ -102,7 +103,7 @@ def warm_up(workload: Workload, num_requests: int) -> Workload:
 
 
 def sessions(workload: Workload) -> list[list[PlannedRequest]]:
-    """Each a request and those that follow it, one after the other; by the arrival of the first."""
+    """Return sessions, by the arrival of their first request. A session is a request and its chain of followers."""
     by_number: dict[int, list[PlannedRequest]] = {}
     first: list[list[PlannedRequest]] = []
     for request in workload.requests:
@@ -116,7 +117,7 @@ def sessions(workload: Workload) -> list[list[PlannedRequest]]:
 
 
 def longest(workload: Workload) -> int:
-    """Tokens of the longest request, its output included."""
+    """Return the tokens of the longest request, output included."""
     return max((request.prompt_tokens + request.output.length for request in workload.requests), default=0)
 
 

@@ -1,8 +1,8 @@
-"""What clients send: requests by time, made of runs of tokens so that equal prefixes are equal tokens.
+"""Planned requests of clients, made of runs of tokens so that equal prefixes are equal tokens.
 
-Owns the values that every generator of a workload makes; conversations.py, mooncake.py and plans.py make them, and a
-simulation or a real cluster is sent them. A request may follow another one: then it comes some time after that one's
-end, with its output in the prompt.
+Owns the types that conversations.py, mooncake.py and plans.py generate. A simulation or a benchmark of a real cluster
+sends them. A request may follow another one: it then arrives some time after that one's end, with its output in the
+prompt.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ MAX_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`length` tokens that count up from `base`. Equal runs are equal tokens; different bases share nothing."""
+    """Run of `length` tokens that count up from `base`. Equal runs are equal tokens; different bases share nothing."""
 
     base: int
     length: int
@@ -24,12 +24,12 @@ class Run:
 class PlannedRequest:
     number: int
     arrival_seconds: float
-    """Of one that follows another: after that one's end."""
+    """Arrival after the start, or, for a request that follows another, after that one's end."""
     prompt: tuple[Run, ...]
     output: Run
     session: str = ""
     follows: int | None = None
-    """The number of the request before it in its conversation."""
+    """Number of the request before it in its conversation."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -47,7 +47,7 @@ class Workload:
 
 
 class Tokens:
-    """Hands out runs that nobody else has."""
+    """Hands out runs that share no token."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -56,7 +56,7 @@ class Tokens:
         run = Run(self._next, length)
         self._next += length
         if self._next > MAX_TOKEN:
-            raise ValueError("a workload of more than 2**31 tokens")
+            raise ValueError("the workload has more than 2**31 tokens")
         return run
 
 

@@ -1,6 +1,6 @@
-"""Spells runs of tokens as ids of a vocabulary or as words. Equal runs are spelled alike; others share only by chance.
+"""Spells runs of tokens as ids of a vocabulary, or as words. Equal runs are spelled alike; others share only by chance.
 
-What a model has answered takes the place of the planned output, so that a conversation goes on with its real words.
+A model's real answer replaces the planned output, so that a conversation continues with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ form event matter center couple site project activity star table need court oil 
 street image phone data picture practice piece land product doctor wall patient worker news test movie north
 love support technology step baby computer type film tree source
 """.split()  # noqa: SIM905
-"""Words of common English: most vocabularies have each of them, with a space before it, as one token."""
+"""Common English words. With a space before it, each is one token in most vocabularies."""
 
 
 class Spelling:
-    """Drawn before anything is sent: what it takes is in no latency."""
+    """Spells runs as token ids. Drawn before any request is sent, so that it adds to no latency."""
 
     def __init__(self, requests: Iterable[PlannedRequest], *, vocab_size: int, seed: int | str) -> None:
         vocabulary = range(vocab_size)
@@ -60,8 +60,10 @@ class Said:
 
 
 class WordSpelling:
-    """Spells runs as text, for a server whose vocabulary nobody knows: a word for each token, of words that are one
-    token to most models."""
+    """Spells runs as text, one word per token, for a server with an unknown vocabulary.
+
+    Most models encode each of these words as one token.
+    """
 
     def __init__(self, requests: Iterable[PlannedRequest], *, seed: int | str) -> None:
         self._words = {
@@ -77,7 +79,7 @@ class WordSpelling:
         return "".join(said.text for said in self.messages(request))
 
     def messages(self, request: PlannedRequest) -> list[Said]:
-        """Return messages by turns, the user first. What the model has answered is the assistant's."""
+        """Return messages by turns, the user first. The model's answers become messages of the assistant."""
         found: list[Said] = []
         for run in request.prompt:
             answer = self._answers.get(run.base)
@@ -90,7 +92,7 @@ class WordSpelling:
 
 
 def _longest(requests: Iterable[PlannedRequest]) -> dict[int, int]:
-    """Finds how many tokens of each run, by its base, some prompt has."""
+    """Return the length of the longest run of each base in any prompt."""
     lengths: dict[int, int] = {}
     for request in requests:
         for run in request.prompt:
