@@ -219,12 +219,12 @@ def create_supervisor(spec: "ClusterSpec") -> None:
     """Returns at once; the supervisor outlives this driver and any death but `shut_down`. Raises NameTakenError where
     there is one: of two that come at once Ray lets one have the name."""
     import ray
-    from blockyard.deploy.supervision.desired_state import RayWishStore
+    from blockyard.deploy.supervision.desired_state import RayDesiredStateStore
     from blockyard.deploy.supervision.supervisor import Supervisor
 
     refuse_if_taken(spec.router.cluster)
     # What was asked of a cluster of this name that is gone.
-    RayWishStore(spec.namespace).forget_now()
+    RayDesiredStateStore(spec.namespace).forget_now()
     supervisor = ray.remote(Supervisor).options(
         name=SUPERVISOR_NAME, lifetime="detached", max_restarts=-1, max_task_retries=-1, num_cpus=0
     )

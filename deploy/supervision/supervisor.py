@@ -1,7 +1,7 @@
 """Keeps a cluster's workers and routers alive: one detached Ray actor.
 
 Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any moment and Ray
-restarts it (max_restarts=-1); it adopts the running by name, and all that it must not forget is the wish of its
+restarts it (max_restarts=-1); it adopts the running by name, and all that it must not forget is the desired of its
 operators (desired_state.py). Workers and routers are detached actors of max_restarts=0: a death is seen in
 milliseconds, where Ray's own restart takes more than a second.
 
@@ -34,7 +34,7 @@ from blockyard.deploy.supervision.actors import (
     reason,
 )
 from blockyard.deploy.supervision.announcing import keep_announced, put, withdraw
-from blockyard.deploy.supervision.desired_state import RayWishStore, Wish, WishStore
+from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore, RayDesiredStateStore
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HungError, Pulse
@@ -69,14 +69,14 @@ GOODBYE_SECONDS = 30.0
 class Supervisor:
     """The actor. Every loop of its life is a child of one task group that its constructor starts."""
 
-    def __init__(self, spec: ClusterSpec, store: WishStore | None = None) -> None:
+    def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
         end_at_sigterm()
         configure_logging(spec.router.log)
         self._spec = spec
         self._code = code_version()
-        self._store = store or RayWishStore(spec.namespace)
-        self._wish = self._store.load() or Wish(num_workers=spec.num_workers)
-        self._places = places_of(spec, self._wish.num_workers)
+        self._store = store or RayDesiredStateStore(spec.namespace)
+        self._desired = self._store.load() or DesiredState(num_workers=spec.num_workers)
+        self._places = places_of(spec, self._desired.num_workers)
         self._actors: dict[str, Any] = {}
         self._pulses: dict[str, Pulse] = {}
         """Of those that run or start."""
@@ -166,14 +166,14 @@ class Supervisor:
 
     def _find_what_was_before(self) -> None:
         """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
-        known = {name: addresses for name, *addresses in self._wish.addresses}
+        known = {name: addresses for name, *addresses in self._desired.addresses}
         for place in self._places:
             if place.name in known:
                 place.address, place.http_address = known[place.name]
         living = self._living()
         self._found = set(living)
         for place in self._workers():
-            if place.name in self._wish.taken_out and place.name not in living:
+            if place.name in self._desired.taken_out and place.name not in living:
                 place.phase = "stopped"
         for name in sorted(living - {place.name for place in self._places}):
             if name.startswith("worker-"):
@@ -195,15 +195,15 @@ class Supervisor:
 
     async def _remember(self, **changes: Any) -> None:
         async with self._one_memory_at_a_time:
-            wish = replace(self._wish, **changes)
-            await self._store.save(wish)
-            self._wish = wish
+            desired = replace(self._desired, **changes)
+            await self._store.save(desired)
+            self._desired = desired
 
     async def _remember_addresses(self) -> None:
         """Of routers: where all of Ray is started again, nobody else knows them."""
         routers = (place for place in self._places if place.kind == "router" and place.address)
         addresses = tuple((place.name, place.address, place.http_address) for place in routers)
-        if addresses != self._wish.addresses:
+        if addresses != self._desired.addresses:
             await self._remember(addresses=addresses)
 
     async def _stop(self, place: Place, grace_seconds: float) -> None:
@@ -217,11 +217,11 @@ class Supervisor:
         self._kill(actor)
 
     async def _retire_those_beyond(self) -> None:
-        beyond = [place for place in self._workers() if number_of(place.name) >= self._wish.num_workers]
+        beyond = [place for place in self._workers() if number_of(place.name) >= self._desired.num_workers]
         async with asyncio.TaskGroup() as retirements:
             for place in beyond:
                 place.is_retiring = True
-                retirements.create_task(self._retire(place, self._wish.grace_seconds))
+                retirements.create_task(self._retire(place, self._desired.grace_seconds))
 
     async def _retire(self, place: Place, grace_seconds: float) -> None:
         await self._stop(place, grace_seconds)
@@ -344,8 +344,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(PUSH_SECONDS)
             await all_of(*(self._look(place, pulse) for place, pulse in self._looked_at()))
-            taken_out = taken_out_of(self._workers(), self._wish.taken_out)
-            if taken_out != self._wish.taken_out:
+            taken_out = taken_out_of(self._workers(), self._desired.taken_out)
+            if taken_out != self._desired.taken_out:
                 # If it fails now, the next look tries again.
                 await all_of(self._remember(taken_out=taken_out))
 

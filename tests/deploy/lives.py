@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
+from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.replicas import ClusterSpec, Place
 from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig
@@ -90,19 +90,19 @@ class Router:
 
 @dataclass
 class Outlives:
-    """What a supervisor's death leaves: actors by name, and the wish."""
+    """What a supervisor's death leaves: actors by name, and the desired state."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
-    wish: bytes | None = None
+    desired: bytes | None = None
 
-    def load(self) -> Wish | None:
-        return None if self.wish is None else decoded(self.wish)
+    def load(self) -> DesiredState | None:
+        return None if self.desired is None else decoded(self.desired)
 
-    async def save(self, wish: Wish) -> None:
-        self.wish = encoded(wish)
+    async def save(self, desired: DesiredState) -> None:
+        self.desired = encoded(desired)
 
     async def forget(self) -> None:
-        self.wish = None
+        self.desired = None
 
 
 class WithoutActors(Supervisor):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 from blockyard.deploy.lifecycle.scaling import Scaled, check_room, scaled_of, workers_of
-from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
+from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.replicas import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
 from blockyard.deploy.supervision.reports import NAMESPACE
 from hypothesis import given
@@ -151,7 +151,7 @@ async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died(
     assert (place.phase, second.lives) == ("stopped", [])
     await second.restart("worker-0", 0.0)
     assert (place.phase, len(second.lives)) == ("serving", 1)
-    await until(lambda: left.load() == Wish(num_workers=1))
+    await until(lambda: left.load() == DesiredState(num_workers=1))
     await second.leave()
 
 
@@ -164,16 +164,16 @@ async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: py
     monkeypatch.setattr("blockyard.deploy.supervision.supervisor.withdraw", withdraw)
     supervisor = Lives()
     await supervisor.scale(2, 0.0)
-    assert supervisor.left.load() == Wish(num_workers=2)
+    assert supervisor.left.load() == DesiredState(num_workers=2)
     supervisor._actors.pop("router-0")
     await supervisor.shut_down(0.0)
     assert supervisor.left.load() is None
     assert withdrawn == [("default", KV_NAMESPACE), ("default", NAMESPACE)]
 
 
-def test_a_wish_comes_back_as_it_was_stored() -> None:
-    wish = Wish(num_workers=3, grace_seconds=1.5, taken_out=frozenset({"worker-2", "worker-0"}))
-    assert decoded(encoded(wish)) == wish
+def test_a_desired_state_comes_back_as_it_was_stored() -> None:
+    desired = DesiredState(num_workers=3, grace_seconds=1.5, taken_out=frozenset({"worker-2", "worker-0"}))
+    assert decoded(encoded(desired)) == desired
 
 
 @pytest.mark.parametrize(
