@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.history import History
 from blockyard.deploy.dashboard.last_seen import COUNTERS, LastSeen, Rates
 from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
 
@@ -46,10 +47,15 @@ Requests = Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]
 
 
 class _Shared(Generic[Answer]):
-    """One answer for all who ask at once. It is made anew after `fresh_seconds`, later where making it takes long."""
+    """One answer that concurrent callers share.
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, Answer]], fresh_seconds: float) -> None:
-        self._make, self._fresh_seconds = make, fresh_seconds
+    It is computed again after `fresh_seconds`, or later if that takes long.
+    """
+
+    def __init__(
+        self, make: Callable[[], Coroutine[Any, Any, Answer]], fresh_seconds: float, tasks: BackgroundTasks
+    ) -> None:
+        self._make, self._fresh_seconds, self._tasks = make, fresh_seconds, tasks
         self._making: asyncio.Task[Answer] | None = None
         self._made_at, self._took_seconds = float("-inf"), 0.0
 
@@ -58,7 +64,7 @@ class _Shared(Generic[Answer]):
             self._fresh_seconds, self._took_seconds / BUSY_SHARE
         )
         if self._making is None or (self._making.done() and is_stale):
-            self._making = asyncio.create_task(self._timed())
+            self._making = self._tasks.start(self._timed(), name=self._make.__name__)
         return await asyncio.shield(self._making)
 
     async def _timed(self) -> Answer:
@@ -68,10 +74,6 @@ class _Shared(Generic[Answer]):
         finally:
             self._made_at = time.monotonic()
             self._took_seconds = self._made_at - began
-
-    def cancel(self) -> None:
-        if self._making is not None:
-            self._making.cancel()
 
 
 class ClusterWatch:
@@ -87,15 +89,13 @@ class ClusterWatch:
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
-        self._requests = _Shared(self._list_requests, FRESH_SECONDS)
-        self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS)
+        self._tasks = BackgroundTasks(on_failure=None)
+        self._requests = _Shared(self._list_requests, FRESH_SECONDS, self._tasks)
+        self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS, self._tasks)
         self.history = History()
 
     async def close(self) -> None:
-        if self._drawing is not None:
-            self._drawing.cancel()
-        self._requests.cancel()
-        self._prefixes.cancel()
+        await self._tasks.aclose()
         await self._forget(*self._clients)
 
     async def heard(self, announcement: Announcement) -> None:
@@ -195,7 +195,7 @@ class ClusterWatch:
         """A picture of the last second, or, while routers are slow to answer, the last there was."""
         pause_seconds = max(FRESH_SECONDS, self._drawing_seconds / BUSY_SHARE)
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
-            self._drawing = asyncio.create_task(self._draw())
+            self._drawing = self._tasks.start(self._draw(), name="picture")
         if self._drawing is not None:
             patience_seconds = PATIENCE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
             await asyncio.wait((self._drawing,), timeout=patience_seconds)

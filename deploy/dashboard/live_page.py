@@ -26,6 +26,7 @@ from blockyard.deploy.dashboard.questions import (
 )
 from blockyard.deploy.dashboard.reach import CannotReach
 from blockyard.deploy.dashboard.sign_in import HEADERS
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.router.client import BlockyardError, InvalidRequestError, NotFoundError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class LivePage:
         self._trouble = ""
         self._num_asking = 0
         self._look_seconds = look_seconds
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
         self._questions: dict[str, Callable[[ClusterWatch, Query, Query], Awaitable[dict[str, Any]]]] = {
             "api/blocks": self._blocks,
             "api/sequences": self._sequences,
@@ -82,8 +83,7 @@ class LivePage:
         }
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        await self._tasks.aclose()
         for watch in self._watches.values():
             await watch.close()
 
@@ -100,8 +100,8 @@ class LivePage:
         if self._num_asking >= MAX_ASKED_AT_ONCE:
             return _json({"error": "too many questions at once: ask again later"}, status=503)
         self._num_asking += 1
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        if not self._tasks:
+            self._tasks.start(self._look(), name="charts of the live page")
         try:
             return await self._asked(path, query, headers)
         finally:

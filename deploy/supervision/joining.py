@@ -1,7 +1,7 @@
-"""Joins routers and workers: who is told of whom, and whether all know each other.
+"""Joins routers and workers: tells routers where workers are, and checks that they are connected.
 
-Owns how often routers are told, what they answer, and what counts as in use. Shares places and actors with the
-supervisor, which owns them, and changes nothing there but what a router says of itself.
+Owns how often routers are told and what counts as in use. Shares replicas and actors with the supervisor, which owns
+them. Changes nothing of them except how many workers a router reports as ready.
 """
 
 import asyncio
@@ -15,22 +15,22 @@ from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Place, push_paus
 from ray.exceptions import RayActorError, RayTaskError
 
 LOOK_SECONDS = 0.05
-"""While a restart is waited for."""
+"""Pause between two checks while a caller waits for a restart."""
 MAX_FAILED_STARTS = 3
-"""Of one that is restarted or new: then whoever asked for it is told, and it is tried on."""
+"""Failed starts of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """Of one cluster."""
+    """The routers and workers of one cluster."""
 
     places: list[Place]
     actors: dict[str, Any]
     changed: asyncio.Event
-    """Set when a place has changed in a way that routers should hear of."""
+    """Set when a replica has changed in a way that matters to routers."""
 
     async def wait_until_in_use(self, place: Place, num_starts: int) -> None:
-        """By a start after so many."""
+        """Wait until a replica is in use after more than `num_starts` starts. Raise RuntimeError if that fails."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._until_in_use(place, num_starts)
@@ -38,7 +38,7 @@ class Joining:
             raise RuntimeError(f"{place.name} was not in use within {START_SECONDS:.0f} s") from None
 
     async def wait_until_all_in_use(self, new: Iterable[Place]) -> None:
-        """By their first starts. Raises what the first failure does."""
+        """Wait until each is in use after its first start. Raise the first failure."""
         try:
             async with asyncio.TaskGroup() as waits:
                 for place in new:
@@ -56,7 +56,7 @@ class Joining:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def is_in_use(self, place: Place) -> bool:
-        """Whether every router gives requests to every worker that serves, as far as this place is concerned."""
+        """Tell whether all routers use this worker, or whether this router uses all serving workers."""
         if place.phase != "serving":
             return False
         serving = [other for other in self.places if other.phase == "serving"]
@@ -70,10 +70,11 @@ class Joining:
                 for router in asked
             ]
         except (RayActorError, RayTaskError, TimeoutError, KeyError):
-            return False  # It has ended meanwhile, which its own loop finds out.
+            return False  # It has ended meanwhile. Its own loop handles that.
         return all(needed <= set(incarnations) for incarnations in ready)
 
     async def keep_routers_informed(self) -> None:
+        """Tell routers the workers' addresses after each change and at intervals, until cancelled."""
         pause_seconds = PUSH_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
@@ -83,7 +84,7 @@ class Joining:
             self.changed.clear()
             workers = [place for place in self.places if place.kind == "worker" and place.is_up]
             routers = [place for place in self.places if place.kind == "router" and place.phase == "serving"]
-            # One that drains keeps its streams.
+            # A draining worker is included, because its streams go on.
             addresses = [place.address for place in workers if place.address]
             num_serving = sum(place.phase == "serving" for place in workers)
             before = [place.num_ready_workers for place in routers]
@@ -98,6 +99,6 @@ class Joining:
     async def _inform(self, router: Place, addresses: list[str]) -> None:
         actor = self.actors[router.name]
         num_ready_workers = await answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
-        # It may have ended meanwhile: what it reached is lost, and says nothing of its successor.
+        # The router may have been replaced meanwhile. Then the number says nothing about its successor.
         if self.actors.get(router.name) is actor:
             router.num_ready_workers = num_ready_workers

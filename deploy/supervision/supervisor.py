@@ -1,12 +1,12 @@
 """Keeps a cluster's workers and routers alive: one detached Ray actor.
 
-Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any moment and Ray
-restarts it (max_restarts=-1); it adopts the running by name, and all that it must not forget is the desired of its
-operators (desired_state.py). Workers and routers are detached actors of max_restarts=0: a death is seen in
-milliseconds, where Ray's own restart takes more than a second.
+Owns which workers and routers should run, which do run, and the pause before a restart. Does not own serving: the
+supervisor may die at any moment, and Ray restarts it (max_restarts=-1). It adopts running actors by name. All that must
+survive its death is the desired state (desired_state.py). Workers and routers are detached actors with max_restarts=0,
+because the supervisor sees a death in milliseconds and Ray's own restart takes more than a second.
 
-The phases of a place are in replicas.py. A worker that was drained and has died is one that its operator took out: it
-is not started again by itself. One that retires because the cluster shrinks drains, ends, and has no place any more.
+The phases of a replica are in replicas.py. A worker that was drained and has ended counts as taken out by its operator:
+it is not restarted by itself. A worker that retires because the cluster shrinks drains, ends, and is removed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from blockyard.deploy.dashboard.announcement import key_of
@@ -55,19 +55,20 @@ from blockyard.deploy.supervision.reports import NAMESPACE, keep_reported
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_failure
 from blockyard.router.actor import StartedRouter
 from blockyard.worker.actor import StartedWorker
 
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 30.0
-"""Who has served so long is forgiven the deaths before."""
+"""A replica that has served for so long starts its failure count again."""
 GOODBYE_SECONDS = 30.0
-"""Beyond its grace, for one that stops: the step under way has to end."""
+"""Time beyond the grace period for a replica to stop, because the current step has to end."""
 
 
 class Supervisor:
-    """The actor. Every loop of its life is a child of one task group that its constructor starts."""
+    """The actor. All its loops are children of one task group, which its constructor starts."""
 
     def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
         end_at_sigterm()
@@ -79,17 +80,17 @@ class Supervisor:
         self._places = places_of(spec, self._desired.num_workers)
         self._actors: dict[str, Any] = {}
         self._pulses: dict[str, Pulse] = {}
-        """Of those that run or start."""
+        """Health checks of replicas that run or start, by name."""
         self._changed = asyncio.Event()
         self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
         self._wanted = {place.name: asyncio.Event() for place in self._places}
-        """Set for one that is to be started again although it was taken out."""
+        """Set to start a replica again after it was taken out, by name."""
         self._find_what_was_before()
         self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
         self._loops: asyncio.TaskGroup | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._keeping = asyncio.get_running_loop().create_task(self._keep_all())
-        self._keeping.add_done_callback(_end_unless_cancelled)
+        self._tasks = BackgroundTasks(on_failure=_end_process)
+        self._tasks.start(self._keep_all(), name="supervision")
 
     def __repr__(self) -> str:
         return f"supervisor({self._spec.num_workers} workers, {self._spec.num_routers} routers)"
@@ -108,9 +109,8 @@ class Supervisor:
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
-        """Routers finish their streams, workers say goodbye, all end. The caller ends the supervisor."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        """Let routers finish their streams, deregister workers, and end all. The caller ends the supervisor."""
+        await self._tasks.aclose()
         name = self._spec.router.cluster
         await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
@@ -122,9 +122,11 @@ class Supervisor:
             self._kill(actor)
 
     async def restart(self, name: str, grace_seconds: float) -> None:
-        """Drains, stops and starts one afresh; one that was taken out is started. Returns once it is in use again: a
-        worker when every router gives it requests, a router when it has every worker. Raises ValueError for an unknown
-        name, RuntimeError where it does not come back."""
+        """Drain, stop and start a worker or router. One that was taken out is started.
+
+        Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
+        Raise ValueError for an unknown name, RuntimeError if it does not come back.
+        """
         place = next((place for place in self._places if place.name == name and not place.is_retiring), None)
         if place is None:
             known = ", ".join(place.name for place in self._places)
@@ -135,10 +137,12 @@ class Supervisor:
         await self._joining.wait_until_in_use(place, num_starts)
 
     async def scale(self, num_workers: int, grace_seconds: float) -> None:
-        """To so many workers. Returns once each new one is in use and those beyond, the highest numbers, are gone: they
-        drain first, all at once, so that none hands its requests to another that leaves. One that was taken out counts,
-        and stays out. Raises ValueError for less than one, RuntimeError where a new one does not start: it is tried
-        on."""
+        """Scale to this many workers. Return once new workers are in use and surplus ones, by number, are gone.
+
+        Surplus workers drain first, all at once, so that none hands its requests to another that leaves. A worker that
+        was taken out counts and stays out. Raise ValueError for less than one worker, RuntimeError if a new one does
+        not start. The supervisor keeps trying to start it.
+        """
         if num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
         async with self._one_scaling_at_a_time:
@@ -150,9 +154,9 @@ class Supervisor:
                     self._add(Place(name=name, kind="worker"))
             await self._retire_those_beyond()
             new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
-            for place in new:  # What failed for who asked before may have been mended.
+            for place in new:  # The cause of failures before this call may have been fixed.
                 place.num_failures_in_a_row, place.error, place.failed_at = 0, "", None
-        # Without the lock: whoever waits for a node that does not come can shrink the cluster again.
+        # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
 
     def _kill(self, actor: Any) -> None:
@@ -165,7 +169,7 @@ class Supervisor:
         return living_names()
 
     def _find_what_was_before(self) -> None:
-        """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
+        """Adopt what runs after a death of this actor. Workers that were taken out or were leaving stay so."""
         known = {name: addresses for name, *addresses in self._desired.addresses}
         for place in self._places:
             if place.name in known:
@@ -200,14 +204,14 @@ class Supervisor:
             self._desired = desired
 
     async def _remember_addresses(self) -> None:
-        """Of routers: where all of Ray is started again, nobody else knows them."""
+        """Save the routers' addresses. After a restart of all of Ray they are known nowhere else."""
         routers = (place for place in self._places if place.kind == "router" and place.address)
         addresses = tuple((place.name, place.address, place.http_address) for place in routers)
         if addresses != self._desired.addresses:
             await self._remember(addresses=addresses)
 
     async def _stop(self, place: Place, grace_seconds: float) -> None:
-        """Its keeper sees the end."""
+        """Drain and end a replica. Its `_keep` loop notices the end."""
         actor = self._actors.get(place.name)
         if not place.is_up or actor is None:
             return
@@ -226,8 +230,7 @@ class Supervisor:
     async def _retire(self, place: Place, grace_seconds: float) -> None:
         await self._stop(place, grace_seconds)
         if (keeper := self._keepers.pop(place.name, None)) is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await cancel_and_wait(keeper)
         if (actor := self._actors.pop(place.name, None)) is not None:
             self._kill(actor)
         self._places.remove(place)
@@ -262,7 +265,7 @@ class Supervisor:
             place.phase, place.serving_since = "starting", None
             try:
                 await self._run_once(place)
-            except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
+            except Exception as error:  # Any failure is handled alike: by another start, later.
                 place.error = "" if place.is_leaving else reason(error)
                 place.failed_at = time.monotonic() if place.error else None
                 logger.warning("%s", ended_line(place.name, place.error))
@@ -273,7 +276,7 @@ class Supervisor:
             was_taken_out = place.was_taken_out
             place.phase, place.num_ready_workers, place.num_missed = "waiting", 0, 0
             self._changed.set()
-            # A call of ours may be what failed, while the actor lives: a new incarnation needs the name.
+            # The actor may live although a call to it failed. The next incarnation needs its name.
             if (actor := self._actors.pop(place.name, None)) is not None:
                 self._kill(actor)
             if was_taken_out:
@@ -295,7 +298,7 @@ class Supervisor:
         return 1 if steady else place.num_failures_in_a_row + 1
 
     async def _run_once(self, place: Place) -> None:
-        """Adopts the actor of this name or makes it; raises DiedError when it dies, HungError when it hangs."""
+        """Adopt or create the actor and wait for its end. Raise DiedError when it dies, HungError when it hangs."""
         place.pid, place.node_id = 0, ""
         actor = self._actors[place.name] = adopt_or_create(self._spec, place)
         async with self._pulse(place, actor) as pulse, death_told() as death:
@@ -318,7 +321,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def _pulse(self, place: Place, actor: Any) -> AsyncIterator[Pulse]:
-        """Looked at by `_watch_all` while its place is in there."""
+        """Have `_watch_all` check this replica's health meanwhile."""
         question = actor.is_draining if place.kind == "worker" else actor.ready_incarnations
         pulse = self._pulses[place.name] = Pulse(question.remote)
         try:
@@ -340,17 +343,17 @@ class Supervisor:
         self._changed.set()
 
     async def _watch_all(self) -> None:
-        """Who hangs, and which worker drains: a router may have passed on an operator's word."""
+        """Check which replicas hang and which workers drain. A worker may drain through a router's admin call."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
             await all_of(*(self._look(place, pulse) for place, pulse in self._looked_at()))
             taken_out = taken_out_of(self._workers(), self._desired.taken_out)
             if taken_out != self._desired.taken_out:
-                # If it fails now, the next look tries again.
+                # If this fails, the next check tries again.
                 await all_of(self._remember(taken_out=taken_out))
 
     def _looked_at(self) -> list[tuple[Place, Pulse]]:
-        """One that leaves has a deadline of its own."""
+        """Return replicas and their health checks. A leaving replica has a deadline of its own."""
         return [
             (place, self._pulses[place.name])
             for place in self._places
@@ -373,8 +376,7 @@ class Supervisor:
         ]
 
 
-def _end_unless_cancelled(keeping: asyncio.Task[None]) -> None:
-    """A supervisor that no longer supervises is worse than a dead one, which Ray starts again."""
-    if not keeping.cancelled():
-        logger.error("supervision failed", exc_info=keeping.exception())
-        os._exit(1)
+def _end_process(name: str, error: BaseException) -> NoReturn:
+    """End this process after a loop has failed, because Ray restarts a dead supervisor but not an idle one."""
+    log_failure(name, error)
+    os._exit(1)

@@ -136,8 +136,7 @@ class WithoutActors(Supervisor):
 
     async def leave(self) -> None:
         """Its death: actors live on."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._tasks.aclose()
 
 
 class Lives(WithoutActors):

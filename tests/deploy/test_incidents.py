@@ -8,7 +8,7 @@ import pytest
 from blockyard.deploy.lifecycle.log_files import LocalLogs, LogFile, SupervisorLog
 from blockyard.deploy.supervision.incidents import (
     FLOOD_SECONDS,
-    MAX_TOLD,
+    MAX_PRINTED,
     Incidents,
     ended_line,
     serves_line,
@@ -66,7 +66,7 @@ def test_ends_are_no_flood_and_the_last_word_is_true(pauses: list[float], comes_
         lines = [ended_line("worker-0", KILLED)] + ([serves_line("worker-0", "a:1")] if returns else [])
         said += [(now, line) for line in told(incidents, now, *lines)]
     ends = [at for at, line in said if "has ended" in line]
-    for first, later in zip(ends, ends[MAX_TOLD:], strict=False):
+    for first, later in zip(ends, ends[MAX_PRINTED:], strict=False):
         assert later - first >= FLOOD_SECONDS
     said += [(now, line) for line in incidents.told(now + FLOOD_SECONDS)]
     assert ("serves again" in said[-1][1]) == comes_back[len(pauses) - 1]

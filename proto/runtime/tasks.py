@@ -1,0 +1,91 @@
+"""Owners of asyncio tasks: no task is garbage-collected while it runs, fails unseen, or outlives its owner.
+
+`running` is for work beside one block. `BackgroundTasks` is for tasks whose lifetime spans several calls. Where all
+tasks end inside one block and a failure must end the block at once, use `asyncio.TaskGroup`.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def log_failure(name: str, error: BaseException) -> None:
+    """Log the exception that ended a task."""
+    logger.error("task %r failed", name, exc_info=error)
+
+
+class BackgroundTasks:
+    """Tasks of one owner, on one event loop. `aclose` cancels what still runs and waits for its end.
+
+    `on_failure` takes the name and the exception of each task that fails, in the event loop. Pass None where the caller
+    awaits every task and handles its exception.
+    """
+
+    def __init__(self, on_failure: Callable[[str, BaseException], object] | None = log_failure) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        """Return the number of tasks that still run."""
+        return len(self._tasks)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Run `work` in a task until it ends or `aclose` cancels it. The caller may cancel the task earlier."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    async def aclose(self) -> None:
+        """Cancel all tasks and wait for their end. A task may close its own owner: it is not cancelled."""
+        await cancel_and_wait(*self._tasks - {asyncio.current_task()})
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if self._on_failure is None or task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._on_failure(task.get_name(), error)
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, T], *, name: str | None = None) -> AsyncIterator[asyncio.Task[T]]:
+    """Run `work` in a task beside the block. The end of the block cancels the task and waits for its end.
+
+    The task's failure does not interrupt the block. It is raised at the block's end, or logged where the block raises
+    an exception of its own.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    try:
+        yield task
+    except BaseException as error:
+        await cancel_and_wait(task)
+        if (failure := _failure(task)) is not None and failure is not error:
+            log_failure(task.get_name(), failure)
+        raise
+    await cancel_and_wait(task)
+    if (failure := _failure(task)) is not None:
+        raise failure
+
+
+async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel these tasks and wait until all have ended. Their results and exceptions are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(task: asyncio.Task[Any]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()
