@@ -1,6 +1,6 @@
-"""Until a cluster that was started serves: who is up, who reaches whom, and what is said of it meanwhile.
+"""Waits until a started cluster serves, and reports progress meanwhile.
 
-Owns how long that may take and what is an error. Does not own starting anything (cluster.py,
+Owns the deadlines and what counts as an error. Does not own starting anything (cluster.py,
 supervision/supervisor.py).
 """
 
@@ -20,7 +20,7 @@ SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
 CONNECT_SECONDS = 30.0
 FIRST_WORD_SECONDS = 60.0
-"""Of the supervisor, which has much to import on a busy machine."""
+"""Deadline for the supervisor's first answer. Its imports take long on a busy machine."""
 _POLL_SECONDS = 0.1
 STARTING, DOWNLOADING, LOADING = "starting workers", "downloading the model", "loading the model"
 COMPILING, WARMING = "compiling kernels (first start on this machine)", "warming up"
@@ -29,21 +29,21 @@ STAGES = (STARTING, DOWNLOADING, LOADING, COMPILING, WARMING)
 
 
 class ClusterStartError(RuntimeError):
-    """The cluster did not come to serve; what had been started was stopped again."""
+    """The cluster did not start to serve. Everything that was started was stopped again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One look at a start under way."""
+    """Progress of a start at one moment."""
 
     stage: str
     done: int = 0
     total: int | None = None
-    """None: it cannot be counted."""
+    """None if progress cannot be counted."""
     detail: str = ""
-    """How far it is, in words."""
+    """Progress in words."""
     warning: str = ""
-    """What the operator should know, and what keeps nothing from going on."""
+    """A problem that the operator should know about and that does not stop the start."""
 
 
 Report = Callable[[Progress], None]
@@ -51,16 +51,16 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Where clients are served: addresses, one that several routers share once."""
+    """Addresses at which clients are served. An address that several routers share appears once."""
 
     routers: tuple[str, ...]
     gateways: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """The data types that workers compute in, each once, and why."""
+    """Data types that workers compute in, each once, and why."""
 
 
 def wait_until_all_serve(report: Report) -> Serving:
-    """Raises ClusterStartError when one keeps failing, with its reason."""
+    """Wait until every worker and router serves. Raise ClusterStartError with the reason if one does not start."""
     deadline = time.monotonic() + SERVE_SECONDS
     stage = STAGES[0]
     while time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def wait_until_all_serve(report: Report) -> Serving:
                 dtypes=tuple(dict.fromkeys(place.dtype for place in everyone if place.dtype)),
             )
         for place in everyone:
-            # The supervisor would go on trying; a command had better say at once what is wrong.
+            # The supervisor would keep trying. A command should rather report the problem at once.
             if place.error and not place.num_starts:
                 raise ClusterStartError(f"{place.name} does not start: {place.error}")
         time.sleep(_POLL_SECONDS)
@@ -89,7 +89,7 @@ def wait_until_all_serve(report: Report) -> Serving:
 
 
 def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> str:
-    """Return the current stage, never an earlier one than `stage`. Workers pass the stages at different times."""
+    """Return the current stage, never an earlier one than `stage`, because workers are at different stages."""
     if is_compiling:
         now = COMPILING
     elif stage == COMPILING:
@@ -114,8 +114,10 @@ def _who_serves(places: Sequence["Place"]) -> str:
 
 
 def wait_until_connected(num_workers: int, report: Report) -> None:
-    """Until every router has a session with every worker, by their own word: behind one port no client can choose
-    which of them answers."""
+    """Wait until every router reports a session with every worker.
+
+    The routers' own reports are needed, because a client of a shared port cannot choose the router that answers.
+    """
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         routers = [place for place in on_ray.supervisor_report().places if place.kind == "router"]

@@ -1,17 +1,17 @@
-"""Runs Ray's head and starts again what of it dies or hangs: its raylet and its dashboard.
+"""Runs Ray's head and restarts its raylet and its dashboard when they die or hang.
 
     python -m blockyard.deploy.ray.guardian STARTED_FILE COMMAND...
 
-It runs the command, which starts the head; makes the file once that has ended well; and watches the head's processes
-from then on. It leads their session, so that whatever it starts ends with the rest of them. It holds no secret beyond
-the environment that Ray's processes have.
+It runs the command, which starts the head. Once the command succeeds it creates the file and watches the head's
+processes from then on. It leads their session, so that a process that it starts ends with the others. It holds no
+secret beyond the environment of Ray's processes.
 
-Each part is asked whether it answers (head_probes.py), in a thread, so that a silent one delays no look. One that hangs
-is killed, and then started again as a dead one is.
+Health checks (head_probes.py) run in threads, so that a silent process does not delay the loop. A process that hangs is
+killed and then restarted.
 
-A raylet takes its workers with it, and is started as another node of the same cluster. Ray's control service then
-starts the supervisor there, which brings everybody back. The control service itself has the cluster in memory: its
-death is the cluster's end (docs/operating.md). Imports nothing heavy: it lives as long as the cluster.
+A raylet's workers end with it. The raylet is restarted as another node of the same cluster. Ray's control service then
+restarts the supervisor there, which restarts the other actors. The control service itself holds the cluster in memory,
+so its death ends the cluster (docs/operating.md). Imports nothing heavy, because it lives as long as the cluster.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from blockyard.deploy.ray.head_probes import Pulse
 
 LOOK_SECONDS = 0.5
 MAX_STOPPED_LOOKS = 40
-"""A part that is stopped for so many looks in a row hangs, and is killed."""
+"""Checks in a row that find a process stopped before it is killed as hung."""
 MAX_PAUSE_SECONDS = 30.0
-"""Between two starts of one part; the first follows at once, and each pause is twice the one before."""
+"""Longest pause between two starts of one program. The first restart is immediate, and each pause doubles the last."""
 STEADY_SECONDS = 60.0
-"""After so long the pauses begin anew."""
+"""Lifetime after which the pauses begin again at zero."""
 GCS, RAYLET, DASHBOARD = "gcs_server", "raylet", "dashboard"
 _NODE_ID_BYTES = 28
 _WORKER_TITLE = "ray::"
@@ -54,7 +54,7 @@ _WORKER_TITLE = "ray::"
 
 @dataclass(slots=True, kw_only=True)
 class Question:
-    """One that a part is asked."""
+    """A health check in flight."""
 
     answer: Future[bool]
     asked_at: float
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """One program of the head, as it was first started."""
+    """One program of the head, with its command and environment."""
 
     name: str
     process: ProcessIdentity
@@ -77,7 +77,7 @@ class Part:
 
 
 def name_of(command: list[str]) -> str:
-    """Of the part that such a command is; empty for all else."""
+    """Return the name of the head's program that has this command. Empty for any other command."""
     if not command:
         return ""
     if Path(command[0]).name in (GCS, RAYLET):
@@ -96,21 +96,23 @@ def parts_of(session: int) -> dict[str, Part]:
 
 
 def as_new_node(command: list[str], node_id: str) -> list[str]:
-    """A raylet's command under another node id: the control service takes none back that it saw die. Raises ValueError
-    for a command without one."""
+    """Return a raylet's command with another node id, because the control service rejects the id of a dead node.
+
+    Raise ValueError for a command without a node id.
+    """
     old = _value(command, "--node_id")
     return [word.replace(old, node_id) for word in command]
 
 
 def next_pause_seconds(last_seconds: float, alive_seconds: float) -> float:
-    """Before another start of one that lived so long."""
+    """Return the pause before another start of a process that lived for `alive_seconds`."""
     if alive_seconds >= STEADY_SECONDS:
         return 0.0
     return min(MAX_PAUSE_SECONDS, max(1.0, 2.0 * last_seconds))
 
 
 def _value(command: list[str], option: str) -> str:
-    """Raises ValueError where the command lacks it."""
+    """Return an option's value. Raise ValueError if the command lacks it."""
     for word in command:
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
@@ -118,7 +120,7 @@ def _value(command: list[str], option: str) -> str:
 
 
 def does_answer(part: Part, *, seconds: float) -> bool:
-    """Tells whether a part answers in time. One that cannot be asked counts as answering; so does a raylet with TLS."""
+    """Tell whether a program answers in time. A raylet with TLS, or a program that cannot be asked, counts as well."""
     if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
         return True
     try:
@@ -132,7 +134,7 @@ def does_answer(part: Part, *, seconds: float) -> bool:
 
 
 class Guardian:
-    """Of the session that this process leads."""
+    """Watches the head's programs in the session that this process leads."""
 
     def __init__(self, session: int) -> None:
         self._session = session
@@ -140,7 +142,7 @@ class Guardian:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="questions")
 
     def watch(self) -> None:
-        """Until the control service has ended."""
+        """Watch until the control service has ended."""
         woke_at = time.monotonic()
         while is_alive(self._parts[GCS].process):
             last_at, woke_at = woke_at, time.monotonic()
@@ -164,7 +166,7 @@ class Guardian:
             self._start_again(part)
 
     def _ask(self, part: Part, *, is_late: bool) -> None:
-        """Looks whether the last question was answered, and asks another when it is time."""
+        """Read the answer to the last health check, and start another when it is time."""
         question, now = part.question, time.monotonic()
         if question is not None:
             question.is_late |= is_late
@@ -172,12 +174,12 @@ class Guardian:
                 return
             part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
             part.question = None
-        with contextlib.suppress(RuntimeError):  # No thread is to be had now: the next look tries again.
+        with contextlib.suppress(RuntimeError):  # No thread is available now. The next check tries again.
             answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
             part.question = Question(answer=answer, asked_at=now)
 
     def _start_again(self, part: Part) -> None:
-        """A failed start is tried again after a pause, as one that dies at once is."""
+        """Restart a program. A failed start is retried after a pause, like a process that dies at once."""
         _say(f"{part.name} has died and is started again")
         now = time.monotonic()
         part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
@@ -200,14 +202,14 @@ class Guardian:
             part.process = identify(process.pid) or part.process
 
     def _make_room(self, raylet: Part) -> None:
-        """Removes what a dead raylet has left, and makes its command that of a new node."""
+        """Remove what a dead raylet has left, and give its command a new node id."""
         self._end_workers()
         for option in ("--raylet_socket_name", "--store_socket_name"):
             Path(_value(raylet.command, option)).unlink(missing_ok=True)
         raylet.command = as_new_node(raylet.command, secrets.token_hex(_NODE_ID_BYTES))
 
     def _end_workers(self) -> None:
-        """Those of a raylet that is dead, and what they have started: they hold ports and devices."""
+        """Kill the workers of a dead raylet and the processes that they started. They hold ports and devices."""
         members = session_members(self._session)
         titles = {member.pid: "".join(command_of(member.pid)[:1]) for member in members}
         workers = {pid for pid, title in titles.items() if title.startswith(_WORKER_TITLE)}
@@ -229,7 +231,7 @@ def _reap() -> None:
 
 
 def _say(what: str) -> None:
-    with contextlib.suppress(OSError):  # As of a full disk.
+    with contextlib.suppress(OSError):  # For example, the disk is full.
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}", flush=True)
 
 

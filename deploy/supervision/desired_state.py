@@ -22,7 +22,7 @@ so that the state of a running cluster is still found."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """What should run, where it differs from what `up` was given."""
+    """Changes by operators to what `up` was given."""
 
     num_workers: int
     grace_seconds: float = 0.0

@@ -23,7 +23,7 @@ _SERVES = re.compile(rf"{_NAME} serves at (?P<address>\S+)")
 
 
 def ended_line(name: str, why: str) -> str:
-    return f"{name} ended: {' '.join(why.split()) or 'it was told to'}"
+    return f"{name} ended: {' '.join(why.split()) or 'it was told to stop'}"
 
 
 def serves_line(name: str, address: str) -> str:

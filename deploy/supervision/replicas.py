@@ -31,7 +31,7 @@ Phase = Literal["starting", "downloading", "serving", "draining", "waiting", "st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What should run. The configs are templates: each replica gets its own id and port."""
+    """Workers and routers that should run. The configs are templates: each replica gets its own id and port."""
 
     namespace: str
     worker: WorkerConfig

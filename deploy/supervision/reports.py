@@ -1,7 +1,7 @@
 """Reports: the supervisor's report in Ray's key-value store, which commands read without becoming a Ray driver.
 
 Each driver would be a job in Ray's list. Owns encoding and decoding, and how a reader knows that the supervisor still
-runs: the supervisor stores its report again and again, and a reader waits for the next one. So no clocks are compared.
+runs. The supervisor stores its report again and again, and a reader waits for the next one. So no clocks are compared.
 The store is as open as Ray itself, so the report holds nothing that the supervisor would not answer anyway.
 """
 

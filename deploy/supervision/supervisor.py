@@ -89,7 +89,7 @@ class Supervisor:
         self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
         self._loops: asyncio.TaskGroup | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._tasks = BackgroundTasks(on_failure=_end_process)
+        self._tasks = BackgroundTasks(on_failure=_exit_for_restart)
         self._tasks.start(self._keep_all(), name="supervision")
 
     def __repr__(self) -> str:
@@ -376,7 +376,7 @@ class Supervisor:
         ]
 
 
-def _end_process(name: str, error: BaseException) -> NoReturn:
+def _exit_for_restart(name: str, error: BaseException) -> NoReturn:
     """End this process after a loop has failed, because Ray restarts a dead supervisor but not an idle one."""
     log_failure(name, error)
     os._exit(1)

@@ -46,7 +46,7 @@ def test_an_end_and_a_return_are_one_line_each_and_a_first_start_is_none(
 
 
 def test_an_end_that_was_asked_for_says_so_and_a_reason_is_one_line() -> None:
-    assert told(Incidents(), 0.0, ended_line("router-0", "")) == ["router-0 has ended: it was told to"]
+    assert told(Incidents(), 0.0, ended_line("router-0", "")) == ["router-0 has ended: it was told to stop"]
     assert ended_line("worker-0", "ValueError: first\nsecond") == "worker-0 ended: ValueError: first second"
 
 
