@@ -1,7 +1,7 @@
-"""What a cluster's supervisor tells whoever draws the cluster: its routers, and who should run.
+"""Announcement of a cluster to the live page: its routers, and the workers and routers that should run. Pure.
 
-Pure: the text of it, both ways. It lies in Ray's key-value store, which is as open as Ray itself, so it holds no
-secret, no path and no text of an error. How it gets there is supervision/announcing.py's.
+Owns encoding and decoding. The announcement is in Ray's key-value store, which is as open as Ray itself, so it holds no
+secret, no path and no error text. Does not own writing it there (supervision/announcing.py).
 """
 
 import json
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KV_NAMESPACE = b"blockyard"
-"""Nothing else may lie there."""
+"""Namespace for announcements only, because the dashboard reads all of it."""
 MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnouncedPlace:
-    """A worker or router that should run. The words are the supervisor's (Place)."""
+    """A worker or router that should run. The fields are those of the supervisor's Place."""
 
     name: str
     kind: str
@@ -24,7 +24,7 @@ class AnnouncedPlace:
     incarnation: str
     num_starts: int
     node: str = ""
-    """Where it runs, as Ray calls the node; empty while it runs nowhere."""
+    """Ray's name of its node. Empty while it does not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Announcement:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Where routers serve, one address that several share once."""
+        """Return the addresses of serving routers. An address that several share appears once."""
         serving = (place for place in self.places if place.kind == "router" and place.address)
         return tuple(dict.fromkeys(place.address for place in serving))
 
@@ -58,7 +58,7 @@ def encode(announcement: Announcement) -> bytes:
 
 
 def decode(data: bytes) -> Announcement:
-    """Raises ValueError for what no supervisor of this version has written."""
+    """Decode an announcement. Raise ValueError for a text that no supervisor of this version has written."""
     if len(data) > MAX_BYTES:
         raise ValueError("an announcement of more than a megabyte")
     try:

@@ -1,7 +1,7 @@
-"""One cluster as the live page sees it: any of its routers, asked with a deadline, and its last picture for all.
+"""Watches one cluster for the live page: asks any of its routers with a deadline, and keeps the latest picture.
 
-Owns connections, which router is asked, and how often. A router that is frozen or gone costs one deadline, once: then
-another one is asked first. Many open pages share one picture.
+Owns connections, the choice of the router, and how often it is asked. A frozen or absent router costs one deadline
+once, because later questions go to another router first. All open pages share one picture.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_ROUTERS = 32
-"""At most this many are asked what each alone knows."""
+"""Limit on the routers that are asked for their own requests and numbers."""
 ALL_SECONDS = 4.0
-"""For a question to all routers, one after the other."""
+"""Deadline of a question to routers in turn."""
 FRESH_SECONDS = 0.8
 """A younger picture is shown again."""
 PATIENCE_SECONDS = 2.0
-"""Nobody waits longer for a picture while there is an older one."""
+"""Longest wait for a new picture while there is an older one."""
 FRESH_TREE_SECONDS = 5.0
-"""A younger tree of prefixes is shown again: it takes every block of every pool."""
+"""A younger tree of prefixes is shown again, because building it reads every block of every pool."""
 READ_SECONDS = 6.0
 READ_AT_ONCE = 8
 """Workers whose blocks are read at once."""
 BUSY_SHARE = 0.25
-"""Drawing large pools takes no more of the dashboard's node than this share of a core."""
+"""Largest share of a core that drawing large pools may use on the dashboard's node."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
 
 
@@ -77,7 +77,7 @@ class _Shared(Generic[Answer]):
 
 
 class ClusterWatch:
-    """Belongs to the event loop that made it."""
+    """Connections to one cluster's routers and its latest picture, on one event loop."""
 
     def __init__(self, announcement: Announcement) -> None:
         self.announcement = announcement
@@ -99,12 +99,12 @@ class ClusterWatch:
         await self._forget(*self._clients)
 
     async def heard(self, announcement: Announcement) -> None:
-        """What its supervisor says now. Connections to routers that have gone are closed."""
+        """Take the supervisor's new announcement, and close connections to routers that have gone."""
         self.announcement = announcement
         await self._forget(*(self._clients.keys() - set(announcement.routers)))
 
     async def _forget(self, *addresses: str) -> None:
-        # All taken out before the first pause: another question may forget the same meanwhile.
+        # Remove all before the first await, because another task may forget the same addresses meanwhile.
         for client in [self._clients.pop(address) for address in addresses]:
             await client.close()
 
@@ -144,11 +144,11 @@ class ClusterWatch:
         return dict(zip(addresses, await asyncio.gather(*map(asked, addresses)), strict=True))
 
     async def requests(self) -> Requests:
-        """List every router's requests. All browsers share one list, which is made at most once a second."""
+        """List every router's requests. All browsers share one list, which is renewed at most once a second."""
         return await self._requests.get()
 
     async def prefixes(self) -> dict[str, Any]:
-        """Return the tree of cached prefixes. All browsers share it. It is made anew at most every few seconds."""
+        """Return the tree of cached prefixes. All browsers share it. It is renewed at most every few seconds."""
         return await self._prefixes.get()
 
     async def _list_requests(self) -> Requests:
@@ -173,7 +173,7 @@ class ClusterWatch:
         return await asyncio.to_thread(prefix_tree.prefix_tree, dict(zip(answering, found, strict=True)))
 
     async def look(self) -> None:
-        """Adds a point to the history; none while no router answers."""
+        """Add a point to the history, unless no router answers."""
         infos = await self.ask_each(lambda client: client.cluster_info())
         with suppress(BlockyardError, CannotReach):
             workers = await self.ask(lambda client: client.list_workers())
@@ -186,13 +186,13 @@ class ClusterWatch:
         return self._clients[address]
 
     def told(self, error: Exception) -> str:
-        """What an error of `ask` is told as."""
+        """Return the text that the page shows for an error of `ask`."""
         return failure_text(error, self.announcement) if isinstance(error, BlockyardError) else str(error)
 
     # Drawing
 
     async def latest(self) -> dict[str, Any]:
-        """A picture of the last second, or, while routers are slow to answer, the last there was."""
+        """Return a picture of the last second, or an older one while routers are slow to answer."""
         pause_seconds = max(FRESH_SECONDS, self._drawing_seconds / BUSY_SHARE)
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
             self._drawing = self._tasks.start(self._draw(), name="picture")
@@ -247,7 +247,7 @@ class ClusterWatch:
         return drawn | {"router": self._answered}
 
     async def _pool(self, worker: cluster_pb2.Worker) -> cluster_pb2.BlockPool | None:
-        """None of a worker that does not answer: its card says what it is."""
+        """Return a worker's pool, or None if the worker does not answer. Then its card shows its state."""
         if worker.state not in picture.ANSWERING:
             return None
         try:

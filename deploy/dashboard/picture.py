@@ -1,7 +1,7 @@
-"""A cluster as a page draws it: who should run and who does, and each pool as cells. Pure.
+"""Picture of a cluster for the page: the workers and routers with their states, and each pool as cells. Pure.
 
-A worker is shown by what its supervisor and a router say of it, the worse of the two; one that has died stays on the
-page until its next life serves. Counts are GetBlockPool's own, never added up from what is drawn.
+A worker's state is the worse of what its supervisor and a router report. A dead worker stays on the page until its next
+incarnation serves. Counts come from GetBlockPool and are never added up from the cells.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
 from blockyard.proto.v1 import cluster_pb2
 
 MAX_CELLS = 1024
-"""Of a pool. A larger one has several blocks in each cell."""
+"""Limit on the cells of a pool. A larger pool has several blocks in each cell."""
 ANSWERING = frozenset(
     {
         cluster_pb2.WORKER_STATE_READY,
@@ -38,7 +38,7 @@ UP = frozenset({"serving", "draining"})
 
 
 def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
-    """While no router has answered: who should run, by the supervisor's word alone."""
+    """Return the picture while no router answers, from the supervisor's announcement alone."""
     return {
         "cluster": announcement.cluster,
         "model": announcement.model,
@@ -60,7 +60,7 @@ def drawn(
     cards = [
         _card(place, known.pop(place.name, None), pools.get(place.name)) for place in announcement.workers
     ]
-    # Of other supervisors, or of none.
+    # Workers of other supervisors, or of none.
     cards += [_card(None, worker, pools.get(worker_id)) for worker_id, worker in known.items()]
     return of_nothing(announcement) | {
         "info": {
@@ -112,15 +112,15 @@ def _card(
 
 
 def state_of(place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
-    """A word for the state, and why."""
+    """Return a word for a worker's state, and the reason."""
     if place is not None and place.phase not in UP:
         if place.phase == "stopped":
-            return "stopped", "it was drained and has ended; restart it to have it back"
+            return "stopped", "it was drained and has ended; `blockyard restart` starts it again"
         if place.num_starts:
-            return "dead", f"its process has ended; start {place.num_starts + 1} is under way"
+            return "dead", f"its process has ended; start number {place.num_starts + 1} is in progress"
         return "starting", "it loads the model"
     if worker is None:
-        return "connecting", "no router has reached it"
+        return "connecting", "no router is connected to it yet"
     return STATES.get(worker.state, "unknown"), worker.state_reason
 
 
@@ -149,7 +149,10 @@ def pool_message(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
 
 
 def cells(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
-    """`scale` blocks a cell; for each the used, those of them that several hold, the cached, and the most holders."""
+    """Group a pool's blocks into cells of `scale` blocks.
+
+    Each cell has the number of used, shared and cached blocks, and the largest number of sequences on one block.
+    """
     if not pool.runs:
         return {"scale": 1, "cell_used": [], "cell_shared": [], "cell_cached": [], "cell_holders": []}
     lengths = np.array([run.length for run in pool.runs])

@@ -14,7 +14,7 @@ from blockyard.deploy.ray.shipping import build_wheel
 from blockyard.deploy.supervision.replicas import OtherCodeError, Place, check_code
 from blockyard.proto.naming.code_version import code_version, package_folders
 
-SAY_VERSION = "from blockyard.proto import code_version as c; print(c.__file__); print(c.code_version())"
+SAY_VERSION = "from blockyard.proto.naming import code_version as c; print(c.__file__); print(c.code_version())"
 
 
 def run_python(code: str, *path: Path) -> list[str]:
