@@ -109,13 +109,13 @@ class LocalLogs:
         for part in parts[first:]:
             with contextlib.suppress(FileNotFoundError), part.open("rb") as opened:
                 found = os.fstat(opened.fileno()).st_ino
-                place = offset if found == inode else 0
-                opened.seek(place)
+                position = offset if found == inode else 0
+                opened.seek(position)
                 for line in opened:
                     if not line.endswith(b"\n") and part == parts[-1] and not to_the_end:
                         break
-                    place += len(line)
-                    self._read[file.key] = (found, place)
+                    position += len(line)
+                    self._read[file.key] = (found, position)
                     yield line
 
     def _listed(self) -> list[str]:

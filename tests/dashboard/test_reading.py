@@ -237,7 +237,7 @@ def test_a_worker_that_no_supervisor_names_is_shown_too() -> None:
 
 def headers_of(document: Any, size: int = 7000) -> dict[str, str]:
     text = base64.b64encode(json.dumps(document).encode()).decode()
-    return {f"{HEADER}{place // size}": text[place : place + size] for place in range(0, len(text), size)}
+    return {f"{HEADER}{start // size}": text[start : start + size] for start in range(0, len(text), size)}
 
 
 def test_a_prompt_comes_in_as_many_headers_as_it_needs() -> None:
