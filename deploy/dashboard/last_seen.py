@@ -51,7 +51,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenWorker:
     """One worker on the latest picture. Times are in seconds since the epoch."""
 
     state: str
@@ -65,7 +65,7 @@ class LastSeen:
     """Remembers only the workers on the latest picture, so that it stays small."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SeenWorker] = {}
 
     def completed(
         self, cards: Iterable[dict[str, Any]], now: float, *, is_told: bool = True
@@ -74,7 +74,7 @@ class LastSeen:
 
         `is_told` is false while no router answers. Then the states are unknown, and the last known ones stay.
         """
-        kept: dict[str, Seen] = {}
+        kept: dict[str, SeenWorker] = {}
         completed = []
         for card in cards:
             before = self._seen.get(card["name"])
@@ -94,10 +94,10 @@ class LastSeen:
         return completed
 
 
-def _seen_now(card: dict[str, Any], before: Seen | None, now: float) -> Seen:
+def _seen_now(card: dict[str, Any], before: SeenWorker | None, now: float) -> SeenWorker:
     pool = card["pool"] or (before.pool if before else None)
     if before is not None and before.state == card["state"]:
         since, is_exact = before.since, before.is_exact
     else:
         since, is_exact = now, before is not None and now - before.at <= EXACT_SECONDS
-    return Seen(state=card["state"], since=since, is_exact=is_exact, at=now, pool=pool)
+    return SeenWorker(state=card["state"], since=since, is_exact=is_exact, at=now, pool=pool)

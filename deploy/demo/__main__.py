@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
-from blockyard.deploy.demo.traffic import ALONE_ROUNDS, Alone, Chat, chats_of, run_chats, time_alone
+from blockyard.deploy.demo.traffic import ALONE_ROUNDS, Chat, LatencyAlone, chats_of, run_chats, time_alone
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import down, leftovers, up
 from blockyard.deploy.lifecycle.progress import StageProgress
@@ -139,7 +139,7 @@ def _show_chats(console: Console, cluster: ClusterState) -> None:
         console.print(alone_line(alone), soft_wrap=True)
 
 
-def alone_line(alone: Alone) -> str:
+def alone_line(alone: LatencyAlone) -> str:
     """Compare the same request, alone on the cluster, with and without its prompt in the cache."""
     new_ms, cached_ms = 1000 * alone.new_seconds, 1000 * alone.cached_seconds
     return (

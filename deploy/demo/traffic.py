@@ -83,7 +83,7 @@ async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
+class LatencyAlone:
     """Median times to the first token of requests that ran alone on the cluster, in seconds."""
 
     new_seconds: float
@@ -93,7 +93,7 @@ class Alone:
     cached_tokens: int
 
 
-async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
+async def time_alone(routers: Sequence[str], question: Chat) -> LatencyAlone | None:
     """Send one question in several rounds, twice in each, with a new cache salt for each round.
 
     The first time nothing of its prompt is cached, the second time all full blocks are. Return None if cached blocks
@@ -122,7 +122,7 @@ async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
         return None
     finish = pairs[0][1].finish
     assert finish is not None
-    return Alone(
+    return LatencyAlone(
         new_seconds=median(new.time_to_first_token_seconds or 0.0 for new, _ in pairs),
         cached_seconds=median(again.time_to_first_token_seconds or 0.0 for _, again in pairs),
         prompt_tokens=finish.prompt_tokens,

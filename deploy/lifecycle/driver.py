@@ -104,7 +104,7 @@ def _connecting(cluster: ClusterState) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ClusterAnswers:
     """Answers of Ray and the supervisor about a cluster."""
 
     report: "SupervisorReport"
@@ -112,19 +112,19 @@ class Seen:
 
 
 def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
-    """Start a child process that answers with Seen. It is no driver. Raise as `driver` and `supervisor_report` do."""
+    """Start a child process that answers with ClusterAnswers, without becoming a driver. Raise as `driver` does."""
 
     def look(send: Callable[[Any], None]) -> None:
         with _connecting(cluster) as address:
             service = ray_head.control_service(address, token_path=cluster.ray_token_path)
         if not cluster.is_supervised:
             raise ValueError(f"cluster {cluster.cluster!r} is still starting: it has no supervisor yet")
-        send(_seen(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
+        send(_cluster_answers(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
 
     return Child(look)
 
 
-def _seen(service: Any, cluster: str, seconds: float) -> Seen:
+def _cluster_answers(service: Any, cluster: str, seconds: float) -> ClusterAnswers:
     from blockyard.deploy.dashboard.announcement import key_of
     from blockyard.deploy.ray.nodes import living_nodes
     from blockyard.deploy.supervision import reports
@@ -138,7 +138,7 @@ def _seen(service: Any, cluster: str, seconds: float) -> Seen:
 
     try:
         report = reports.next_report(read, seconds)
-        return Seen(report=report, living=living_nodes(service, seconds))
+        return ClusterAnswers(report=report, living=living_nodes(service, seconds))
     except reports.SilentSupervisorError as error:
         raise RuntimeError(f"{error}: {_IN_A_MINUTE}") from None
     except RayError as error:

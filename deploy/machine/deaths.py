@@ -65,7 +65,7 @@ class DeathWatch:
         self._kills = self._kills[1], self._count_kills()
         self._next_look = asyncio.get_running_loop().call_later(MEMORY_SECONDS, self._look)
 
-    async def told(self) -> str:
+    async def reason(self) -> str:
         """Describe how the process ended. Empty if it lives or the kernel does not say."""
         for _ in range(_LOOKS if self._pidfd is not None else 0):
             if (status := self._status()) is not None:

@@ -38,7 +38,7 @@ from blockyard.deploy.machine.processes import (
     state_of,
 )
 from blockyard.deploy.ray import head_probes
-from blockyard.deploy.ray.head_probes import Pulse
+from blockyard.deploy.ray.head_probes import ProbeHistory
 
 LOOK_SECONDS = 0.5
 MAX_STOPPED_LOOKS = 40
@@ -53,7 +53,7 @@ _WORKER_TITLE = "ray::"
 
 
 @dataclass(slots=True, kw_only=True)
-class Question:
+class Probe:
     """A health check in flight."""
 
     answer: Future[bool]
@@ -62,7 +62,7 @@ class Question:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class HeadProgram:
     """One program of the head, with its command and environment."""
 
     name: str
@@ -70,8 +70,8 @@ class Part:
     command: list[str]
     environment: dict[str, str]
     num_stopped_looks: int = 0
-    pulse: Pulse = field(default_factory=Pulse)
-    question: Question | None = None
+    history: ProbeHistory = field(default_factory=ProbeHistory)
+    probe: Probe | None = None
     pause_seconds: float = 0.0
     started_at: float = 0.0
 
@@ -85,13 +85,13 @@ def name_of(command: list[str]) -> str:
     return DASHBOARD if any(word.endswith("/ray/dashboard/dashboard.py") for word in command[1:4]) else ""
 
 
-def parts_of(session: int) -> dict[str, Part]:
+def programs_of(session: int) -> dict[str, HeadProgram]:
     found = {}
     for member in session_members(session):
         command = command_of(member.pid)
         if name := name_of(command):
             environment = environment_of(member.pid)
-            found[name] = Part(name=name, process=member, command=command, environment=environment)
+            found[name] = HeadProgram(name=name, process=member, command=command, environment=environment)
     return found
 
 
@@ -119,15 +119,17 @@ def _value(command: list[str], option: str) -> str:
     raise ValueError(f"its command has no {option}")
 
 
-def does_answer(part: Part, *, seconds: float) -> bool:
+def does_answer(program: HeadProgram, *, seconds: float) -> bool:
     """Tell whether a program answers in time. A raylet with TLS, or a program that cannot be asked, counts as well."""
-    if part.name == RAYLET and part.environment.get("RAY_USE_TLS") == "1":
+    if program.name == RAYLET and program.environment.get("RAY_USE_TLS") == "1":
         return True
     try:
-        token = head_probes.ray_token(part.environment)
-        if part.name == RAYLET:
-            return head_probes.does_raylet_answer(listening_ports(part.process.pid), token, seconds=seconds)
-        address = _value(part.command, "--host"), int(_value(part.command, "--port"))
+        token = head_probes.ray_token(program.environment)
+        if program.name == RAYLET:
+            return head_probes.does_raylet_answer(
+                listening_ports(program.process.pid), token, seconds=seconds
+            )
+        address = _value(program.command, "--host"), int(_value(program.command, "--port"))
         return head_probes.does_dashboard_answer(address, token, seconds=seconds)
     except (OSError, ValueError):
         return True
@@ -138,70 +140,70 @@ class Guardian:
 
     def __init__(self, session: int) -> None:
         self._session = session
-        self._parts = parts_of(session)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="questions")
+        self._programs = programs_of(session)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probes")
 
     def watch(self) -> None:
         """Watch until the control service has ended."""
         woke_at = time.monotonic()
-        while is_alive(self._parts[GCS].process):
+        while is_alive(self._programs[GCS].process):
             last_at, woke_at = woke_at, time.monotonic()
             is_late = woke_at - last_at > LOOK_SECONDS + head_probes.LATE_SECONDS
             for name in (RAYLET, DASHBOARD):
-                if (part := self._parts.get(name)) is not None:
-                    self._look(part, is_late=is_late)
+                if (program := self._programs.get(name)) is not None:
+                    self._look(program, is_late=is_late)
             time.sleep(LOOK_SECONDS)
             _reap()
         _say("Ray's control service has ended")
 
-    def _look(self, part: Part, *, is_late: bool) -> None:
-        if is_alive(part.process):
-            is_stopped = state_of(part.process.pid) == STOPPED
-            part.num_stopped_looks = part.num_stopped_looks + 1 if is_stopped else 0
-            self._ask(part, is_late=is_late)
-            if part.num_stopped_looks >= MAX_STOPPED_LOOKS or part.pulse.hangs:
-                _say(f"{part.name} {'is stopped' if is_stopped else 'does not answer'} and is killed")
-                _kill(part.process)
-        elif time.monotonic() >= part.started_at + part.pause_seconds:
-            self._start_again(part)
+    def _look(self, program: HeadProgram, *, is_late: bool) -> None:
+        if is_alive(program.process):
+            is_stopped = state_of(program.process.pid) == STOPPED
+            program.num_stopped_looks = program.num_stopped_looks + 1 if is_stopped else 0
+            self._ask(program, is_late=is_late)
+            if program.num_stopped_looks >= MAX_STOPPED_LOOKS or program.history.hangs:
+                _say(f"{program.name} {'is stopped' if is_stopped else 'does not answer'} and is killed")
+                _kill(program.process)
+        elif time.monotonic() >= program.started_at + program.pause_seconds:
+            self._start_again(program)
 
-    def _ask(self, part: Part, *, is_late: bool) -> None:
+    def _ask(self, program: HeadProgram, *, is_late: bool) -> None:
         """Read the answer to the last health check, and start another when it is time."""
-        question, now = part.question, time.monotonic()
-        if question is not None:
-            question.is_late |= is_late
-            if not question.answer.done() or now < question.asked_at + head_probes.QUESTION_SECONDS:
+        probe, now = program.probe, time.monotonic()
+        if probe is not None:
+            probe.is_late |= is_late
+            if not probe.answer.done() or now < probe.asked_at + head_probes.QUESTION_SECONDS:
                 return
-            part.pulse = part.pulse.after(answered=question.answer.result(), was_late=question.is_late)
-            part.question = None
+            program.history = program.history.after(answered=probe.answer.result(), was_late=probe.is_late)
+            program.probe = None
         with contextlib.suppress(RuntimeError):  # No thread is available now. The next check tries again.
-            answer = self._threads.submit(does_answer, part, seconds=head_probes.QUESTION_SECONDS)
-            part.question = Question(answer=answer, asked_at=now)
+            answer = self._threads.submit(does_answer, program, seconds=head_probes.QUESTION_SECONDS)
+            program.probe = Probe(answer=answer, asked_at=now)
 
-    def _start_again(self, part: Part) -> None:
+    def _start_again(self, program: HeadProgram) -> None:
         """Restart a program. A failed start is retried after a pause, like a process that dies at once."""
-        _say(f"{part.name} has died and is started again")
+        _say(f"{program.name} has died and is started again")
         now = time.monotonic()
-        part.pause_seconds = next_pause_seconds(part.pause_seconds, now - part.started_at)
-        part.started_at, part.num_stopped_looks = now, 0
-        part.pulse, part.question = Pulse(), None
+        program.pause_seconds = next_pause_seconds(program.pause_seconds, now - program.started_at)
+        program.started_at, program.num_stopped_looks = now, 0
+        program.history, program.probe = ProbeHistory(), None
         try:
-            if part.name == RAYLET:
-                self._make_room(part)
+            if program.name == RAYLET:
+                self._make_room(program)
             process = subprocess.Popen(
-                part.command,
-                env=part.environment,
+                program.command,
+                env=program.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 process_group=0,
             )
         except (OSError, ValueError) as error:
-            _say(f"{part.name} could not be started: {error}")
+            _say(f"{program.name} could not be started: {error}")
         else:
-            part.process = identify(process.pid) or part.process
+            program.process = identify(process.pid) or program.process
 
-    def _make_room(self, raylet: Part) -> None:
+    def _make_room(self, raylet: HeadProgram) -> None:
         """Remove what a dead raylet has left, and give its command a new node id."""
         self._end_workers()
         for option in ("--raylet_socket_name", "--store_socket_name"):

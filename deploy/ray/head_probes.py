@@ -39,17 +39,17 @@ _MIN_WAIT_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class ProbeHistory:
     """Health checks of one incarnation of a program."""
 
     has_answered: bool = False
     num_missed: int = 0
     """Checks in a row without an answer, except late ones."""
 
-    def after(self, *, answered: bool, was_late: bool) -> "Pulse":
-        """Return the pulse after one more check. A check is late if the guardian was not scheduled meanwhile."""
+    def after(self, *, answered: bool, was_late: bool) -> "ProbeHistory":
+        """Return the history after one more check. A check is late if the guardian was not scheduled meanwhile."""
         if answered:
-            return Pulse(has_answered=True)
+            return ProbeHistory(has_answered=True)
         return self if was_late else replace(self, num_missed=self.num_missed + 1)
 
     @property

@@ -63,7 +63,7 @@ def living_nodes(service: Any, seconds: float) -> list[RayNode]:
 
     known = service.get_all_node_info(timeout=seconds).items()
     living = {node_id.hex(): info for node_id, info in known if info.state == GcsNodeInfo.ALIVE}
-    names = told_apart({node_id: info.node_manager_address for node_id, info in living.items()})
+    names = distinct_names({node_id: info.node_manager_address for node_id, info in living.items()})
     nodes = (
         RayNode(
             node_id=node_id,
@@ -106,7 +106,7 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
     from ray import cloudpickle
 
     living = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-    names = told_apart(living)
+    names = distinct_names(living)
     cloudpickle.register_pickle_by_value(node_probe)  # type: ignore[no-untyped-call]
     try:
         probes = {node_id: _probe_on(node_id) for node_id in living}
@@ -122,7 +122,7 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
     ]
 
 
-def told_apart(addresses: Mapping[str, str]) -> dict[str, str]:
+def distinct_names(addresses: Mapping[str, str]) -> dict[str, str]:
     """Name each node by its id: its address, with part of the id where nodes share an address."""
     shared = Counter(addresses.values())
     return {

@@ -105,7 +105,7 @@ class DiedError(RuntimeError):
 
 
 @contextlib.asynccontextmanager
-async def death_told() -> AsyncIterator[DeathWatch]:
+async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
     """Turn the death of an actor into a DiedError.
 
     Its text comes from Ray, or from the kernel for the process that is watched.
@@ -116,10 +116,10 @@ async def death_told() -> AsyncIterator[DeathWatch]:
         except OutOfMemoryError:
             raise DiedError(KILLED_FOR_MEMORY) from None
         except RayActorError as error:
-            raise DiedError(told_by_ray(str(error)) or await death.told() or "its process died") from None
+            raise DiedError(reason_by_ray(str(error)) or await death.reason() or "its process died") from None
 
 
-def told_by_ray(words: str) -> str:
+def reason_by_ray(words: str) -> str:
     """Return the reason that Ray gives for an actor's death. Empty if Ray reports only a lost connection."""
     return next((told for part, told in _RAYS_WORDS.items() if part in words), "")
 

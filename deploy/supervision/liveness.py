@@ -29,7 +29,7 @@ class HungError(RuntimeError):
     """The process lives and no longer answers."""
 
 
-class Pulse:
+class HealthCheck:
     """Health checks of one incarnation of a worker or router."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], *, patience_seconds: float = inf) -> None:

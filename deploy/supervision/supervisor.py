@@ -27,7 +27,7 @@ from blockyard.deploy.supervision.actors import (
     adopt_or_create,
     all_of,
     answer,
-    death_told,
+    deaths_as_errors,
     end_process,
     is_actor,
     living_names,
@@ -37,7 +37,7 @@ from blockyard.deploy.supervision.announcing import keep_announced, put, withdra
 from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore, RayDesiredStateStore
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
-from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HungError, Pulse
+from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthCheck, HungError
 from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
     ClusterSpec,
@@ -79,7 +79,7 @@ class Supervisor:
         self._desired = self._store.load() or DesiredState(num_workers=spec.num_workers)
         self._places = places_of(spec, self._desired.num_workers)
         self._actors: dict[str, Any] = {}
-        self._pulses: dict[str, Pulse] = {}
+        self._health_checks: dict[str, HealthCheck] = {}
         """Health checks of replicas that run or start, by name."""
         self._changed = asyncio.Event()
         self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
@@ -301,34 +301,34 @@ class Supervisor:
         """Adopt or create the actor and wait for its end. Raise DiedError when it dies, HungError when it hangs."""
         place.pid, place.node_id = 0, ""
         actor = self._actors[place.name] = adopt_or_create(self._spec, place)
-        async with self._pulse(place, actor) as pulse, death_told() as death:
+        async with self._health_check(place, actor) as health, deaths_as_errors() as death:
             if place.name in self._found:
                 self._found.discard(place.name)
-                pulse.patience_seconds = STARTING_SECONDS
+                health.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
-            place.node_id, place.pid = await pulse.unless_hung(whereabouts)
+            place.node_id, place.pid = await health.unless_hung(whereabouts)
             if place.node_id == ray.get_runtime_context().get_node_id() and is_actor(place.pid):
                 death.watch(place.pid)
             if place.kind == "worker":
                 if not Path(self._spec.worker.engine.model).is_absolute():
                     place.phase = "downloading"
-                await pulse.unless_hung(actor.fetch_model.remote())
+                await health.unless_hung(actor.fetch_model.remote())
                 place.phase = "starting"
-            self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
+            self._has_started(place, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
-            pulse.patience_seconds = self._spec.hung_seconds
-            await pulse.unless_hung(actor.until_stopped.remote())
+            health.patience_seconds = self._spec.hung_seconds
+            await health.unless_hung(actor.until_stopped.remote())
 
     @contextlib.asynccontextmanager
-    async def _pulse(self, place: Place, actor: Any) -> AsyncIterator[Pulse]:
+    async def _health_check(self, place: Place, actor: Any) -> AsyncIterator[HealthCheck]:
         """Have `_watch_all` check this replica's health meanwhile."""
         question = actor.is_draining if place.kind == "worker" else actor.ready_incarnations
-        pulse = self._pulses[place.name] = Pulse(question.remote)
+        health = self._health_checks[place.name] = HealthCheck(question.remote)
         try:
-            yield pulse
+            yield health
         finally:
-            del self._pulses[place.name]
-            await pulse.stop()
+            del self._health_checks[place.name]
+            await health.stop()
 
     def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
         place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
@@ -346,25 +346,25 @@ class Supervisor:
         """Check which replicas hang and which workers drain. A worker may drain through a router's admin call."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await all_of(*(self._look(place, pulse) for place, pulse in self._looked_at()))
+            await all_of(*(self._look(place, health) for place, health in self._looked_at()))
             taken_out = taken_out_of(self._workers(), self._desired.taken_out)
             if taken_out != self._desired.taken_out:
                 # If this fails, the next check tries again.
                 await all_of(self._remember(taken_out=taken_out))
 
-    def _looked_at(self) -> list[tuple[Place, Pulse]]:
+    def _looked_at(self) -> list[tuple[Place, HealthCheck]]:
         """Return replicas and their health checks. A leaving replica has a deadline of its own."""
         return [
-            (place, self._pulses[place.name])
+            (place, self._health_checks[place.name])
             for place in self._places
-            if place.name in self._pulses and not place.is_leaving
+            if place.name in self._health_checks and not place.is_leaving
         ]
 
-    async def _look(self, place: Place, pulse: Pulse) -> None:
-        answered = await pulse.look()
-        if self._pulses.get(place.name) is not pulse or place.is_leaving:
+    async def _look(self, place: Place, health: HealthCheck) -> None:
+        answered = await health.look()
+        if self._health_checks.get(place.name) is not health or place.is_leaving:
             return
-        place.num_missed = pulse.num_missed
+        place.num_missed = health.num_missed
         if place.kind == "worker" and place.is_up and answered is not None:
             place.phase = "draining" if answered else "serving"
 

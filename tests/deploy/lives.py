@@ -157,24 +157,24 @@ class Lives(WithoutActors):
     async def _run_once(self, place: Place) -> None:
         if place.kind == "router":
             self._actors[place.name] = self.router
-            async with self._pulse(place, self.router) as pulse:
+            async with self._health_check(place, self.router) as health:
                 place.phase, place.address = "serving", "router:1"
-                pulse.patience_seconds = self._spec.hung_seconds
-                await pulse.unless_hung(asyncio.Event().wait())
+                health.patience_seconds = self._spec.hung_seconds
+                await health.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
         if self.fails_to_start:
             raise RuntimeError("no such model")
         life = self._adopt_or_make(place.name)
         place.pid = len(self.lives)
-        async with self._pulse(place, life) as pulse:
+        async with self._health_check(place, life) as health:
             if self.loads_for_seconds:
-                await pulse.unless_hung(asyncio.sleep(self.loads_for_seconds))
+                await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
             place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
             place.num_starts += 1
             self._changed.set()
-            pulse.patience_seconds = self._spec.hung_seconds
-            await pulse.unless_hung(life.ended.wait())
+            health.patience_seconds = self._spec.hung_seconds
+            await health.unless_hung(life.ended.wait())
         raise RuntimeError("it ended")
 
     def _adopt_or_make(self, name: str) -> Worker:

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
+from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HealthCheck, HungError
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views.views import place_dict
 from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
@@ -147,21 +147,21 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
 @in_virtual_time
 async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() -> None:
     answers = asyncio.Event()
-    pulse = Pulse(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
-    waited = asyncio.ensure_future(pulse.unless_hung(asyncio.Event().wait()))
+    health = HealthCheck(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
+    waited = asyncio.ensure_future(health.unless_hung(asyncio.Event().wait()))
     for _ in range(2):
-        assert await pulse.look() is None
-    assert pulse.num_missed == 2
+        assert await health.look() is None
+    assert health.num_missed == 2
     answers.set()
-    assert await pulse.look() is True
-    assert pulse.num_missed == 0
+    assert await health.look() is True
+    assert health.num_missed == 0
     answers.clear()
     for _ in range(3):
         assert not waited.done()
-        assert await pulse.look() is None
+        assert await health.look() is None
     with pytest.raises(HungError):
         await waited
-    await pulse.stop()
+    await health.stop()
 
 
 @in_virtual_time
