@@ -14,8 +14,8 @@ MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncedPlace:
-    """A worker or router that should run. The fields are those of the supervisor's Place."""
+class AnnouncedReplica:
+    """A worker or router that should run. The fields are those of the supervisor's Replica."""
 
     name: str
     kind: str
@@ -36,17 +36,17 @@ class Announcement:
     uses_tls: bool
     wants_certificate: bool
     wants_token: bool
-    places: tuple[AnnouncedPlace, ...]
+    replicas: tuple[AnnouncedReplica, ...]
 
     @property
     def routers(self) -> tuple[str, ...]:
         """Return the addresses of serving routers. An address that several share appears once."""
-        serving = (place for place in self.places if place.kind == "router" and place.address)
-        return tuple(dict.fromkeys(place.address for place in serving))
+        serving = (replica for replica in self.replicas if replica.kind == "router" and replica.address)
+        return tuple(dict.fromkeys(replica.address for replica in serving))
 
     @property
-    def workers(self) -> tuple[AnnouncedPlace, ...]:
-        return tuple(place for place in self.places if place.kind == "worker")
+    def workers(self) -> tuple[AnnouncedReplica, ...]:
+        return tuple(replica for replica in self.replicas if replica.kind == "worker")
 
 
 def key_of(cluster: str) -> bytes:
@@ -54,7 +54,8 @@ def key_of(cluster: str) -> bytes:
 
 
 def encode(announcement: Announcement) -> bytes:
-    return json.dumps(asdict(announcement)).encode()
+    document = asdict(announcement)
+    return json.dumps({"places": document.pop("replicas"), **document}).encode()
 
 
 def decode(data: bytes) -> Announcement:
@@ -63,7 +64,7 @@ def decode(data: bytes) -> Announcement:
         raise ValueError("an announcement of more than a megabyte")
     try:
         document: dict[str, Any] = json.loads(data)
-        places = tuple(AnnouncedPlace(**place) for place in document.pop("places"))
-        return Announcement(places=places, **document)
+        replicas = tuple(AnnouncedReplica(**replica) for replica in document.pop("places"))
+        return Announcement(replicas=replicas, **document)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("no announcement of this version") from error

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
+from blockyard.deploy.dashboard.announcement import AnnouncedReplica, Announcement
 from blockyard.proto.v1 import cluster_pb2
 
 MAX_CELLS = 1024
@@ -46,7 +46,7 @@ def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
         "router": None,
         "routers": _routers(announcement),
         "info": None,
-        "workers": [_card(place, None, None) for place in announcement.workers],
+        "workers": [_card(replica, None, None) for replica in announcement.workers],
     }
 
 
@@ -58,7 +58,8 @@ def drawn(
 ) -> dict[str, Any]:
     known = {worker.worker_id: worker for worker in workers if worker.worker_id}
     cards = [
-        _card(place, known.pop(place.name, None), pools.get(place.name)) for place in announcement.workers
+        _card(replica, known.pop(replica.name, None), pools.get(replica.name))
+        for replica in announcement.workers
     ]
     # Workers of other supervisors, or of none.
     cards += [_card(None, worker, pools.get(worker_id)) for worker_id, worker in known.items()]
@@ -79,24 +80,24 @@ def drawn(
 
 def _routers(announcement: Announcement) -> list[dict[str, Any]]:
     return [
-        {"name": place.name, "address": place.address, "phase": place.phase}
-        for place in announcement.places
-        if place.kind == "router"
+        {"name": replica.name, "address": replica.address, "phase": replica.phase}
+        for replica in announcement.replicas
+        if replica.kind == "router"
     ]
 
 
 def _card(
-    place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None, pool: cluster_pb2.BlockPool | None
+    replica: AnnouncedReplica | None, worker: cluster_pb2.Worker | None, pool: cluster_pb2.BlockPool | None
 ) -> dict[str, Any]:
-    state, reason = state_of(place, worker)
+    state, reason = state_of(replica, worker)
     card: dict[str, Any] = {
-        "name": place.name if place else worker.worker_id if worker else "",
+        "name": replica.name if replica else worker.worker_id if worker else "",
         "state": state,
         "reason": reason,
-        "starts": place.num_starts if place else None,
-        "node": place.node if place else "",
-        "address": place.address if place else "",
-        "incarnation": place.incarnation if place else "",
+        "starts": replica.num_starts if replica else None,
+        "node": replica.node if replica else "",
+        "address": replica.address if replica else "",
+        "incarnation": replica.incarnation if replica else "",
         "device": "",
         "pool": None if pool is None else pool_message(pool),
     }
@@ -111,13 +112,13 @@ def _card(
     return card
 
 
-def state_of(place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
+def state_of(replica: AnnouncedReplica | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
     """Return a word for a worker's state, and the reason."""
-    if place is not None and place.phase not in UP:
-        if place.phase == "stopped":
+    if replica is not None and replica.phase not in UP:
+        if replica.phase == "stopped":
             return "stopped", "it was drained and has ended; `blockyard restart` starts it again"
-        if place.num_starts:
-            return "dead", f"its process has ended; start number {place.num_starts + 1} is in progress"
+        if replica.num_starts:
+            return "dead", f"its process has ended; start number {replica.num_starts + 1} is in progress"
         return "starting", "it loads the model"
     if worker is None:
         return "connecting", "no router is connected to it yet"

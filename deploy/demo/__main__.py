@@ -200,7 +200,7 @@ def _requests_table(chats: list[Chat]) -> RenderableType:
 def _show_pools(console: Console, cluster: ClusterState) -> None:
     console.rule("the workers' block pools", align="left")
     with Client(list(cluster.routers)) as client, on_ray.driver(cluster):
-        nodes = {place.name: place.node_id for place in on_ray.supervisor_report().places}
+        nodes = {replica.name: replica.node_id for replica in on_ray.supervisor_report().replicas}
         for worker in client.list_workers():
             console.print(pool_map(client.block_pool(worker.worker_id)))
             agreed = _views_agree(cluster, client, worker.worker_id, nodes[worker.worker_id])

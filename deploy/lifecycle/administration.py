@@ -28,8 +28,8 @@ def restart(
     ones after it are then not restarted.
     """
     with on_ray.driver(cluster):
-        places = on_ray.supervisor_report(on_ray.HELLO_SECONDS).places
-        order = restart_order([place.name for place in places], names)
+        replicas = on_ray.supervisor_report(on_ray.HELLO_SECONDS).replicas
+        order = restart_order([replica.name for replica in replicas], names)
         for number, name in enumerate(order):
             _restart_one(name, number, len(order), grace_seconds, report)
     return order
@@ -51,7 +51,7 @@ def _restart_one(name: str, number: int, total: int, grace_seconds: float, repor
     on_ray.restart(
         name,
         grace_seconds,
-        waiting=lambda seen: tell(_STAGES[next(p.phase for p in seen.places if p.name == name)]),
+        waiting=lambda seen: tell(_STAGES[next(p.phase for p in seen.replicas if p.name == name)]),
     )
 
 

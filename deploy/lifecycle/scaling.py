@@ -64,7 +64,9 @@ def scale(
 
 def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
     after = workers_of(report)
-    taken_out = taken_out_of((place for place in report.places if place.kind == "worker"), frozenset())
+    taken_out = taken_out_of(
+        (replica for replica in report.replicas if replica.kind == "worker"), frozenset()
+    )
     return Scaled(
         workers=after,
         added=tuple(name for name in after if name not in before),
@@ -74,7 +76,7 @@ def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
 
 
 def workers_of(report: SupervisorReport) -> tuple[str, ...]:
-    return tuple(place.name for place in report.places if place.kind == "worker")
+    return tuple(replica.name for replica in report.replicas if replica.kind == "worker")
 
 
 def _told_as_out(name: str) -> str:
@@ -114,9 +116,9 @@ def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def _progress(seen: SupervisorReport, before: tuple[str, ...], num_workers: int) -> Progress:
-    workers = [place for place in seen.places if place.kind == "worker"]
+    workers = [replica for replica in seen.replicas if replica.kind == "worker"]
     if num_workers >= len(before):
-        serving = sum(place.phase == "serving" for place in workers)
+        serving = sum(replica.phase == "serving" for replica in workers)
         return Progress(stage="starting workers", done=serving, total=num_workers)
     gone = max(0, len(before) - len(workers))
     return Progress(stage="draining workers", done=gone, total=len(before) - num_workers)

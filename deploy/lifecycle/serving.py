@@ -14,7 +14,7 @@ from blockyard.deploy.views.quantities import counted
 from blockyard.kernels.cpu import extension as cpu_extension
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervision.replicas import Place
+    from blockyard.deploy.supervision.replicas import Replica
 
 SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
@@ -64,51 +64,51 @@ def wait_until_all_serve(report: Report) -> Serving:
     deadline = time.monotonic() + SERVE_SECONDS
     stage = STAGES[0]
     while time.monotonic() < deadline:
-        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).places
-        serving = [place for place in everyone if place.phase == "serving"]
-        is_downloading = any(place.phase == "downloading" for place in everyone)
+        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).replicas
+        serving = [replica for replica in everyone if replica.phase == "serving"]
+        is_downloading = any(replica.phase == "downloading" for replica in everyone)
         if is_downloading:
             deadline = time.monotonic() + SERVE_SECONDS
         stage = next_stage(stage, everyone, is_compiling=cpu_extension.is_being_built())
         report(Progress(stage=stage, done=len(serving), total=len(everyone), detail=_who_serves(everyone)))
         if len(serving) == len(everyone):
-            routers = [place for place in everyone if place.kind == "router"]
-            gateways = (place.http_address for place in routers if place.http_address)
+            routers = [replica for replica in everyone if replica.kind == "router"]
+            gateways = (replica.http_address for replica in routers if replica.http_address)
             return Serving(
-                routers=tuple(dict.fromkeys(place.address for place in routers)),
+                routers=tuple(dict.fromkeys(replica.address for replica in routers)),
                 gateways=tuple(dict.fromkeys(gateways)),
-                dtypes=tuple(dict.fromkeys(place.dtype for place in everyone if place.dtype)),
+                dtypes=tuple(dict.fromkeys(replica.dtype for replica in everyone if replica.dtype)),
             )
-        for place in everyone:
+        for replica in everyone:
             # The supervisor would keep trying. A command should rather report the problem at once.
-            if place.error and not place.num_starts:
-                raise ClusterStartError(f"{place.name} does not start: {place.error}")
+            if replica.error and not replica.num_starts:
+                raise ClusterStartError(f"{replica.name} does not start: {replica.error}")
         time.sleep(_POLL_SECONDS)
-    waiting = [place.name for place in on_ray.supervisor_report().places if place.phase != "serving"]
+    waiting = [replica.name for replica in on_ray.supervisor_report().replicas if replica.phase != "serving"]
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
 
 
-def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> str:
+def next_stage(stage: str, replicas: Sequence["Replica"], *, is_compiling: bool) -> str:
     """Return the current stage, never an earlier one than `stage`, because workers are at different stages."""
     if is_compiling:
         now = COMPILING
     elif stage == COMPILING:
         now = WARMING
-    elif any(place.phase == "downloading" for place in places):
+    elif any(replica.phase == "downloading" for replica in replicas):
         now = DOWNLOADING
-    elif any(place.pid for place in places if place.kind == "worker"):
+    elif any(replica.pid for replica in replicas if replica.kind == "worker"):
         now = LOADING
     else:
         now = STARTING
     return max(stage, now, key=STAGES.index)
 
 
-def _who_serves(places: Sequence["Place"]) -> str:
+def _who_serves(replicas: Sequence["Replica"]) -> str:
     """Format, for example, `1 of 2 workers and 1 of 1 router serve`."""
     counts = [
-        f"{sum(place.phase == 'serving' for place in of_kind)} of {counted(len(of_kind), kind)}"
+        f"{sum(replica.phase == 'serving' for replica in of_kind)} of {counted(len(of_kind), kind)}"
         for kind in ("worker", "router")
-        if (of_kind := [place for place in places if place.kind == kind])
+        if (of_kind := [replica for replica in replicas if replica.kind == kind])
     ]
     return f"{' and '.join(counts)} serve"
 
@@ -120,8 +120,8 @@ def wait_until_connected(num_workers: int, report: Report) -> None:
     """
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
-        routers = [place for place in on_ray.supervisor_report().places if place.kind == "router"]
-        least = min(routers, key=lambda place: place.num_ready_workers)
+        routers = [replica for replica in on_ray.supervisor_report().replicas if replica.kind == "router"]
+        least = min(routers, key=lambda replica: replica.num_ready_workers)
         if least.num_ready_workers >= num_workers:
             return
         done = least.num_ready_workers

@@ -19,7 +19,7 @@ from blockyard.deploy.supervision.replicas import (
     SUPERVISOR_NAME,
     ClusterSpec,
     OtherCodeError,
-    Place,
+    Replica,
     router_config,
 )
 from blockyard.router.actor import RouterActor
@@ -41,21 +41,21 @@ _RAYS_WORDS = {
 Reply = TypeVar("Reply")
 
 
-def adopt_or_create(spec: ClusterSpec, place: Place) -> Any:
+def adopt_or_create(spec: ClusterSpec, replica: Replica) -> Any:
     """Return the living actor of this name, or create one."""
     options = {
-        "name": place.name,
+        "name": replica.name,
         "namespace": spec.namespace,
         "lifetime": "detached",
         "get_if_exists": True,
         "max_restarts": 0,
     }
-    if place.kind == "router":
-        router = router_config(spec.router, place)
+    if replica.kind == "router":
+        router = router_config(spec.router, replica)
         where = {spec.router_resource: 1.0} if spec.router_resource else {}
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
-        return made.remote(router, place.name, SUPERVISOR_NAME)
-    config = replace(spec.worker, worker_id=place.name)
+        return made.remote(router, replica.name, SUPERVISOR_NAME)
+    config = replace(spec.worker, worker_id=replica.name)
     resources = {"num_cpus": spec.num_cpus_per_worker, "num_gpus": spec.num_gpus_per_worker}
     # SPREAD, so that the death of a node ends as few workers as possible.
     options |= {"scheduling_strategy": "SPREAD"}

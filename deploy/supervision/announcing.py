@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from blockyard.deploy.dashboard.announcement import (
     KV_NAMESPACE,
-    AnnouncedPlace,
+    AnnouncedReplica,
     Announcement,
     encode,
     key_of,
@@ -22,7 +22,7 @@ from blockyard.proto.naming.model_files import model_names
 from ray.exceptions import RayError
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervision.replicas import Place
+    from blockyard.deploy.supervision.replicas import Replica
     from blockyard.router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ KV_SECONDS = 2.0
 
 
 def announcement_of(
-    router: "RouterConfig", places: Iterable["Place"], nodes: Mapping[str, str]
+    router: "RouterConfig", replicas: Iterable["Replica"], nodes: Mapping[str, str]
 ) -> Announcement:
     """Describe a cluster. `nodes` maps node ids to names."""
     return Announcement(
@@ -43,30 +43,30 @@ def announcement_of(
         uses_tls=router.tls is not None,
         wants_certificate=router.tls is not None and router.tls.client_ca is not None,
         wants_token=router.auth_file is not None,
-        places=tuple(
-            AnnouncedPlace(
-                name=place.name,
-                kind=place.kind,
-                phase=place.phase,
-                address=place.address,
-                incarnation=place.incarnation,
-                num_starts=place.num_starts,
-                node=nodes.get(place.node_id, ""),
+        replicas=tuple(
+            AnnouncedReplica(
+                name=replica.name,
+                kind=replica.kind,
+                phase=replica.phase,
+                address=replica.address,
+                incarnation=replica.incarnation,
+                num_starts=replica.num_starts,
+                node=nodes.get(replica.node_id, ""),
             )
-            for place in places
+            for replica in replicas
         ),
     )
 
 
-async def keep_announced(router: "RouterConfig", places: Sequence["Place"]) -> None:
+async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) -> None:
     """Store the announcement whenever it changes, until cancelled. It polls, because changes have many causes."""
     told, looks = b"", 0
     nodes: dict[str, str] = {}
     while True:
-        node_ids = {place.node_id for place in places if place.node_id}
+        node_ids = {replica.node_id for replica in replicas if replica.node_id}
         if not node_ids <= nodes.keys():
             nodes = dict.fromkeys(node_ids, "") | await _node_names()
-        announcement = announcement_of(router, places, nodes)
+        announcement = announcement_of(router, replicas, nodes)
         now, looks = encode(announcement), looks + 1
         if now != told or looks % REPEAT_LOOKS == 0:
             told = now if await put(key_of(announcement.cluster), now) else b""

@@ -49,7 +49,7 @@ class ClusterSpec:
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
+class Replica:
     """One worker or router that should run, and its state."""
 
     name: str
@@ -105,15 +105,15 @@ class SupervisorReport:
     """Process id of the supervisor."""
     code: str
     """Code version that the supervisor runs."""
-    places: list[Place]
+    replicas: list[Replica]
     cpus_per_worker: float
     gpus_per_worker: float
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
 
-    def error_age_seconds(self, place: Place) -> float | None:
+    def error_age_seconds(self, replica: Replica) -> float | None:
         """Return the age of a process's last error, or None without one."""
-        return None if place.failed_at is None else max(0.0, self.at_seconds - place.failed_at)
+        return None if replica.failed_at is None else max(0.0, self.at_seconds - replica.failed_at)
 
 
 def worker_name(number: int) -> str:
@@ -124,17 +124,19 @@ def number_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def places_of(spec: ClusterSpec, num_workers: int) -> list[Place]:
-    workers = [Place(name=worker_name(number), kind="worker") for number in range(num_workers)]
-    return workers + [Place(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
+def replicas_of(spec: ClusterSpec, num_workers: int) -> list[Replica]:
+    workers = [Replica(name=worker_name(number), kind="worker") for number in range(num_workers)]
+    return workers + [Replica(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
 
 
-def taken_out_of(workers: Iterable[Place], before: frozenset[str]) -> frozenset[str]:
+def taken_out_of(workers: Iterable[Replica], before: frozenset[str]) -> frozenset[str]:
     """Return the names of drained workers. A worker that is being adopted is as it was before."""
     return frozenset(
-        place.name
-        for place in workers
-        if place.was_taken_out or place.phase == "stopped" or (place.name in before and not place.is_up)
+        replica.name
+        for replica in workers
+        if replica.was_taken_out
+        or replica.phase == "stopped"
+        or (replica.name in before and not replica.is_up)
     )
 
 
@@ -142,16 +144,16 @@ class OtherCodeError(RuntimeError):
     """A node has other code than the command that started the cluster."""
 
 
-def check_code(place: Place, wanted: str) -> None:
+def check_code(replica: Replica, wanted: str) -> None:
     """Raise OtherCodeError if the process does not run the wanted code."""
-    if wanted and place.code != wanted:
+    if wanted and replica.code != wanted:
         raise OtherCodeError(
-            f"its node has blockyard {place.code}, the cluster runs {wanted}: install the same there, or bring the "
+            f"its node has blockyard {replica.code}, the cluster runs {wanted}: install the same there, or bring the "
             "cluster up with --ship-code"
         )
 
 
-def router_config(router: RouterConfig, place: Place) -> RouterConfig:
+def router_config(router: RouterConfig, replica: Replica) -> RouterConfig:
     """Return the config with this router's own ports.
 
     A restarted router keeps its ports, so that clients find it again. A new one shares the template's ports
@@ -159,17 +161,17 @@ def router_config(router: RouterConfig, place: Place) -> RouterConfig:
     """
     http_port = router.http_port
     if http_port is not None:
-        http_port = _own_port(http_port, place.http_address, place, is_shared=router.reuse_port)
-    port = _own_port(router.port, place.address, place, is_shared=router.reuse_port)
+        http_port = _own_port(http_port, replica.http_address, replica, is_shared=router.reuse_port)
+    port = _own_port(router.port, replica.address, replica, is_shared=router.reuse_port)
     return replace(router, port=port, http_port=http_port)
 
 
-def _own_port(first_port: int, address: str, place: Place, *, is_shared: bool) -> int:
+def _own_port(first_port: int, address: str, replica: Replica, *, is_shared: bool) -> int:
     if address:
         return int(address.rpartition(":")[2])
     if is_shared or not first_port:
         return first_port
-    return first_port + number_of(place.name)
+    return first_port + number_of(replica.name)
 
 
 def backoff_seconds(num_failures_in_a_row: int) -> float:

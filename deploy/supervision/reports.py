@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.05
@@ -27,7 +27,8 @@ class SilentSupervisorError(RuntimeError):
 
 def encoded(report: SupervisorReport, beat: int) -> bytes:
     """Encode a report. `beat` makes each one differ from the one before."""
-    return json.dumps({"beat": beat, **asdict(report)}).encode()
+    document = asdict(report)
+    return json.dumps({"beat": beat, "places": document.pop("replicas"), **document}).encode()
 
 
 def decoded(text: bytes) -> SupervisorReport:
@@ -35,8 +36,8 @@ def decoded(text: bytes) -> SupervisorReport:
     try:
         document: dict[str, Any] = json.loads(text)
         del document["beat"]
-        places = [Place(**place) for place in document.pop("places")]
-        return SupervisorReport(places=places, **document)
+        replicas = [Replica(**replica) for replica in document.pop("places")]
+        return SupervisorReport(replicas=replicas, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("the supervisor's report is not one of this version") from error
 

@@ -42,12 +42,12 @@ from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
     ClusterSpec,
     Kind,
-    Place,
+    Replica,
     SupervisorReport,
     backoff_seconds,
     check_code,
     number_of,
-    places_of,
+    replicas_of,
     taken_out_of,
     worker_name,
 )
@@ -77,13 +77,13 @@ class Supervisor:
         self._code = code_version()
         self._store = store or RayDesiredStateStore(spec.namespace)
         self._desired = self._store.load() or DesiredState(num_workers=spec.num_workers)
-        self._places = places_of(spec, self._desired.num_workers)
+        self._replicas = replicas_of(spec, self._desired.num_workers)
         self._actors: dict[str, Any] = {}
         self._health_checks: dict[str, HealthCheck] = {}
         """Health checks of replicas that run or start, by name."""
         self._changed = asyncio.Event()
-        self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
-        self._wanted = {place.name: asyncio.Event() for place in self._places}
+        self._joining = Joining(replicas=self._replicas, actors=self._actors, changed=self._changed)
+        self._wanted = {replica.name: asyncio.Event() for replica in self._replicas}
         """Set to start a replica again after it was taken out, by name."""
         self._find_what_was_before()
         self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
@@ -102,7 +102,7 @@ class Supervisor:
         return SupervisorReport(
             pid=os.getpid(),
             code=self._code,
-            places=self._places,
+            replicas=self._replicas,
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             at_seconds=time.monotonic(),
@@ -127,14 +127,16 @@ class Supervisor:
         Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
         Raise ValueError for an unknown name, RuntimeError if it does not come back.
         """
-        place = next((place for place in self._places if place.name == name and not place.is_retiring), None)
-        if place is None:
-            known = ", ".join(place.name for place in self._places)
+        replica = next(
+            (replica for replica in self._replicas if replica.name == name and not replica.is_retiring), None
+        )
+        if replica is None:
+            known = ", ".join(replica.name for replica in self._replicas)
             raise ValueError(f"no worker or router is called {name!r}, only {known}")
-        num_starts = place.num_starts
-        await self._stop(place, grace_seconds)
+        num_starts = replica.num_starts
+        await self._stop(replica, grace_seconds)
         self._wanted[name].set()
-        await self._joining.wait_until_in_use(place, num_starts)
+        await self._joining.wait_until_in_use(replica, num_starts)
 
     async def scale(self, num_workers: int, grace_seconds: float) -> None:
         """Scale to this many workers. Return once new workers are in use and surplus ones, by number, are gone.
@@ -148,22 +150,26 @@ class Supervisor:
         async with self._one_scaling_at_a_time:
             await self._remember(num_workers=num_workers, grace_seconds=grace_seconds)
             logger.info("the cluster scales to %d workers", num_workers)
-            known = {place.name for place in self._workers()}
+            known = {replica.name for replica in self._workers()}
             for name in map(worker_name, range(num_workers)):
                 if name not in known:
-                    self._add(Place(name=name, kind="worker"))
+                    self._add(Replica(name=name, kind="worker"))
             await self._retire_those_beyond()
-            new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
-            for place in new:  # The cause of failures before this call may have been fixed.
-                place.num_failures_in_a_row, place.error, place.failed_at = 0, "", None
+            new = [
+                replica
+                for replica in self._workers()
+                if replica.num_starts == 0 and replica.phase != "stopped"
+            ]
+            for replica in new:  # The cause of failures before this call may have been fixed.
+                replica.num_failures_in_a_row, replica.error, replica.failed_at = 0, "", None
         # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
 
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
 
-    def _end_process(self, place: Place) -> None:
-        end_process(place.node_id, place.pid)
+    def _end_process(self, replica: Replica) -> None:
+        end_process(replica.node_id, replica.pid)
 
     def _living(self) -> frozenset[str]:
         return living_names()
@@ -171,31 +177,31 @@ class Supervisor:
     def _find_what_was_before(self) -> None:
         """Adopt what runs after a death of this actor. Workers that were taken out or were leaving stay so."""
         known = {name: addresses for name, *addresses in self._desired.addresses}
-        for place in self._places:
-            if place.name in known:
-                place.address, place.http_address = known[place.name]
+        for replica in self._replicas:
+            if replica.name in known:
+                replica.address, replica.http_address = known[replica.name]
         living = self._living()
         self._found = set(living)
-        for place in self._workers():
-            if place.name in self._desired.taken_out and place.name not in living:
-                place.phase = "stopped"
-        for name in sorted(living - {place.name for place in self._places}):
+        for replica in self._workers():
+            if replica.name in self._desired.taken_out and replica.name not in living:
+                replica.phase = "stopped"
+        for name in sorted(living - {replica.name for replica in self._replicas}):
             if name.startswith("worker-"):
                 self._actors[name] = self._adopt(name)
                 self._wanted[name] = asyncio.Event()
-                self._places.append(Place(name=name, kind="worker", phase="draining", is_leaving=True))
+                self._replicas.append(Replica(name=name, kind="worker", phase="draining", is_leaving=True))
 
     def _adopt(self, name: str) -> Any:
         return ray.get_actor(name)
 
-    def _workers(self) -> list[Place]:
-        return [place for place in self._places if place.kind == "worker"]
+    def _workers(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.kind == "worker"]
 
-    def _add(self, place: Place) -> None:
-        self._places.insert(len(self._workers()), place)
-        self._wanted[place.name] = asyncio.Event()
+    def _add(self, replica: Replica) -> None:
+        self._replicas.insert(len(self._workers()), replica)
+        self._wanted[replica.name] = asyncio.Event()
         if self._loops is not None:
-            self._keepers[place.name] = self._loops.create_task(self._keep(place))
+            self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _remember(self, **changes: Any) -> None:
         async with self._one_memory_at_a_time:
@@ -205,35 +211,37 @@ class Supervisor:
 
     async def _remember_addresses(self) -> None:
         """Save the routers' addresses. After a restart of all of Ray they are known nowhere else."""
-        routers = (place for place in self._places if place.kind == "router" and place.address)
-        addresses = tuple((place.name, place.address, place.http_address) for place in routers)
+        routers = (replica for replica in self._replicas if replica.kind == "router" and replica.address)
+        addresses = tuple((replica.name, replica.address, replica.http_address) for replica in routers)
         if addresses != self._desired.addresses:
             await self._remember(addresses=addresses)
 
-    async def _stop(self, place: Place, grace_seconds: float) -> None:
+    async def _stop(self, replica: Replica, grace_seconds: float) -> None:
         """Drain and end a replica. Its `_keep` loop notices the end."""
-        actor = self._actors.get(place.name)
-        if not place.is_up or actor is None:
+        actor = self._actors.get(replica.name)
+        if not replica.is_up or actor is None:
             return
-        place.phase, place.is_leaving = "draining", True
+        replica.phase, replica.is_leaving = "draining", True
         self._changed.set()
         await all_of(answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
         self._kill(actor)
 
     async def _retire_those_beyond(self) -> None:
-        beyond = [place for place in self._workers() if number_of(place.name) >= self._desired.num_workers]
+        beyond = [
+            replica for replica in self._workers() if number_of(replica.name) >= self._desired.num_workers
+        ]
         async with asyncio.TaskGroup() as retirements:
-            for place in beyond:
-                place.is_retiring = True
-                retirements.create_task(self._retire(place, self._desired.grace_seconds))
+            for replica in beyond:
+                replica.is_retiring = True
+                retirements.create_task(self._retire(replica, self._desired.grace_seconds))
 
-    async def _retire(self, place: Place, grace_seconds: float) -> None:
-        await self._stop(place, grace_seconds)
-        if (keeper := self._keepers.pop(place.name, None)) is not None:
+    async def _retire(self, replica: Replica, grace_seconds: float) -> None:
+        await self._stop(replica, grace_seconds)
+        if (keeper := self._keepers.pop(replica.name, None)) is not None:
             await cancel_and_wait(keeper)
-        if (actor := self._actors.pop(place.name, None)) is not None:
+        if (actor := self._actors.pop(replica.name, None)) is not None:
             self._kill(actor)
-        self._places.remove(place)
+        self._replicas.remove(replica)
         self._changed.set()
 
     async def _finish_scaling(self) -> None:
@@ -247,132 +255,132 @@ class Supervisor:
             self._loops.create_task(self._finish_scaling())
             self._loops.create_task(self._announce())
             self._loops.create_task(self._store_reports())
-            for place in self._places:
-                if not place.is_leaving:
-                    self._keepers[place.name] = self._loops.create_task(self._keep(place))
+            for replica in self._replicas:
+                if not replica.is_leaving:
+                    self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _announce(self) -> None:
-        await keep_announced(self._spec.router, self._places)
+        await keep_announced(self._spec.router, self._replicas)
 
     async def _store_reports(self) -> None:
         key = key_of(self._spec.router.cluster)
         await keep_reported(self._report, lambda text: put(key, text, NAMESPACE))
 
-    async def _keep(self, place: Place) -> None:
-        if place.phase == "stopped":
-            await self._until_wanted(place)
+    async def _keep(self, replica: Replica) -> None:
+        if replica.phase == "stopped":
+            await self._until_wanted(replica)
         while True:
-            place.phase, place.serving_since = "starting", None
+            replica.phase, replica.serving_since = "starting", None
             try:
-                await self._run_once(place)
+                await self._run_once(replica)
             except Exception as error:  # Any failure is handled alike: by another start, later.
-                place.error = "" if place.is_leaving else reason(error)
-                place.failed_at = time.monotonic() if place.error else None
-                logger.warning("%s", ended_line(place.name, place.error))
-                if isinstance(error, HungError | TimeoutError) and place.pid:
-                    self._end_process(place)
-            if place.is_retiring:
+                replica.error = "" if replica.is_leaving else reason(error)
+                replica.failed_at = time.monotonic() if replica.error else None
+                logger.warning("%s", ended_line(replica.name, replica.error))
+                if isinstance(error, HungError | TimeoutError) and replica.pid:
+                    self._end_process(replica)
+            if replica.is_retiring:
                 return
-            was_taken_out = place.was_taken_out
-            place.phase, place.num_ready_workers, place.num_missed = "waiting", 0, 0
+            was_taken_out = replica.was_taken_out
+            replica.phase, replica.num_ready_workers, replica.num_missed = "waiting", 0, 0
             self._changed.set()
             # The actor may live although a call to it failed. The next incarnation needs its name.
-            if (actor := self._actors.pop(place.name, None)) is not None:
+            if (actor := self._actors.pop(replica.name, None)) is not None:
                 self._kill(actor)
             if was_taken_out:
-                await self._until_wanted(place)
-            place.num_failures_in_a_row = self._failures_in_a_row(place)
-            place.is_leaving = False
-            await asyncio.sleep(backoff_seconds(place.num_failures_in_a_row))
+                await self._until_wanted(replica)
+            replica.num_failures_in_a_row = self._failures_in_a_row(replica)
+            replica.is_leaving = False
+            await asyncio.sleep(backoff_seconds(replica.num_failures_in_a_row))
 
-    async def _until_wanted(self, place: Place) -> None:
-        place.phase = "stopped"
-        self._wanted[place.name].clear()
-        await self._wanted[place.name].wait()
+    async def _until_wanted(self, replica: Replica) -> None:
+        replica.phase = "stopped"
+        self._wanted[replica.name].clear()
+        await self._wanted[replica.name].wait()
 
-    def _failures_in_a_row(self, place: Place) -> int:
-        if place.is_leaving:
+    def _failures_in_a_row(self, replica: Replica) -> int:
+        if replica.is_leaving:
             return 0
-        since = place.serving_since
+        since = replica.serving_since
         steady = since is not None and time.monotonic() - since > STEADY_SECONDS
-        return 1 if steady else place.num_failures_in_a_row + 1
+        return 1 if steady else replica.num_failures_in_a_row + 1
 
-    async def _run_once(self, place: Place) -> None:
+    async def _run_once(self, replica: Replica) -> None:
         """Adopt or create the actor and wait for its end. Raise DiedError when it dies, HungError when it hangs."""
-        place.pid, place.node_id = 0, ""
-        actor = self._actors[place.name] = adopt_or_create(self._spec, place)
-        async with self._health_check(place, actor) as health, deaths_as_errors() as death:
-            if place.name in self._found:
-                self._found.discard(place.name)
+        replica.pid, replica.node_id = 0, ""
+        actor = self._actors[replica.name] = adopt_or_create(self._spec, replica)
+        async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
+            if replica.name in self._found:
+                self._found.discard(replica.name)
                 health.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
-            place.node_id, place.pid = await health.unless_hung(whereabouts)
-            if place.node_id == ray.get_runtime_context().get_node_id() and is_actor(place.pid):
-                death.watch(place.pid)
-            if place.kind == "worker":
+            replica.node_id, replica.pid = await health.unless_hung(whereabouts)
+            if replica.node_id == ray.get_runtime_context().get_node_id() and is_actor(replica.pid):
+                death.watch(replica.pid)
+            if replica.kind == "worker":
                 if not Path(self._spec.worker.engine.model).is_absolute():
-                    place.phase = "downloading"
+                    replica.phase = "downloading"
                 await health.unless_hung(actor.fetch_model.remote())
-                place.phase = "starting"
-            self._has_started(place, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
+                replica.phase = "starting"
+            self._has_started(replica, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
             health.patience_seconds = self._spec.hung_seconds
             await health.unless_hung(actor.until_stopped.remote())
 
     @contextlib.asynccontextmanager
-    async def _health_check(self, place: Place, actor: Any) -> AsyncIterator[HealthCheck]:
+    async def _health_check(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
         """Have `_watch_all` check this replica's health meanwhile."""
-        question = actor.is_draining if place.kind == "worker" else actor.ready_incarnations
-        health = self._health_checks[place.name] = HealthCheck(question.remote)
+        question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
+        health = self._health_checks[replica.name] = HealthCheck(question.remote)
         try:
             yield health
         finally:
-            del self._health_checks[place.name]
+            del self._health_checks[replica.name]
             await health.stop()
 
-    def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
-        place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
-        place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
-        place.dtype = started.dtype if isinstance(started, StartedWorker) else ""
-        place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
-        place.code = started.code
-        check_code(place, self._spec.code)
-        place.num_starts += 1
-        place.phase, place.serving_since = "serving", time.monotonic()
-        logger.info("%s", serves_line(place.name, place.address))
+    def _has_started(self, replica: Replica, started: StartedWorker | StartedRouter) -> None:
+        replica.address, replica.pid, replica.node_id = started.address, started.pid, started.node_id
+        replica.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        replica.dtype = started.dtype if isinstance(started, StartedWorker) else ""
+        replica.http_address = "" if isinstance(started, StartedWorker) else started.http_address
+        replica.code = started.code
+        check_code(replica, self._spec.code)
+        replica.num_starts += 1
+        replica.phase, replica.serving_since = "serving", time.monotonic()
+        logger.info("%s", serves_line(replica.name, replica.address))
         self._changed.set()
 
     async def _watch_all(self) -> None:
         """Check which replicas hang and which workers drain. A worker may drain through a router's admin call."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await all_of(*(self._look(place, health) for place, health in self._looked_at()))
+            await all_of(*(self._look(replica, health) for replica, health in self._looked_at()))
             taken_out = taken_out_of(self._workers(), self._desired.taken_out)
             if taken_out != self._desired.taken_out:
                 # If this fails, the next check tries again.
                 await all_of(self._remember(taken_out=taken_out))
 
-    def _looked_at(self) -> list[tuple[Place, HealthCheck]]:
+    def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
         """Return replicas and their health checks. A leaving replica has a deadline of its own."""
         return [
-            (place, self._health_checks[place.name])
-            for place in self._places
-            if place.name in self._health_checks and not place.is_leaving
+            (replica, self._health_checks[replica.name])
+            for replica in self._replicas
+            if replica.name in self._health_checks and not replica.is_leaving
         ]
 
-    async def _look(self, place: Place, health: HealthCheck) -> None:
+    async def _look(self, replica: Replica, health: HealthCheck) -> None:
         answered = await health.look()
-        if self._health_checks.get(place.name) is not health or place.is_leaving:
+        if self._health_checks.get(replica.name) is not health or replica.is_leaving:
             return
-        place.num_missed = health.num_missed
-        if place.kind == "worker" and place.is_up and answered is not None:
-            place.phase = "draining" if answered else "serving"
+        replica.num_missed = health.num_missed
+        if replica.kind == "worker" and replica.is_up and answered is not None:
+            replica.phase = "draining" if answered else "serving"
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [
-            self._actors[place.name]
-            for place in self._places
-            if place.kind == kind and place.name in self._actors
+            self._actors[replica.name]
+            for replica in self._replicas
+            if replica.kind == kind and replica.name in self._actors
         ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
-from blockyard.deploy.supervision.replicas import ClusterSpec, Place
+from blockyard.deploy.supervision.replicas import ClusterSpec, Replica
 from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -125,8 +125,8 @@ class WithoutActors(Supervisor):
         elif isinstance(actor, Router):
             actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
 
-    def _end_process(self, place: Place) -> None:
-        self.ended_processes.append(place.pid)
+    def _end_process(self, replica: Replica) -> None:
+        self.ended_processes.append(replica.pid)
 
     async def _announce(self) -> None:
         """Nobody looks."""
@@ -154,24 +154,28 @@ class Lives(WithoutActors):
         self.router = Router(self._ready)
         super().__init__(left)
 
-    async def _run_once(self, place: Place) -> None:
-        if place.kind == "router":
-            self._actors[place.name] = self.router
-            async with self._health_check(place, self.router) as health:
-                place.phase, place.address = "serving", "router:1"
+    async def _run_once(self, replica: Replica) -> None:
+        if replica.kind == "router":
+            self._actors[replica.name] = self.router
+            async with self._health_check(replica, self.router) as health:
+                replica.phase, replica.address = "serving", "router:1"
                 health.patience_seconds = self._spec.hung_seconds
                 await health.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
         if self.fails_to_start:
             raise RuntimeError("no such model")
-        life = self._adopt_or_make(place.name)
-        place.pid = len(self.lives)
-        async with self._health_check(place, life) as health:
+        life = self._adopt_or_make(replica.name)
+        replica.pid = len(self.lives)
+        async with self._health_check(replica, life) as health:
             if self.loads_for_seconds:
                 await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
-            place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
-            place.num_starts += 1
+            replica.phase, replica.address, replica.incarnation = (
+                "serving",
+                f"{replica.name}:1",
+                life.incarnation,
+            )
+            replica.num_starts += 1
             self._changed.set()
             health.patience_seconds = self._spec.hung_seconds
             await health.unless_hung(life.ended.wait())
@@ -191,6 +195,8 @@ class Lives(WithoutActors):
             return self.known
         return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
 
-    async def place(self, name: str) -> Place:
+    async def replica(self, name: str) -> Replica:
         """By its name or kind: the first."""
-        return next(place for place in (await self.report()).places if name in (place.name, place.kind))
+        return next(
+            replica for replica in (await self.report()).replicas if name in (replica.name, replica.kind)
+        )

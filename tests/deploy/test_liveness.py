@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HealthCheck, HungError
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
-from blockyard.deploy.views.views import place_dict
+from blockyard.deploy.views.views import replica_dict
 from blockyard.router.supervision import LOOK_SECONDS, PATIENCE_SECONDS, SupervisorWatch
 
 from simulation.virtual_time import Process, VirtualLoop
@@ -35,14 +35,14 @@ def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[
 async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> None:
     supervisor = Lives()
     await asyncio.sleep(10.0)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     supervisor.lives[0].is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
-    assert place_dict(worker)["phase"] == "not answering"
+    assert replica_dict(worker)["phase"] == "not answering"
     assert not supervisor.lives[0].ended.is_set()
     await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
     assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
-    assert (place_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
+    assert (replica_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
     assert "did not answer for 20 s" in worker.error
     await supervisor.leave()
 
@@ -51,14 +51,14 @@ async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> Non
 async def test_a_frozen_router_is_told_and_replaced() -> None:
     supervisor = Lives()
     await asyncio.sleep(10.0)
-    router = await supervisor.place("router")
+    router = await supervisor.replica("router")
     supervisor.router.is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
-    assert place_dict(router)["phase"] == "not answering"
+    assert replica_dict(router)["phase"] == "not answering"
     await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
     assert "did not answer for 20 s" in router.error
     assert supervisor.router.num_kills == 1
-    assert place_dict(router)["phase"] == "serving"
+    assert replica_dict(router)["phase"] == "serving"
     await supervisor.leave()
 
 
@@ -71,7 +71,7 @@ async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
     assert len(supervisor.lives) == 1
     supervisor.lives[0].answers_after_seconds = 0.0
     await asyncio.sleep(DEFAULT_HUNG_SECONDS)
-    assert place_dict(await supervisor.place("worker"))["phase"] == "serving"
+    assert replica_dict(await supervisor.replica("worker"))["phase"] == "serving"
     await supervisor.leave()
 
 
@@ -82,7 +82,7 @@ async def test_a_worker_that_starts_for_long_is_left_alone() -> None:
     await asyncio.sleep(5 * STARTING_SECONDS)
     supervisor.lives[0].answers_after_seconds = 0.75 * STARTING_SECONDS
     await asyncio.sleep(4 * STARTING_SECONDS)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert (worker.phase, worker.error) == ("starting", "")
     supervisor.lives[0].answers_after_seconds = 0.0
     await asyncio.sleep(2 * STARTING_SECONDS)
@@ -99,7 +99,7 @@ async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
     await asyncio.sleep(STARTING_SECONDS - 2 * QUESTION_SECONDS)
     assert len(supervisor.lives) == 1
     await asyncio.sleep(4 * QUESTION_SECONDS)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
     assert (worker.phase, len(supervisor.lives)) == ("starting", 2)
     assert "did not answer for 120 s" in worker.error
@@ -117,7 +117,7 @@ async def test_a_worker_that_waits_for_a_node_is_left_alone() -> None:
     assert len(supervisor.lives) == 1
     supervisor.lives[0].is_frozen = False
     await asyncio.sleep(10 * STARTING_SECONDS)
-    assert (len(supervisor.lives), (await supervisor.place("worker")).phase) == (1, "serving")
+    assert (len(supervisor.lives), (await supervisor.replica("worker")).phase) == (1, "serving")
     await supervisor.leave()
 
 
@@ -138,7 +138,7 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
     process.thaw()
     await asyncio.sleep(2 * QUESTION_SECONDS)
     (supervisor,) = made
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert (len(supervisor.lives), supervisor.router.num_kills) == (1, 0)
     assert (worker.phase, worker.error, worker.num_missed) == ("serving", "", 0)
     await supervisor.leave()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.ray.shipping import build_wheel
-from blockyard.deploy.supervision.replicas import OtherCodeError, Place, check_code
+from blockyard.deploy.supervision.replicas import OtherCodeError, Replica, check_code
 from blockyard.proto.naming.code_version import code_version, package_folders
 
 SAY_VERSION = (
@@ -93,8 +93,8 @@ def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path) ->
 
 
 def test_a_place_on_a_node_with_other_code_is_refused_with_both_versions() -> None:
-    place = Place(name="worker-1", kind="worker", code="0.1.0+aaaa")
-    check_code(place, "0.1.0+aaaa")
-    check_code(place, "")
+    replica = Replica(name="worker-1", kind="worker", code="0.1.0+aaaa")
+    check_code(replica, "0.1.0+aaaa")
+    check_code(replica, "")
     with pytest.raises(OtherCodeError, match=r"0\.1\.0\+aaaa, the cluster runs 0\.1\.0\+bbbb.*--ship-code"):
-        check_code(place, "0.1.0+bbbb")
+        check_code(replica, "0.1.0+bbbb")
