@@ -36,7 +36,7 @@ FRESH_TREE_SECONDS = 5.0
 """A younger tree of prefixes is shown again, because building it reads every block of every pool."""
 READ_SECONDS = 6.0
 READ_AT_ONCE = 8
-"""Workers whose blocks are read at once."""
+"""Number of workers that are read at once."""
 BUSY_SHARE = 0.25
 """Largest share of a core that drawing large pools may use on the dashboard's node."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"

@@ -18,7 +18,7 @@ from typing import Literal
 # Never trained on, so that the loss on them is a loss on unseen code.
 HELD_OUT_MODULES = ("heapq", "shlex", "textwrap")
 
-# Tests, vendored code, data tables, and GUI wrappers whose functions are all alike.
+# Tests, vendored code, data tables, and GUI wrappers with similar functions.
 _SKIPPED_DIRECTORIES = frozenset(
     {"__pycache__", "encodings", "idlelib", "lib2to3", "msilib", "pydoc_data", "site-packages"}
     | {"dist-packages", "test", "tests", "tkinter", "turtledemo"}

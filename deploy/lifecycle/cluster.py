@@ -184,7 +184,7 @@ def _remove_files(cluster: ClusterState) -> None:
 
 
 def _make_directory() -> Path:
-    """Create a folder whose path is short enough for Ray's sockets, whatever TMPDIR is."""
+    """Create a folder with a path short enough for Ray's sockets, whatever TMPDIR is."""
     parent = tempfile.gettempdir()
     directory = Path(tempfile.mkdtemp(prefix="by-", dir=parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"))
     return directory.resolve()

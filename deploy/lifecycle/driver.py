@@ -67,7 +67,7 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
     """Make this process a Ray driver in the cluster's namespace inside the block. Yield Ray's address_info.
 
     The functions below work only there. Actors created there, and actors that those create, get the package from
-    `wheel`, if given. Raise ValueError for a cluster whose Ray has not been started.
+    `wheel`, if given. Raise ValueError if the cluster's Ray has not been started.
     """
     with _connecting(cluster) as address:
         info = ray_head.connect(

@@ -68,7 +68,7 @@ class Logs(Protocol):
 def logs_of(cluster: ClusterState, seconds: float) -> Logs:
     """Return the reader for a cluster's logs. `seconds`: how long a joined Ray may take to list its logs.
 
-    Raise ValueError for a cluster whose Ray has not been started or has no dashboard.
+    Raise ValueError if the cluster's Ray has not been started or has no dashboard.
     """
     if cluster.head is not None and cluster.logs_directory is not None:
         return LocalLogs(Path(cluster.logs_directory))

@@ -1,6 +1,6 @@
 """Preflight: checks of an `up` before anything is started.
 
-Owns the checks, whose errors name the wrong value. Changes nothing, except that it binds each port for a moment. Checks
+Owns the checks. Each error names the wrong value. Changes nothing, except that it binds each port for a moment. Checks
 that need Ray run once Ray answers (shape.py, `check_reachable`).
 """
 

@@ -17,7 +17,7 @@ _MARKERS = (b":job_id:", b":actor_name:", b":task_name:")
 """Prefixes of lines that Ray writes for its own use."""
 _PROCESS = re.compile(r"(worker-\d+|router-\d+|supervisor)\b")
 _CLASSES = {"WorkerActor": "worker", "RouterActor": "router", "Supervisor": "supervisor"}
-"""Ray's names for actors whose constructor has not ended yet."""
+"""Ray's names for actors before their constructors have ended."""
 _TIME_CHARS = len("2026-11-25 11:24:07,649")
 
 
@@ -78,7 +78,7 @@ def time_of(text: str) -> float | None:
 
 
 def process_name(head: bytes) -> str | None:
-    """Return the name of the Blockyard process whose log begins like this, or None for another program's log."""
+    """Return the name of the Blockyard process that wrote this beginning of a log. None for another program."""
     found = _ACTOR.findall(head)
     if not found:
         return None

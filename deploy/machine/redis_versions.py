@@ -26,7 +26,7 @@ SOUND_IF_PRIVATE: dict[str, tuple[Version, ...]] = {
     "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2)),
     "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4), (9, 0, 0), (9, 1, 2)),
 }
-"""The same for a private server, whose settings and permissions close some holes (`private_redis` in
+"""The same for a private server. Its settings and permissions close some holes (`private_redis` in
 advisories.json). Holes in scripting count, because workers may load scripts."""
 
 

@@ -53,7 +53,7 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 def _bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """Return a bound socket. Raise OSError if the port is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Without SO_REUSEADDR, a port whose last connections have just ended would seem taken.
+    # Without SO_REUSEADDR, a port with recently ended connections would seem taken.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
     try:

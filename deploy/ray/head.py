@@ -91,7 +91,7 @@ def start_head(
     spawned: Callable[[int], None] = lambda session: None,
     waiting: Callable[[], None] = lambda: None,
 ) -> RayHead:
-    """Start a head whose files are all in `directory`, and return once it accepts connections.
+    """Start a head with all its files in `directory`, and return once it accepts connections.
 
     Call `spawned` with its session as soon as that exists, and again once all its processes run. Call `waiting` at
     each poll. `page_token_path` is the token file that the live page uses with routers. `page_in_metrics_tab` puts the

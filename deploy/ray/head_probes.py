@@ -150,7 +150,7 @@ def _is_call_answered(received: bytes) -> bool:
 
 
 def _frames(received: bytes) -> Iterator[tuple[bytes, int]]:
-    """Yield the type and stream of each frame whose header has arrived."""
+    """Yield the type and stream of each frame with a complete header."""
     while len(received) >= HTTP2_HEAD_BYTES:
         yield received[3:4], int.from_bytes(received[5:9], "big")
         received = received[HTTP2_HEAD_BYTES + int.from_bytes(received[:3], "big") :]

@@ -19,7 +19,7 @@ DYING_TRIES = 4
 SHOWN_ID_CHARS = 8
 """Leading characters of a node's id that are shown. They suffice to find the node in Ray's dashboard."""
 MUST_BE_EQUAL = ("ray",)
-"""Packages whose versions must be equal, because Ray refuses another version of itself. Others get a warning."""
+"""Packages that must have equal versions, because Ray refuses another version of itself. Others get a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
