@@ -53,7 +53,7 @@ def status(cluster: str, output: str) -> None:
     document = {
         "supervisor_pid": None if report is None else report.pid,
         "code": None if report is None else report.code,
-        "places": [] if report is None else _places(report),
+        "places": [] if report is None else _replicas(report),
         "nodes": [asdict(node) for node in living],
         "cluster": None if info is None else as_dict(info),
     }
@@ -62,10 +62,10 @@ def status(cluster: str, output: str) -> None:
         raise silence
 
 
-def _places(report: "SupervisorReport") -> list[dict[str, Any]]:
+def _replicas(report: "SupervisorReport") -> list[dict[str, Any]]:
     return [
-        views.place_dict(place) | {"error_age_seconds": report.error_age_seconds(place)}
-        for place in report.places
+        views.replica_dict(replica) | {"error_age_seconds": report.error_age_seconds(replica)}
+        for replica in report.replicas
     ]
 
 

@@ -1,4 +1,4 @@
-"""The live page inside Ray's dashboard: block pools, requests and charts, asked of the cluster's routers.
+"""Live page inside Ray's dashboard: block pools, requests and charts, which the cluster's routers provide.
 
 Does not own the metrics for Grafana (../grafana/).
 """

@@ -1,7 +1,7 @@
-"""What a cluster's supervisor tells whoever draws the cluster: its routers, and who should run.
+"""Announcement of a cluster to the live page: its routers, and the workers and routers that should run. Pure.
 
-Pure: the text of it, both ways. It lies in Ray's key-value store, which is as open as Ray itself, so it holds no
-secret, no path and no text of an error. How it gets there is supervision/announcing.py's.
+Owns encoding and decoding. The announcement is in Ray's key-value store, which is as open as Ray itself, so it holds no
+secret, no path and no error text. Does not own writing it there (supervision/announcing.py).
 """
 
 import json
@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 KV_NAMESPACE = b"blockyard"
-"""Nothing else may lie there."""
+"""Namespace for announcements only, because the dashboard reads all of it."""
 MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnnouncedPlace:
-    """A worker or router that should run. The words are the supervisor's (Place)."""
+class AnnouncedReplica:
+    """A worker or router that should run. The fields are those of the supervisor's Replica."""
 
     name: str
     kind: str
@@ -24,7 +24,7 @@ class AnnouncedPlace:
     incarnation: str
     num_starts: int
     node: str = ""
-    """Where it runs, as Ray calls the node; empty while it runs nowhere."""
+    """Ray's name of its node. Empty while it does not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,17 @@ class Announcement:
     uses_tls: bool
     wants_certificate: bool
     wants_token: bool
-    places: tuple[AnnouncedPlace, ...]
+    replicas: tuple[AnnouncedReplica, ...]
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Where routers serve, one address that several share once."""
-        serving = (place for place in self.places if place.kind == "router" and place.address)
-        return tuple(dict.fromkeys(place.address for place in serving))
+        """Return the addresses of serving routers. An address that several share appears once."""
+        serving = (replica for replica in self.replicas if replica.kind == "router" and replica.address)
+        return tuple(dict.fromkeys(replica.address for replica in serving))
 
     @property
-    def workers(self) -> tuple[AnnouncedPlace, ...]:
-        return tuple(place for place in self.places if place.kind == "worker")
+    def workers(self) -> tuple[AnnouncedReplica, ...]:
+        return tuple(replica for replica in self.replicas if replica.kind == "worker")
 
 
 def key_of(cluster: str) -> bytes:
@@ -54,16 +54,17 @@ def key_of(cluster: str) -> bytes:
 
 
 def encode(announcement: Announcement) -> bytes:
-    return json.dumps(asdict(announcement)).encode()
+    document = asdict(announcement)
+    return json.dumps({"places": document.pop("replicas"), **document}).encode()
 
 
 def decode(data: bytes) -> Announcement:
-    """Raises ValueError for what no supervisor of this version has written."""
+    """Decode an announcement. Raise ValueError for a text that no supervisor of this version has written."""
     if len(data) > MAX_BYTES:
         raise ValueError("an announcement of more than a megabyte")
     try:
         document: dict[str, Any] = json.loads(data)
-        places = tuple(AnnouncedPlace(**place) for place in document.pop("places"))
-        return Announcement(places=places, **document)
+        replicas = tuple(AnnouncedReplica(**replica) for replica in document.pop("places"))
+        return Announcement(replicas=replicas, **document)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("no announcement of this version") from error

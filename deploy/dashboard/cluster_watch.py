@@ -1,7 +1,7 @@
-"""One cluster as the live page sees it: any of its routers, asked with a deadline, and its last picture for all.
+"""Watches one cluster for the live page: asks any of its routers with a deadline, and keeps the latest picture.
 
-Owns connections, which router is asked, and how often. A router that is frozen or gone costs one deadline, once: then
-another one is asked first. Many open pages share one picture.
+Owns connections, the choice of the router, and how often it is asked. A frozen or absent router costs one deadline
+once, because later questions go to another router first. All open pages share one picture.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from blockyard.deploy.dashboard.announcement import Announcement
 from blockyard.deploy.dashboard.history import History
 from blockyard.deploy.dashboard.last_seen import COUNTERS, LastSeen, Rates
 from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
 
@@ -24,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_ROUTERS = 32
-"""At most this many are asked what each alone knows."""
+"""Limit on the routers that are asked for their own requests and numbers."""
 ALL_SECONDS = 4.0
-"""For a question to all routers, one after the other."""
+"""Deadline of a question to routers in turn."""
 FRESH_SECONDS = 0.8
 """A younger picture is shown again."""
 PATIENCE_SECONDS = 2.0
-"""Nobody waits longer for a picture while there is an older one."""
+"""Longest wait for a new picture while there is an older one."""
 FRESH_TREE_SECONDS = 5.0
-"""A younger tree of prefixes is shown again: it takes every block of every pool."""
+"""A younger tree of prefixes is shown again, because building it reads every block of every pool."""
 READ_SECONDS = 6.0
 READ_AT_ONCE = 8
-"""Workers whose blocks are read at once."""
+"""Number of workers that are read at once."""
 BUSY_SHARE = 0.25
-"""Drawing large pools takes no more of the dashboard's node than this share of a core."""
+"""Largest share of a core that drawing large pools may use on the dashboard's node."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
 
 
@@ -46,10 +47,15 @@ Requests = Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]
 
 
 class _Shared(Generic[Answer]):
-    """One answer for all who ask at once. It is made anew after `fresh_seconds`, later where making it takes long."""
+    """One answer that concurrent callers share.
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, Answer]], fresh_seconds: float) -> None:
-        self._make, self._fresh_seconds = make, fresh_seconds
+    It is computed again after `fresh_seconds`, or later if that takes long.
+    """
+
+    def __init__(
+        self, make: Callable[[], Coroutine[Any, Any, Answer]], fresh_seconds: float, tasks: BackgroundTasks
+    ) -> None:
+        self._make, self._fresh_seconds, self._tasks = make, fresh_seconds, tasks
         self._making: asyncio.Task[Answer] | None = None
         self._made_at, self._took_seconds = float("-inf"), 0.0
 
@@ -58,7 +64,7 @@ class _Shared(Generic[Answer]):
             self._fresh_seconds, self._took_seconds / BUSY_SHARE
         )
         if self._making is None or (self._making.done() and is_stale):
-            self._making = asyncio.create_task(self._timed())
+            self._making = self._tasks.start(self._timed(), name=self._make.__name__)
         return await asyncio.shield(self._making)
 
     async def _timed(self) -> Answer:
@@ -69,13 +75,9 @@ class _Shared(Generic[Answer]):
             self._made_at = time.monotonic()
             self._took_seconds = self._made_at - began
 
-    def cancel(self) -> None:
-        if self._making is not None:
-            self._making.cancel()
-
 
 class ClusterWatch:
-    """Belongs to the event loop that made it."""
+    """Connections to one cluster's routers and its latest picture, on one event loop."""
 
     def __init__(self, announcement: Announcement) -> None:
         self.announcement = announcement
@@ -87,24 +89,22 @@ class ClusterWatch:
         self._drawn_at = float("-inf")
         self._drawing_seconds = 0.0
         self._drawing: asyncio.Task[None] | None = None
-        self._requests = _Shared(self._list_requests, FRESH_SECONDS)
-        self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS)
+        self._tasks = BackgroundTasks(on_failure=None)
+        self._requests = _Shared(self._list_requests, FRESH_SECONDS, self._tasks)
+        self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS, self._tasks)
         self.history = History()
 
     async def close(self) -> None:
-        if self._drawing is not None:
-            self._drawing.cancel()
-        self._requests.cancel()
-        self._prefixes.cancel()
+        await self._tasks.aclose()
         await self._forget(*self._clients)
 
     async def heard(self, announcement: Announcement) -> None:
-        """What its supervisor says now. Connections to routers that have gone are closed."""
+        """Take the supervisor's new announcement, and close connections to routers that have gone."""
         self.announcement = announcement
         await self._forget(*(self._clients.keys() - set(announcement.routers)))
 
     async def _forget(self, *addresses: str) -> None:
-        # All taken out before the first pause: another question may forget the same meanwhile.
+        # Remove all before the first await, because another task may forget the same addresses meanwhile.
         for client in [self._clients.pop(address) for address in addresses]:
             await client.close()
 
@@ -144,11 +144,11 @@ class ClusterWatch:
         return dict(zip(addresses, await asyncio.gather(*map(asked, addresses)), strict=True))
 
     async def requests(self) -> Requests:
-        """List every router's requests. All browsers share one list, which is made at most once a second."""
+        """List every router's requests. All browsers share one list, which is renewed at most once a second."""
         return await self._requests.get()
 
     async def prefixes(self) -> dict[str, Any]:
-        """Return the tree of cached prefixes. All browsers share it. It is made anew at most every few seconds."""
+        """Return the tree of cached prefixes. All browsers share it. It is renewed at most every few seconds."""
         return await self._prefixes.get()
 
     async def _list_requests(self) -> Requests:
@@ -173,7 +173,7 @@ class ClusterWatch:
         return await asyncio.to_thread(prefix_tree.prefix_tree, dict(zip(answering, found, strict=True)))
 
     async def look(self) -> None:
-        """Adds a point to the history; none while no router answers."""
+        """Add a point to the history, unless no router answers."""
         infos = await self.ask_each(lambda client: client.cluster_info())
         with suppress(BlockyardError, CannotReach):
             workers = await self.ask(lambda client: client.list_workers())
@@ -186,16 +186,16 @@ class ClusterWatch:
         return self._clients[address]
 
     def told(self, error: Exception) -> str:
-        """What an error of `ask` is told as."""
+        """Return the text that the page shows for an error of `ask`."""
         return failure_text(error, self.announcement) if isinstance(error, BlockyardError) else str(error)
 
     # Drawing
 
     async def latest(self) -> dict[str, Any]:
-        """A picture of the last second, or, while routers are slow to answer, the last there was."""
+        """Return a picture of the last second, or an older one while routers are slow to answer."""
         pause_seconds = max(FRESH_SECONDS, self._drawing_seconds / BUSY_SHARE)
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
-            self._drawing = asyncio.create_task(self._draw())
+            self._drawing = self._tasks.start(self._draw(), name="picture")
         if self._drawing is not None:
             patience_seconds = PATIENCE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
             await asyncio.wait((self._drawing,), timeout=patience_seconds)
@@ -247,7 +247,7 @@ class ClusterWatch:
         return drawn | {"router": self._answered}
 
     async def _pool(self, worker: cluster_pb2.Worker) -> cluster_pb2.BlockPool | None:
-        """None of a worker that does not answer: its card says what it is."""
+        """Return a worker's pool, or None if the worker does not answer. Then its card shows its state."""
         if worker.state not in picture.ANSWERING:
             return None
         try:

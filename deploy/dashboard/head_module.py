@@ -1,9 +1,9 @@
-"""Our module of Ray's dashboard: a process of its own, to which the dashboard passes on all below /blockyard.
+"""Module of Ray's dashboard: a child process, to which the dashboard forwards all requests below /blockyard.
 
-The only file that subclasses Ray's internals (2.52 to 2.60, see start_hook.py). It is loaded by the dashboard and by
-its child, and by its fork server where it has one, so it imports next to nothing; what the page does is live_page.py's,
-loaded by the child with the first request. Nothing of that may fail the module's start, because Ray's dashboard does
-not come up without it. So a Ray whose base class asks for more than it did is refused before the class is made.
+The only file that subclasses Ray's internals (2.52 to 2.60, see start_hook.py). The dashboard, its child and its fork
+server load it, so it imports very little. The child loads live_page.py with the first request. A failure here must not
+break the module's start, because Ray's dashboard does not start without the module. So it refuses a changed base class
+of Ray before it defines its own class.
 """
 
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 KV_SECONDS = 1.0
 USED = ("gcs_client", "run")
-"""What the base class gives, and our module stands on."""
+"""Attributes of the base class that this module uses."""
 SORRY = "The live page is broken on this head; the dashboard's log dashboard_BlockyardHead.log says why.\n"
 
 
 def check_base(base: type) -> None:
-    """Raises ImportError for a base class with which the dashboard would not come up, or the page show nothing."""
+    """Raise ImportError for a base class with which the dashboard would not start or the page would stay empty."""
     abstract: frozenset[str] = getattr(base, "__abstractmethods__", frozenset())
     missing = [name for name in USED if not hasattr(base, name)]
     if abstract or missing:
@@ -38,7 +38,7 @@ check_base(SubprocessModule)
 
 
 class BlockyardHead(SubprocessModule):
-    """GET only: Ray's dashboard refuses anything else of a browser's."""
+    """Routes of the live page. GET only, because Ray's dashboard refuses other methods from browsers."""
 
     _page: "LivePage | None" = None
 
@@ -67,7 +67,7 @@ class BlockyardHead(SubprocessModule):
             return aiohttp.web.Response(status=500, text=SORRY)
 
     async def _announced(self) -> list[bytes]:
-        """What supervisors have told Ray's control service. Raises where that does not answer."""
+        """Return the announcements from Ray's control service. Raise if that does not answer."""
         from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 
         kv = self.gcs_client

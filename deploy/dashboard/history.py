@@ -1,6 +1,6 @@
-"""Keeps the last 15 minutes of a cluster as a ring of points. Each point is the difference of two looks. Pure.
+"""History: the last 15 minutes of a cluster as a ring of points, each the difference of two readings. Pure.
 
-A counter belongs to one life of a worker or router. One that is seen for the first time counts from then on, so that
+A counter belongs to one incarnation of a worker or router. A new incarnation counts from its first reading on, so that
 neither a restart nor a late answer shows as a jump.
 """
 
@@ -15,16 +15,16 @@ LOOK_SECONDS = 10.0
 WINDOW_SECONDS = 900.0
 MAX_POINTS = int(WINDOW_SECONDS / LOOK_SECONDS)
 MAX_SOURCES = 4096
-"""Lives of workers and routers that are remembered; the ones seen longest ago go first."""
+"""Limit on remembered incarnations. The ones that were read longest ago are dropped first."""
 LATENCIES = ("first_token", "inter_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One point describes the time since the point before. None means that nothing happened to measure."""
+    """Values for the time since the point before. None means that there was nothing to measure."""
 
     at_seconds: float
-    """On the asker's monotonic clock."""
+    """Time on the caller's monotonic clock."""
     tokens_per_second: float
     hit_rate: float | None
     waiting: int
@@ -35,7 +35,7 @@ class Point:
 
 
 class History:
-    """One for each cluster."""
+    """Points and last counter readings of one cluster."""
 
     def __init__(self) -> None:
         self._points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -48,7 +48,7 @@ class History:
         infos: Mapping[str, cluster_pb2.ClusterInfo],
         workers: Iterable[cluster_pb2.Worker],
     ) -> None:
-        """Takes what routers say of themselves, by address, and what one of them says of the workers."""
+        """Add a point from the routers' numbers by address, and one router's list of workers."""
         known = [worker for worker in workers if worker.incarnation]
         loads = [worker.load for worker in known]
         tokens = _sums(
@@ -86,15 +86,15 @@ class History:
         self._counters[source] = now
         while len(self._counters) > MAX_SOURCES:
             del self._counters[next(iter(self._counters))]
-        has_begun_anew = len(before) != len(now) or any(
+        is_reset = len(before) != len(now) or any(
             later < earlier for later, earlier in zip(now, before, strict=True)
         )
-        if has_begun_anew:
+        if is_reset:
             return now
         return tuple(later - earlier for later, earlier in zip(now, before, strict=True))
 
     def as_dict(self, now_seconds: float) -> dict[str, Any]:
-        """Lists by name, oldest first, with ages instead of times."""
+        """Return lists by name, oldest first, with ages instead of times."""
         points = [point for point in self._points if now_seconds - point.at_seconds <= WINDOW_SECONDS]
         rows = [asdict(point) for point in points]
         series = {
@@ -107,13 +107,13 @@ class History:
 
 
 def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Add tuples element by element. Leaves out those of another length than the first: theirs is another version."""
+    """Add tuples element by element. Skip those of another length than the first, which are of another version."""
     known = list(counts)
     return tuple(sum(column) for column in zip(*(c for c in known if len(c) == len(known[0])), strict=True))
 
 
 def quantile(bounds: tuple[float, ...], cumulative: tuple[int, ...], share: float) -> float | None:
-    """Interpolate linearly within a bucket, as Prometheus does. Returns the last bound for what lies beyond it."""
+    """Return a quantile, interpolated linearly within a bucket as Prometheus does. It is at most the last bound."""
     if len(cumulative) != len(bounds) + 1 or not cumulative[-1]:
         return None
     rank = share * cumulative[-1]

@@ -1,6 +1,6 @@
-"""Keeps what the page shows beyond one picture: an absent worker's last pool and its time, and rates a minute. Pure.
+"""Keeps data across pictures: an absent worker's last pool, the time of its last change, and rates. Pure.
 
-Pictures are drawn only while somebody looks. A change may be older than the first picture that shows it; then its time
+Pictures are drawn only while a page is open. A change may be older than the first picture that shows it. Then its time
 is the latest possible one.
 """
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 EXACT_SECONDS = 5.0
-"""Two pictures within this time date a change well enough to show it as exact."""
+"""A change between two pictures within this time is shown with an exact time."""
 RATE_WINDOW_SECONDS = 60.0
 MIN_RATE_SECONDS = 5.0
-"""A shorter time makes no rate."""
+"""Least time from which a rate is computed."""
 COUNTERS = ("evictions", "preemptions", "generated_tokens")
-"""A pool's counters that the page shows; they only grow while the worker lives."""
+"""Counters of a pool that the page shows. They only grow while the worker lives."""
 
 
 class Rates:
-    """Turns counters into rates a minute, from the pictures of the last minute."""
+    """Turns counters into rates per minute, from the pictures of the last minute."""
 
     def __init__(self) -> None:
         self._samples: dict[Hashable, deque[tuple[float, dict[str, int]]]] = {}
@@ -27,9 +27,9 @@ class Rates:
     def per_minute(
         self, now: float, sources: Mapping[Hashable, Mapping[str, int]]
     ) -> dict[Hashable, dict[str, float]]:
-        """Return the rates of each source: one life of a worker, or a router. A new source has none yet.
+        """Return the rates of each source: an incarnation of a worker, or a router. A new source has none yet.
 
-        `now` is on the asker's monotonic clock. A source that is not among `sources` is forgotten.
+        `now` is on the caller's monotonic clock. A source that is not in `sources` is forgotten.
         """
         samples = {source: self._samples.get(source, deque()) for source in sources}
         rates = {}
@@ -51,8 +51,8 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """One worker on the latest picture. Times are in seconds since 1970."""
+class SeenWorker:
+    """One worker on the latest picture. Times are in seconds since the epoch."""
 
     state: str
     since: float
@@ -62,19 +62,19 @@ class Seen:
 
 
 class LastSeen:
-    """Remembers the workers on the latest picture and no others, so that it stays small."""
+    """Remembers only the workers on the latest picture, so that it stays small."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SeenWorker] = {}
 
     def completed(
         self, cards: Iterable[dict[str, Any]], now: float, *, is_told: bool = True
     ) -> list[dict[str, Any]]:
-        """Add to the cards of a picture drawn at `now` what earlier pictures showed.
+        """Add data from earlier pictures to the cards of a picture drawn at `now`.
 
-        `is_told` is false while no router answers: then nobody knows the states, and the last known ones stay.
+        `is_told` is false while no router answers. Then the states are unknown, and the last known ones stay.
         """
-        kept: dict[str, Seen] = {}
+        kept: dict[str, SeenWorker] = {}
         completed = []
         for card in cards:
             before = self._seen.get(card["name"])
@@ -94,10 +94,10 @@ class LastSeen:
         return completed
 
 
-def _seen_now(card: dict[str, Any], before: Seen | None, now: float) -> Seen:
+def _seen_now(card: dict[str, Any], before: SeenWorker | None, now: float) -> SeenWorker:
     pool = card["pool"] or (before.pool if before else None)
     if before is not None and before.state == card["state"]:
         since, is_exact = before.since, before.is_exact
     else:
         since, is_exact = now, before is not None and now - before.at <= EXACT_SECONDS
-    return Seen(state=card["state"], since=since, is_exact=is_exact, at=now, pool=pool)
+    return SeenWorker(state=card["state"], since=since, is_exact=is_exact, at=now, pool=pool)

@@ -1,6 +1,6 @@
 """Runs Ray's dashboard with our module in it: `python launch.py .../ray/dashboard/dashboard.py ARGUMENTS`.
 
-A script, run by the command that start_hook.py has changed. Whatever is wrong with our module, the dashboard runs.
+A script, run by the command that start_hook.py has changed. The dashboard runs even if our module fails.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # As if Python had been given the dashboard's script: this folder must not be where modules are looked for.
+    # Set up sys.path as if Python ran the dashboard's script, so that modules are not imported from this folder.
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
 
@@ -17,7 +17,7 @@ def main() -> None:
     import runpy
 
     try:
-        # A subclass of SubprocessModule is all that Ray's dashboard looks for.
+        # The import suffices, because Ray's dashboard finds all subclasses of SubprocessModule.
         from blockyard.deploy.dashboard import head_module  # noqa: F401
         from blockyard.deploy.dashboard.metrics_tab import tab_environment
         from blockyard.deploy.dashboard.sign_in import install
@@ -31,7 +31,7 @@ def main() -> None:
         try:
             install()
         except Exception as error:
-            print(f"blockyard: the live page takes Ray's token alone: {error!r}", file=sys.stderr)
+            print(f"blockyard: the live page accepts only Ray's token: {error!r}", file=sys.stderr)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,7 +1,7 @@
-"""The live page's requests: its files, and what it asks of clusters. Needs no Ray; head_module.py is its shell.
+"""Live page: answers its HTTP requests, for files and for data of clusters. Needs no Ray (head_module.py does).
 
-Owns paths, status codes and headers. Everything is a GET and changes nothing. What goes wrong is told in a sentence, as
-JSON; a defect is the log's.
+Owns paths, status codes and headers. All requests are GET and change nothing. An error is returned as a sentence in
+JSON. A defect is logged.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from blockyard.deploy.dashboard.questions import (
 )
 from blockyard.deploy.dashboard.reach import CannotReach
 from blockyard.deploy.dashboard.sign_in import HEADERS
+from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.router.client import BlockyardError, InvalidRequestError, NotFoundError
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,13 @@ FILES = {
     "dom.js": "text/javascript",
 }
 MAX_BLOCKS = 512
-"""Asked for at once."""
+"""Limit on blocks in one request."""
 MAX_SHOWN_PREFIX = 1000
-"""Blocks of a prefix that are looked for on each holder."""
+"""Blocks of a prefix that are looked up on each holder."""
 MAX_HOLDERS = 8
-"""Whose blocks are looked for."""
+"""Holders of a prefix on which blocks are looked up."""
 MAX_ASKED_AT_ONCE = 32
-"""Requests of all browsers that read state or ask a cluster. More are answered 503."""
+"""Concurrent requests of all browsers for data. More get status 503."""
 OTHER_VERSION = "a cluster on this Ray speaks another version of this page, which cannot show it"
 _NUMBER = re.compile(r"\d{1,15}")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +61,7 @@ Query = Mapping[str, str]
 
 
 class LivePage:
-    """One for each dashboard, on one event loop. `announced` reads what supervisors say; it may raise."""
+    """The page of one dashboard, on one event loop. `announced` reads the supervisors' announcements and may raise."""
 
     def __init__(
         self, announced: Callable[[], Awaitable[list[bytes]]], *, look_seconds: float = LOOK_SECONDS
@@ -70,7 +71,7 @@ class LivePage:
         self._trouble = ""
         self._num_asking = 0
         self._look_seconds = look_seconds
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
         self._questions: dict[str, Callable[[ClusterWatch, Query, Query], Awaitable[dict[str, Any]]]] = {
             "api/blocks": self._blocks,
             "api/sequences": self._sequences,
@@ -82,8 +83,7 @@ class LivePage:
         }
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        await self._tasks.aclose()
         for watch in self._watches.values():
             await watch.close()
 
@@ -96,12 +96,12 @@ class LivePage:
         if target := frame_target(path, query):
             return aiohttp.web.Response(status=302, headers={**HEADERS, "Location": target})
         if path != "api/state" and path not in self._questions:
-            return _json({"error": "there is nothing of this name"}, status=404)
+            return _json({"error": "there is nothing at this path"}, status=404)
         if self._num_asking >= MAX_ASKED_AT_ONCE:
-            return _json({"error": "too many questions at once: ask again later"}, status=503)
+            return _json({"error": "too many requests at once: try again later"}, status=503)
         self._num_asking += 1
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        if not self._tasks:
+            self._tasks.start(self._look(), name="charts of the live page")
         try:
             return await self._asked(path, query, headers)
         finally:
@@ -112,7 +112,7 @@ class LivePage:
             return _json(await self._state(query))
         watch = self._watches.get(query.get("cluster", ""))
         if watch is None:
-            return _json({"error": "cluster: none of this name is known here"}, status=404)
+            return _json({"error": "cluster: no cluster of this name is known here"}, status=404)
         try:
             return _json(await self._questions[path](watch, query, headers))
         except (InvalidRequestError, ValueError) as error:
@@ -134,7 +134,7 @@ class LivePage:
         }
 
     async def _look(self) -> None:
-        """Collect points for the charts, from the first question on, whether or not a page is open."""
+        """Collect points for the charts from the first request on, whether or not a page is open."""
         while True:
             try:
                 await self._hear()
@@ -144,11 +144,11 @@ class LivePage:
             await asyncio.sleep(self._look_seconds)
 
     async def _hear(self) -> None:
-        """What supervisors say. While Ray's control service is away, what they said last stands."""
+        """Read the supervisors' announcements. While Ray's control service is away, the last ones stay valid."""
         try:
             said = await self._announced()
         except Exception as error:
-            # Ray's own kinds of failure and those of its client, which differ between its versions.
+            # Exceptions of Ray and of its client differ between its versions.
             self._trouble = f"Ray's control service does not answer ({type(error).__name__})"
             return
         self._trouble = ""
@@ -160,7 +160,7 @@ class LivePage:
                 self._trouble = OTHER_VERSION
             else:
                 clusters[announcement.cluster] = announcement
-        # All taken out before the first pause: another question may hear the same meanwhile.
+        # Remove all before the first await, because another request may do the same meanwhile.
         for gone in [self._watches.pop(name) for name in self._watches.keys() - clusters.keys()]:
             await gone.close()
         for name, announcement in clusters.items():
@@ -207,7 +207,7 @@ class LivePage:
         return answer
 
     async def _ids_of(self, watch: ClusterWatch, worker: str, names: Any) -> list[int]:
-        """Where they are by now: the index may be behind, and a worker may not answer."""
+        """Return the blocks' current ids. The index may be behind, and a worker may not answer."""
         try:
             found = await watch.ask(lambda client: client.find_blocks(worker, names=list(names)))
         except (BlockyardError, CannotReach):

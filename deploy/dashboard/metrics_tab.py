@@ -1,8 +1,8 @@
-"""The live page in the Metrics tab of Ray's dashboard, on a head without Grafana. Opt-in: Ray's own charts give way.
+"""Shows the live page in the Metrics tab of Ray's dashboard, on a head without Grafana. Opt-in: it replaces all charts.
 
-That tab is a frame of a Grafana, shown once this and a Prometheus say that they are well. Here the dashboard says so of
-itself, and the frames lead to the page. Owns the variables that tell Ray, what is answered in place of both, and where
-each frame leads. Loaded by the dashboard's starter, so it imports next to nothing.
+That tab is an iframe of a Grafana, shown once Grafana and Prometheus pass a health check. Here the dashboard itself
+answers both health checks, and the iframes lead to the page. Owns Ray's variables for this, the answers, and the target
+of each iframe. Loaded by the dashboard's starter, so it imports very little.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from typing import Any
 from urllib.parse import urlencode
 
 TAB_VARIABLE = "BLOCKYARD_LIVE_PAGE_IN_METRICS_TAB"
-"""In the environment of a head: 1 for the page in that tab."""
+"""Environment variable of a head: 1 puts the page into that tab."""
 GRAFANA_VARIABLE = "RAY_GRAFANA_HOST"
 PROMETHEUS_VARIABLE = "RAY_PROMETHEUS_HOST"
 STAND_IN_PATH = "/static/blockyard"
-"""What Ray asks it asks without a token, and below /static/ its dashboard wants none. Nothing is told there."""
+"""Path below /static/, where Ray's dashboard requires no token, because Ray's health checks send none. The answers
+reveal nothing."""
 CORE_UID = "rayDefaultDashboard"
-"""Ray's own name for what the tab shows first, and for the charts on its Overview."""
+"""Ray's uid of the dashboard that the tab shows first, and of the charts on its Overview."""
 UTILIZATION_PANEL = "41"
-"""Ray's name for the chart of the cluster's utilization on the Overview."""
+"""Ray's id of the chart of the cluster's utilization on the Overview."""
 ANSWERS: dict[str, dict[str, Any]] = {
     "grafana/api/health": {"database": "ok"},
-    # To any question, as one that has no series.
-    # Ray 2.60 asks it whether Prometheus is well; Ray 2.52 asks the other one.
+    # An empty result for any query. Ray 2.60 uses it as Prometheus's health check, Ray 2.52 the next one.
     "prometheus/api/v1/query": {"status": "success", "data": {"resultType": "vector", "result": []}},
     "prometheus/-/healthy": {"status": "success"},
 }
@@ -34,7 +34,10 @@ def is_asked_for(environment: Mapping[str, str]) -> bool:
 
 
 def tab_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """What the dashboard that is started with `arguments` needs, and no other process. Raises ValueError."""
+    """Return variables for the dashboard that is started with `arguments`, and for no other process.
+
+    Raise ValueError if a Grafana is configured.
+    """
     if not is_asked_for(environment):
         return {}
     if GRAFANA_VARIABLE in environment:
@@ -45,14 +48,14 @@ def tab_environment(arguments: Sequence[str], environment: Mapping[str, str]) ->
     return {
         GRAFANA_VARIABLE: f"{here}/grafana",
         PROMETHEUS_VARIABLE: environment.get(PROMETHEUS_VARIABLE, f"{here}/prometheus"),
-        # Relative: the dashboard may be behind a proxy that adds to its paths.
+        # Relative, because the dashboard may be behind a proxy that adds to its paths.
         "RAY_GRAFANA_IFRAME_HOST": "blockyard",
         "RAY_GRAFANA_DEFAULT_DASHBOARD_UID": CORE_UID,
     }
 
 
 def _is_any_of_ours(host: str) -> bool:
-    """The dashboard listens on every interface of this machine, or on what it calls itself."""
+    """Tell whether the dashboard listens on every interface, or on localhost."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:
@@ -60,8 +63,11 @@ def _is_any_of_ours(host: str) -> bool:
 
 
 def frame_target(path: str, query: Mapping[str, str]) -> str | None:
-    """Where a frame of Ray's dashboard leads, relative to its own address; None for what is no frame. The tab to the
-    page, the chart of the cluster's utilization to the page's numbers, all else to a sentence."""
+    """Return the target of an iframe of Ray's dashboard, relative to its own address. None for any other path.
+
+    The tab leads to the page. The chart of the cluster's utilization leads to the page's numbers. Any other chart leads
+    to an explanation.
+    """
     kind, _, rest = path.partition("/")
     if kind not in ("d", "d-solo"):
         return None

@@ -1,18 +1,18 @@
-"""A cluster as a page draws it: who should run and who does, and each pool as cells. Pure.
+"""Picture of a cluster for the page: the workers and routers with their states, and each pool as cells. Pure.
 
-A worker is shown by what its supervisor and a router say of it, the worse of the two; one that has died stays on the
-page until its next life serves. Counts are GetBlockPool's own, never added up from what is drawn.
+A worker's state is the worse of what its supervisor and a router report. A dead worker stays on the page until its next
+incarnation serves. Counts come from GetBlockPool and are never added up from the cells.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement
+from blockyard.deploy.dashboard.announcement import AnnouncedReplica, Announcement
 from blockyard.proto.v1 import cluster_pb2
 
 MAX_CELLS = 1024
-"""Of a pool. A larger one has several blocks in each cell."""
+"""Limit on the cells of a pool. A larger pool has several blocks in each cell."""
 ANSWERING = frozenset(
     {
         cluster_pb2.WORKER_STATE_READY,
@@ -38,7 +38,7 @@ UP = frozenset({"serving", "draining"})
 
 
 def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
-    """While no router has answered: who should run, by the supervisor's word alone."""
+    """Return the picture while no router answers, from the supervisor's announcement alone."""
     return {
         "cluster": announcement.cluster,
         "model": announcement.model,
@@ -46,7 +46,7 @@ def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
         "router": None,
         "routers": _routers(announcement),
         "info": None,
-        "workers": [_card(place, None, None) for place in announcement.workers],
+        "workers": [_card(replica, None, None) for replica in announcement.workers],
     }
 
 
@@ -58,9 +58,10 @@ def drawn(
 ) -> dict[str, Any]:
     known = {worker.worker_id: worker for worker in workers if worker.worker_id}
     cards = [
-        _card(place, known.pop(place.name, None), pools.get(place.name)) for place in announcement.workers
+        _card(replica, known.pop(replica.name, None), pools.get(replica.name))
+        for replica in announcement.workers
     ]
-    # Of other supervisors, or of none.
+    # Workers of other supervisors, or of none.
     cards += [_card(None, worker, pools.get(worker_id)) for worker_id, worker in known.items()]
     return of_nothing(announcement) | {
         "info": {
@@ -79,24 +80,24 @@ def drawn(
 
 def _routers(announcement: Announcement) -> list[dict[str, Any]]:
     return [
-        {"name": place.name, "address": place.address, "phase": place.phase}
-        for place in announcement.places
-        if place.kind == "router"
+        {"name": replica.name, "address": replica.address, "phase": replica.phase}
+        for replica in announcement.replicas
+        if replica.kind == "router"
     ]
 
 
 def _card(
-    place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None, pool: cluster_pb2.BlockPool | None
+    replica: AnnouncedReplica | None, worker: cluster_pb2.Worker | None, pool: cluster_pb2.BlockPool | None
 ) -> dict[str, Any]:
-    state, reason = state_of(place, worker)
+    state, reason = state_of(replica, worker)
     card: dict[str, Any] = {
-        "name": place.name if place else worker.worker_id if worker else "",
+        "name": replica.name if replica else worker.worker_id if worker else "",
         "state": state,
         "reason": reason,
-        "starts": place.num_starts if place else None,
-        "node": place.node if place else "",
-        "address": place.address if place else "",
-        "incarnation": place.incarnation if place else "",
+        "starts": replica.num_starts if replica else None,
+        "node": replica.node if replica else "",
+        "address": replica.address if replica else "",
+        "incarnation": replica.incarnation if replica else "",
         "device": "",
         "pool": None if pool is None else pool_message(pool),
     }
@@ -111,16 +112,16 @@ def _card(
     return card
 
 
-def state_of(place: AnnouncedPlace | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
-    """A word for the state, and why."""
-    if place is not None and place.phase not in UP:
-        if place.phase == "stopped":
-            return "stopped", "it was drained and has ended; restart it to have it back"
-        if place.num_starts:
-            return "dead", f"its process has ended; start {place.num_starts + 1} is under way"
+def state_of(replica: AnnouncedReplica | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
+    """Return a word for a worker's state, and the reason."""
+    if replica is not None and replica.phase not in UP:
+        if replica.phase == "stopped":
+            return "stopped", "it was drained and has ended; `blockyard restart` starts it again"
+        if replica.num_starts:
+            return "dead", f"its process has ended; start number {replica.num_starts + 1} is in progress"
         return "starting", "it loads the model"
     if worker is None:
-        return "connecting", "no router has reached it"
+        return "connecting", "no router is connected to it yet"
     return STATES.get(worker.state, "unknown"), worker.state_reason
 
 
@@ -149,7 +150,10 @@ def pool_message(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
 
 
 def cells(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
-    """`scale` blocks a cell; for each the used, those of them that several hold, the cached, and the most holders."""
+    """Group a pool's blocks into cells of `scale` blocks.
+
+    Each cell has the number of used, shared and cached blocks, and the largest number of sequences on one block.
+    """
     if not pool.runs:
         return {"scale": 1, "cell_used": [], "cell_shared": [], "cell_cached": [], "cell_holders": []}
     lengths = np.array([run.length for run in pool.runs])

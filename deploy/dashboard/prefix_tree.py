@@ -1,7 +1,7 @@
 """Builds the tree of cached prefixes from the blocks of all pools, for the live page. Pure.
 
-A node is a run of blocks that the same workers hold and that has one way on. Knows blocks by their names alone: no text
-and no token of a prompt is here.
+A run is a chain of blocks without branches that the same workers hold. Blocks are known by name only. No text or token
+of a prompt is here.
 """
 
 import heapq
@@ -14,14 +14,14 @@ from typing import Any
 from blockyard.proto.v1 import cluster_pb2
 
 MAX_RUNS = 60
-"""The page shows at most this many."""
+"""Limit on the runs that the page shows."""
 MAX_BLOCKS = 50_000
-"""Blocks of a worker that are read for a tree."""
+"""Limit on the blocks of one worker that are read for a tree."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """One name, wherever it is held."""
+    """One block name, with all workers that hold it."""
 
     parent: bytes
     holders: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ class _Run:
 
     @property
     def heat(self) -> tuple[int, int]:
-        """Runs that more sequences use come first, then those with more blocks behind them."""
+        """Return the sort key: more sequences first, then more blocks below."""
         return self.sequences, self.blocks_below
 
 
@@ -96,9 +96,9 @@ def _nodes(pools: Mapping[str, Iterable[cluster_pb2.Block] | None]) -> dict[byte
 def _totals(
     nodes: Mapping[bytes, _Node], children: Mapping[bytes, list[bytes]]
 ) -> dict[bytes, tuple[int, float]]:
-    """Return the number of blocks from each name on, its own with it, and the age of the newest of them."""
+    """Return the number of blocks in the subtree of each name, and the age of the newest of them."""
     order = list(children.get(b"", ()))
-    for name in order:  # It grows: parents come before their children.
+    for name in order:  # The list grows meanwhile. Parents come before their children.
         order += children.get(name, ())
     totals: dict[bytes, tuple[int, float]] = {}
     for name in reversed(order):

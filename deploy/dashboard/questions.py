@@ -1,7 +1,7 @@
-"""What a page asks about a prompt, and blocks, sequences and placements as it shows them. Pure.
+"""Parses the page's questions about a prompt, and formats blocks, sequences and placements for it. Pure.
 
-A prompt comes in request headers, x-blockyard-question-0 and following: base64 of JSON. Ray's dashboard refuses a
-browser's POST, and writes the address of every GET into its log, where no prompt belongs.
+A prompt comes in request headers, x-blockyard-question-0 and following, as base64 of JSON. Ray's dashboard refuses a
+browser's POST, and it logs the URL of every GET, where no prompt may appear.
 """
 
 import base64
@@ -14,10 +14,10 @@ from blockyard.proto.v1 import cluster_pb2
 
 HEADER = "x-blockyard-question-"
 MAX_HEADERS = 24
-"""Of 7,000 characters each: the dashboard takes 8,190 in one."""
+"""Limit on headers of 7,000 characters each. The dashboard accepts 8,190 in one."""
 MAX_TOKEN_IDS = 32_768
 MAX_REQUESTS = 200
-"""The page shows at most this many."""
+"""Limit on the requests that the page shows."""
 BLOCK_STATES = {
     cluster_pb2.BLOCK_STATE_FREE: "free",
     cluster_pb2.BLOCK_STATE_CACHED: "cached",
@@ -35,7 +35,7 @@ REQUEST_STATES = {
 
 
 def prompt_arguments(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of Client.lookup_prefix. Raises ValueError that says nothing of the prompt."""
+    """Return arguments for Client.lookup_prefix. Raise ValueError, which never quotes the prompt."""
     parts = [headers[name] for name in map(f"{HEADER}{{}}".format, range(MAX_HEADERS)) if name in headers]
     try:
         asked = json.loads(base64.b64decode("".join(parts), validate=True))
@@ -92,7 +92,7 @@ def sequence_dict(sequence: cluster_pb2.SequenceInfo) -> dict[str, Any]:
 
 
 def requests_dict(answers: Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]) -> dict[str, Any]:
-    """List the requests of all routers, the oldest first. No prompt is among them, because no router tells one."""
+    """List the requests of all routers, the oldest first, without prompts. Routers never reveal prompts."""
     known = [
         (router, request)
         for router, requests in answers.items()

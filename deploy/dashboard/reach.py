@@ -1,7 +1,8 @@
-"""How the live page reaches routers: by the environment of the head, in the same variables as each command.
+"""Connects the live page to routers, with the settings in the head's environment.
 
-BLOCKYARD_TLS, BLOCKYARD_TLS_CA, BLOCKYARD_TLS_CERT, BLOCKYARD_TLS_KEY, BLOCKYARD_TOKEN_FILE, BLOCKYARD_PLAINTEXT_TOKEN.
-Owns what is said where they do not suffice. A token is read from its file for each new connection and shown to nobody.
+The variables are those of every command: BLOCKYARD_TLS, BLOCKYARD_TLS_CA, BLOCKYARD_TLS_CERT, BLOCKYARD_TLS_KEY,
+BLOCKYARD_TOKEN_FILE, BLOCKYARD_PLAINTEXT_TOKEN. Owns the error messages for missing ones. It reads the token from its
+file for each new connection and never shows it.
 """
 
 import logging
@@ -38,11 +39,11 @@ _CERTIFICATE_HELP = (
 
 
 class CannotReach(Exception):
-    """What is missing in the head's environment, in a sentence for operators."""
+    """The head's environment lacks something. The text is a sentence for operators."""
 
 
 def client_of(address: str, announcement: Announcement, environment: Mapping[str, str]) -> AsyncClient:
-    """Raises CannotReach."""
+    """Return a client of one router. Raise CannotReach if the environment does not suffice."""
     tls = _tls(environment)
     if announcement.uses_tls and tls is None:
         raise CannotReach(_TLS_HELP)
@@ -60,16 +61,16 @@ def client_of(address: str, announcement: Announcement, environment: Mapping[str
             allow_plaintext_token=_is_on(environment, "BLOCKYARD_PLAINTEXT_TOKEN"),
         )
     except ValueError as error:
-        # Its text may name files; the page may be seen by others than who owns them.
-        logger.warning("the routers cannot be reached as the environment says: %s", error)
+        # The text may name files, and not only their owner can see the page.
+        logger.warning("the routers cannot be reached with the settings in the environment: %s", error)
         raise CannotReach(
-            "the routers cannot be reached as the head's environment says (a TLS file that cannot be used, or a "
+            "the routers cannot be reached with the settings in the head's environment (an unusable TLS file, or a "
             "token that would go over the network in plaintext): the log dashboard_BlockyardHead.log says more"
         ) from None
 
 
 def failure_text(error: BlockyardError, announcement: Announcement) -> str:
-    """What a failed call is told as."""
+    """Return the text that the page shows for a failed call."""
     if isinstance(error, AuthenticationError) and announcement.wants_token:
         return f"the token was refused: {error}. {_TOKEN_HELP[0].upper()}{_TOKEN_HELP[1:]}"
     if isinstance(error, UnavailableError) and announcement.uses_tls:
@@ -91,7 +92,7 @@ def _token(environment: Mapping[str, str]) -> str:
     try:
         return read_secret_file(path, "token file")[0].decode("ascii").strip()
     except (ValueError, UnicodeDecodeError):
-        # Not which file, nor why: the page may be seen by others than who owns it.
+        # The message names neither the file nor the reason, because not only its owner can see the page.
         raise CannotReach(
             f"the file that {TOKEN_FILE_VARIABLE} names cannot be used. {_TOKEN_HELP}"
         ) from None
@@ -102,5 +103,5 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def ordered(addresses: Sequence[str], first: str | None) -> list[str]:
-    """All of them, the one that answered last before the others."""
+    """Return all addresses, the one that answered last before the others."""
     return sorted(addresses, key=lambda address: address != first)

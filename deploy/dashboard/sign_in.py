@@ -1,8 +1,8 @@
 """Signs browsers in to the live page by a URL with a key.
 
-The key comes from Ray's token by HMAC. It opens the page and nothing else of the dashboard: Ray's token runs code. The
-URL has it in the fragment, which no browser sends; the page's script posts it in a header and gets a cookie. Owns the
-paths that need no token. Loaded by the dashboard's starter, so it imports next to nothing.
+The key is derived from Ray's token by HMAC. It opens only the page, while Ray's token allows running code. The URL has
+it in the fragment, which browsers do not send. The page's script posts it in a header and gets a cookie. Owns the paths
+that need no token. Loaded by the dashboard's starter, so it imports very little.
 """
 
 import hmac
@@ -22,7 +22,7 @@ PURPOSE = b"blockyard live page"
 KEY_BYTES = 16
 SIGN_IN_FILE = "sign-in.html"
 PUBLIC_FILES = {"sign-in.js": "text/javascript", "style.css": "text/css", "dark.css": "text/css"}
-"""What the form needs. Everybody may have them; the rest of the page needs the key or Ray's token."""
+"""Files that the form needs. They need no token. The rest of the page needs the key or Ray's token."""
 REFUSED = frozenset({401, 403})
 HEADERS = {
     "Cache-Control": "no-store",
@@ -37,7 +37,7 @@ LINK = (
     '<a href="blockyard" id="blockyard-link" style="position:fixed;right:16px;bottom:16px;z-index:10;padding:6px 12px;'
     'border-radius:16px;background:#1a6fb5;color:#fff;font:14px sans-serif;text-decoration:none">Blockyard</a>'
 )
-"""Stands in a corner of Ray's page, which has no place for links of others."""
+"""Link in a corner of Ray's page, which has no place for other links."""
 Handler = Callable[[Any], Awaitable[Any]]
 
 
@@ -56,12 +56,12 @@ def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
 
 
 def is_key(given: str, key: str | None) -> bool:
-    """Compare in constant time. Without a key nothing matches."""
+    """Compare in constant time. Nothing matches if there is no key."""
     return key is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 
 def install() -> None:
-    """Make the dashboard that this process will run accept the key. Call it before Ray's server is imported."""
+    """Make the dashboard that this process will run accept the key. Call this before Ray's server is imported."""
     from ray._private.authentication import http_token_authentication as rays
 
     rays.get_token_auth_middleware = with_sign_in(
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def _rays_page_with_link() -> bytes | None:
-    """Return Ray's page with the link, or None and a line on stderr where the page is not as we know it."""
+    """Return Ray's page with the link. If the page is not as expected, return None and print a line on stderr."""
     from ray import dashboard
 
     try:
@@ -82,9 +82,9 @@ def _rays_page_with_link() -> bytes | None:
 
 
 def with_link(page: str) -> str:
-    """Add a link to the live page. Raises ValueError for a page that is not as Ray's is."""
+    """Add a link to the live page. Raise ValueError if the page is not as expected."""
     if page.count("</body>") != 1 or '<div id="root">' not in page:
-        raise ValueError("it is not as it was")
+        raise ValueError("the page is not as expected")
     return page.replace("</body>", f"{LINK}</body>")
 
 
@@ -105,8 +105,7 @@ def with_sign_in(
     read_key: Callable[[], str | None],
     rays_page: bytes | None = None,
 ) -> Callable[..., Any]:
-    """Wrap Ray's maker of the token check. The page's sign-in comes before the check, and `rays_page` takes the place
-    of Ray's own index."""
+    """Wrap Ray's factory of the token check. The sign-in comes first. `rays_page` replaces Ray's own index."""
 
     @wraps(get_middleware)
     def get_with_sign_in(aiohttp_module: Any, *arguments: Any, **options: Any) -> Any:
@@ -124,7 +123,7 @@ def with_sign_in(
             if not is_key(given, key):
                 return web.Response(status=403, text="This is not the key of this page.", headers=HEADERS)
             response = web.Response(status=204, headers=HEADERS)
-            # No path: the browser takes the page's own, also behind a proxy that adds to it.
+            # Without a path the browser uses the page's own, even behind a proxy that adds to it.
             is_secure = request.scheme == "https"
             response.set_cookie(COOKIE, given, path="", httponly=True, samesite="Strict", secure=is_secure)
             return response

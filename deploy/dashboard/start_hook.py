@@ -1,9 +1,8 @@
-"""What `ray start` calls where RAY_START_HOOK names it: the dashboard that it starts gets our live page.
+"""Start hook: `ray start` calls it if RAY_START_HOOK names it, and the dashboard gets our live page.
 
-Owns one change of the starting process alone: the dashboard's command runs launch.py, which runs Ray's own dashboard.
-Everything else that Ray starts is as it would be. Ray has no public way to add a page, so this stands on internals of
-it. Where they are not as expected, or if anything goes wrong, the head starts as if we were not there, and says so on
-stderr.
+Owns one change in the starting process: the dashboard's command runs launch.py, which runs Ray's own dashboard.
+Everything else that Ray starts is unchanged. Ray has no public way to add a page, so this uses its internals. If they
+are not as expected or anything fails, the head starts without the page, and a line on stderr says so.
 """
 
 import sys
@@ -13,15 +12,15 @@ from typing import Any
 
 HOOK_VARIABLE = "RAY_START_HOOK"
 TOKEN_FILE_VARIABLE = "BLOCKYARD_TOKEN_FILE"
-"""As of each command (deploy/settings/security.py): the token that the page shows to routers."""
+"""Variable with the file of the page's token for routers. Commands use the same (deploy/settings/security.py)."""
 HOOK = "blockyard.deploy.dashboard.start_hook.start_hook"
 DASHBOARD_SCRIPT = "ray/dashboard/dashboard.py"
 WITHOUT_OUR_PAGE = frozenset({"--minimal", "--modules-to-load", "--disable-frontend"})
-"""A dashboard that is told to load next to nothing gets nothing from us."""
+"""Options of a dashboard that should load little. It gets no live page."""
 
 
 def start_hook(ray_params: object, is_head: bool) -> None:
-    """Never raises: whoever starts a cluster wants it to run, with our page or without."""
+    """Add the live page. Never raise, because the cluster must start with the page or without."""
     try:
         if is_head:
             _lead_through_launch()
@@ -30,7 +29,7 @@ def start_hook(ray_params: object, is_head: bool) -> None:
 
 
 def _lead_through_launch() -> None:
-    """Raises ImportError or AttributeError for a Ray that has not what is changed here."""
+    """Patch Ray's start of processes. Raise ImportError or AttributeError if Ray lacks what is changed here."""
     from ray._private import ray_constants, services
 
     start_process, dashboard = services.start_ray_process, ray_constants.PROCESS_TYPE_DASHBOARD
@@ -45,9 +44,9 @@ def _lead_through_launch() -> None:
 
 
 def led_through(command: list[str]) -> list[str]:
-    """The dashboard's command with launch.py before its script; any other command as it is."""
+    """Return the dashboard's command with launch.py before its script, and any other command unchanged."""
     options = {argument.partition("=")[0] for argument in command}
-    scripts = [place for place, argument in enumerate(command) if argument.endswith(DASHBOARD_SCRIPT)]
+    scripts = [index for index, argument in enumerate(command) if argument.endswith(DASHBOARD_SCRIPT)]
     if len(scripts) != 1 or options & WITHOUT_OUR_PAGE:
         return command
     launch = str(Path(__file__).with_name("launch.py"))

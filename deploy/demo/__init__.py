@@ -1,4 +1,4 @@
-"""`make demo`: a whole cluster on this machine, real chats through it, and what its block pools look like.
+"""`make demo`: starts a cluster on this machine, runs real chats on it, and shows its block pools.
 
 Does not own the demo's model (../demo_model/).
 """

@@ -1,8 +1,7 @@
-"""`make demo`: a whole cluster on this machine, 24 real chats through it, and what the pools look like
-afterwards.
+"""`make demo`: starts a cluster on this machine, runs 24 real chats on it, and shows the block pools.
 
-Owns the story and its looks. Starts and stops by the same `up` and `down` as the command line; nothing is
-faked, and what the model writes is its own.
+Owns the order of the demo and its output. Uses the same `up` and `down` as the command line. Nothing is faked: the
+model generates all answers.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
-from blockyard.deploy.demo.traffic import ALONE_ROUNDS, Alone, Chat, chats_of, run_chats, time_alone
+from blockyard.deploy.demo.traffic import ALONE_ROUNDS, Chat, LatencyAlone, chats_of, run_chats, time_alone
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import down, leftovers, up
 from blockyard.deploy.lifecycle.progress import StageProgress
@@ -40,17 +39,17 @@ from rich.text import Text
 CLUSTER = "demo"
 NUM_WORKERS = 2
 KV_CACHE_BYTES = 18 * 2**20
-"""384 blocks of this model in float32, 768 in bfloat16: few enough to see each."""
+"""Memory for 384 blocks of this model in float32, or 768 in bfloat16, so that each block is visible."""
 AGREE_SECONDS = 5.0
-"""A worker writes its map each second, and the dashboard reads it from the disk."""
+"""Deadline for equal views. A worker writes its map each second, and the dashboard reads it from disk."""
 TOLD_CHATS = 6
-"""A pipe gets a line for this many finished chats."""
+"""Without a terminal, a line is printed for this many finished chats."""
 TAIL_CHARACTERS = 88
 DASHBOARD_SECONDS = 10.0
 
 
 def main() -> None:
-    """Exit code 0 if every request was served and nothing is left behind."""
+    """Run the demo. Exit with code 0 if every request was served and nothing is left behind."""
     parser = argparse.ArgumentParser(prog="python -m blockyard.deploy.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the cluster serving")
     keep = parser.parse_args().keep
@@ -66,7 +65,8 @@ def main() -> None:
         code = 130
     except* (BlockyardError, RuntimeError, ValueError, OSError) as group:
         console.print(
-            f"the demo failed, and nothing that it started runs on: {group.exceptions[0]}", markup=False
+            f"the demo failed, and everything that it started has been stopped: {group.exceptions[0]}",
+            markup=False,
         )
     sys.exit(code)
 
@@ -91,7 +91,7 @@ def run(console: Console, *, keep: bool) -> int:
 
 
 def demo_options(*, may_stay: bool) -> UpOptions:
-    """A cluster that may go on to serve is where the examples look for it, or on the next free ports."""
+    """Return the demo's options. A cluster that may keep serving uses the examples' ports, or the next free ones."""
     options = UpOptions(
         cluster=CLUSTER,
         engine=EngineConfig(model=model_path("demo"), device="cpu", kv_cache_memory=KV_CACHE_BYTES),
@@ -104,7 +104,7 @@ def demo_options(*, may_stay: bool) -> UpOptions:
 
 
 def _is_wanted_on() -> bool:
-    """It serves while somebody looks at it and thinks."""
+    """Ask whether the cluster should keep serving. It serves meanwhile."""
     try:
         return input("leave it serving? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -122,23 +122,25 @@ def _show_chats(console: Console, cluster: ClusterState) -> None:
             asyncio.run(run_chats(routers, chats, lambda chat: live.update(_panel(chats))))
     else:
         asyncio.run(run_chats(routers, chats, _line_printer(console, chats)))
-    console.rule("what each request took", align="left")
+    console.rule("tokens and times of each request", align="left")
     console.print(_requests_table(chats))
     followers = [chat for chat in chats if chat.number > 1]
     reused = sum(1 for chat in followers if chat.finish is not None and chat.finish.cached_tokens > 0)
-    moved = "" if reused == len(followers) else "; the others went where less was going on"
-    console.print(f"{reused} of {len(followers)} reused the prompt that the first of their group left{moved}")
+    moved = "" if reused == len(followers) else "; the others went to a less busy worker"
     console.print(
-        f"their first tokens come late because these {len(followers)} came at once and waited for each other; "
-        "the first of each group found idle workers",
+        f"{reused} of {len(followers)} reused the cached prompt of the first chat in their group{moved}"
+    )
+    console.print(
+        f"their first tokens come late because all {len(followers)} arrived at once and waited for each other; "
+        "the first chat of each group found idle workers",
         soft_wrap=True,
     )
     if (alone := asyncio.run(time_alone(routers, chats[0]))) is not None:
         console.print(alone_line(alone), soft_wrap=True)
 
 
-def alone_line(alone: Alone) -> str:
-    """Compares the same request, alone on the cluster, with and without its prompt in the cache."""
+def alone_line(alone: LatencyAlone) -> str:
+    """Compare the same request, alone on the cluster, with and without its prompt in the cache."""
     new_ms, cached_ms = 1000 * alone.new_seconds, 1000 * alone.cached_seconds
     return (
         f"one request alone, median of {ALONE_ROUNDS}: first token after {new_ms:.0f} ms with nothing cached, "
@@ -147,7 +149,7 @@ def alone_line(alone: Alone) -> str:
 
 
 def _panel(chats: list[Chat]) -> Table:
-    """A line for each request: the end of its text so far."""
+    """Return a table with a line for each chat: the end of its text so far."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(no_wrap=True, overflow="crop")
@@ -159,7 +161,7 @@ def _panel(chats: list[Chat]) -> Table:
 
 
 def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]:
-    """Prints one chat line by line as it comes, and then how many of all are done."""
+    """Return a callback that prints one chat line by line, and then the number of finished chats."""
     shown, num_told = chats[0], 0
     console.print(f"{shown.name} asks: {shown.question}\n", markup=False, soft_wrap=True)
 
@@ -198,7 +200,7 @@ def _requests_table(chats: list[Chat]) -> RenderableType:
 def _show_pools(console: Console, cluster: ClusterState) -> None:
     console.rule("the workers' block pools", align="left")
     with on_ray.driver(cluster):  # nothing is printed in here: it would go to stderr with Ray's words
-        nodes = {place.name: place.node_id for place in on_ray.supervisor_report().places}
+        nodes = {replica.name: replica.node_id for replica in on_ray.supervisor_report().replicas}
     with Client(list(cluster.routers)) as client:
         for worker in client.list_workers():
             console.print(pool_map(client.block_pool(worker.worker_id)))
@@ -210,7 +212,7 @@ def _show_pools(console: Console, cluster: ClusterState) -> None:
 
 
 def _views_agree(cluster: ClusterState, client: Client, worker_id: str, node_id: str) -> bool:
-    """Asks all three until they say the same; the map in the log is up to a second old."""
+    """Compare all three views until they agree, because the map in the log is up to a second old."""
     deadline = time.monotonic() + AGREE_SECONDS
     while time.monotonic() < deadline:
         by_call = block_cells(client.block_pool(worker_id))
@@ -230,7 +232,7 @@ def _cells_by_command(worker_id: str) -> str:
 
 
 def _dashboard_log(cluster: ClusterState, node_id: str, filename: str) -> str:
-    """What the dashboard's Logs tab shows, by the same call of its API."""
+    """Return what the dashboard's Logs tab shows, from the same API call."""
     assert cluster.ray_token_path is not None, "the demo starts its own Ray"
     query = urllib.parse.urlencode({"node_id": node_id, "filename": filename, "lines": 1000})
     token = Path(cluster.ray_token_path).read_text(encoding="ascii")
@@ -246,7 +248,7 @@ def _show_dashboard(console: Console, cluster: ClusterState) -> None:
     for line in (*views.dashboard_lines(cluster), *views.metrics_lines(cluster)):
         console.print(line, soft_wrap=True)
     console.print(
-        "look at   Logs: blockyard-worker-0.log is the pool's map, rewritten each second (press refresh)\n"
+        "see       Logs: blockyard-worker-0.log is the pool's map, rewritten each second (press refresh)\n"
         "          Actors: worker-0, worker-1, router-0 and the supervisor, with their processes and logs"
     )
 
@@ -261,8 +263,8 @@ def _farewell(console: Console, cluster: ClusterState, *, kept: bool, seconds: f
         console.print(f"left behind: {', '.join(left)}")
         return 1
     console.print(
-        f"everything has been stopped and nothing is left: no process, no file ({seconds:.0f} s in all)\n"
-        "try next:  make demo KEEP=1            the same, left serving\n"
+        f"everything has been stopped: no process and no file is left ({seconds:.0f} s in all)\n"
+        "try next:  make demo KEEP=1            the same, and the cluster keeps serving\n"
         "           .venv/bin/blockyard --help  a cluster of your own: blockyard serve FOLDER"
     )
     return 0

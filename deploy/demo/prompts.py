@@ -1,7 +1,7 @@
-"""What the demo asks: four groups of questions, each group under one system prompt that its requests share.
+"""Prompts of the demo: four groups of questions. The chats of a group share one system prompt.
 
-Owns text only. A system prompt is 200 to 500 tokens of the demo tokenizer, so that sharing its blocks can be
-seen, in the shape of those in demo_model/chats.py. The questions are not in the training data, and no answer is canned.
+Owns text only. A system prompt has 200 to 500 tokens of the demo's tokenizer, so that its shared blocks are visible. It
+has the form of those in demo_model/chats.py. The questions are not in the training data, and no answer is canned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoGroup:
-    """Questions whose prompts begin with the same tokens: their system prompt."""
+    """Questions that share a system prompt, so that their prompts begin with the same tokens."""
 
     name: str
     system_prompt: str

@@ -1,9 +1,8 @@
-"""The demo's requests: four groups of chats, each under one system prompt, all in flight at once; and afterwards one
-chat alone, with and without its prompt in the cache.
+"""Requests of the demo: four groups of chats, all in flight at once, and afterwards one chat alone.
 
-Owns who asks what and when, and what came back. Does not own the cluster or how anything looks. Within a
-group the first request leads: the others follow when its first token is there, which is when its prompt's
-blocks can be found.
+Owns the order of requests and their results. Does not own the cluster or any output. The chats of a group share one
+system prompt. The first one leads: the others follow once its first token has arrived, because then its prompt's blocks
+can be found. The chat alone runs with and without its prompt in the cache.
 """
 
 import asyncio
@@ -25,20 +24,20 @@ INDEX_SECONDS = 0.2
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """One request under way or done."""
+    """One request, in flight or finished."""
 
     name: str
     group: str
     number: int
-    """Within its group, from 1."""
+    """Position in its group, from 1."""
     system_prompt: str
     question: str
     text: str = ""
     time_to_first_token_seconds: float | None = None
-    """As the client saw it."""
+    """Measured at the client."""
     finish: Finish | None = None
     unread_from: int = 0
-    """How much of `text` has been shown."""
+    """Characters of `text` that have been shown."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,7 +61,7 @@ def chats_of(group: DemoGroup) -> list[Chat]:
 
 
 async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Callable[[Chat], None]) -> None:
-    """`on_text` hears of every piece and of every end. Raises an ExceptionGroup of BlockyardErrors."""
+    """Run all chats. Call `on_text` for each text and each end. Raise an ExceptionGroup of BlockyardErrors."""
     leaders = [chat for chat in chats if chat.number == 1]
     leading = {chat.name for chat in leaders}
     prompts_are_cached = asyncio.Event()
@@ -77,27 +76,28 @@ async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Call
         for chat in leaders:
             requests.create_task(_run_chat(client, chat, lead))
         await prompts_are_cached.wait()
-        # The groups take turns: in the order of arrival no worker is busier than another for long.
+        # Interleave the groups, so that no worker is busier than another for long.
         for chat in sorted(chats, key=lambda chat: chat.number):
             if chat.number > 1:
                 requests.create_task(_run_chat(client, chat, on_text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """Medians of requests that had the cluster to themselves, in seconds to the first token."""
+class LatencyAlone:
+    """Median times to the first token of requests that ran alone on the cluster, in seconds."""
 
     new_seconds: float
-    """Median if nothing of the prompt is cached."""
+    """Median with nothing of the prompt cached."""
     cached_seconds: float
     prompt_tokens: int
     cached_tokens: int
 
 
-async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
-    """Ask one question in several rounds, twice in each, under a new cache salt.
+async def time_alone(routers: Sequence[str], question: Chat) -> LatencyAlone | None:
+    """Send one question in several rounds, twice in each, with a new cache salt for each round.
 
-    At first nothing of its prompt is cached, then all full blocks are. Return None if they were never found.
+    The first time nothing of its prompt is cached, the second time all full blocks are. Return None if cached blocks
+    were never found.
     """
     pairs: list[tuple[Chat, Chat]] = []
     async with AsyncClient(routers) as client:
@@ -122,7 +122,7 @@ async def time_alone(routers: Sequence[str], question: Chat) -> Alone | None:
         return None
     finish = pairs[0][1].finish
     assert finish is not None
-    return Alone(
+    return LatencyAlone(
         new_seconds=median(new.time_to_first_token_seconds or 0.0 for new, _ in pairs),
         cached_seconds=median(again.time_to_first_token_seconds or 0.0 for _, again in pairs),
         prompt_tokens=finish.prompt_tokens,

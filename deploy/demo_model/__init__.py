@@ -1,1 +1,4 @@
-"""The small model of the demo, and the program that trained it."""
+"""Demo model: a small checkpoint, and the program that trained it.
+
+Owns its data, tokenizer and training. Does not own serving it (../demo/).
+"""

@@ -1,7 +1,7 @@
 """Chats for training, made from corpus definitions: a system prompt, then questions answered by real source.
 
-Owns the wording of questions and the shape of a chat. Every answer is text of the corpus, none is written
-here, and the demo's own prompts (demo/prompts.py) are not used. Does not know tokens or models.
+Owns the wording of questions and the form of a chat. Every answer is text of the corpus. The demo's own prompts
+(demo/prompts.py) are not used. Does not know tokens or models.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class ChatMaker:
         self._topics = corpus.topics
         self._headers = list(corpus.headers.values())
         functions = [d for d in corpus.definitions if d.kind == "function"]
-        # Functions are what the demo asks for and are the smaller family, so they are seen more often.
+        # The demo asks mostly for functions, and there are fewer of them, so they are repeated.
         described = [d for d in functions if d.summary]
         self._definitions = [*corpus.definitions, *functions, *described, *described]
 
     def next_chat(self) -> Chat:
-        """A chat of one to three questions, with a long, a short or no system prompt."""
+        """Return a chat of one to three questions, with a long, a short or no system prompt."""
         fenced = self._rng.random() < 0.5
         chat = self._system_prompt(fenced)
         if not chat:
@@ -202,7 +202,7 @@ class ChatMaker:
 
 
 def describe_action(summary: str) -> str:
-    """`Return the x.` -> `returns the x`, for use after "that"; empty where there is no verb in front."""
+    """Turn `Return the x.` into `returns the x`, for use after "that". Empty if it does not begin with a verb."""
     first, _, rest = summary.split(". ")[0].rstrip(".").partition(" ")
     verb = first.lower()
     if (

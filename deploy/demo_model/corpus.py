@@ -1,7 +1,7 @@
-"""The demo model's corpus: the standard library of the interpreter that runs this, read as text.
+"""Corpus of the demo model: the standard library of the running interpreter, read as text.
 
-Owns which files are read, and how a file becomes documents (plain text) and definitions (functions, methods
-and classes with their own source). Does not know chats, tokens or models.
+Owns the choice of files, and how a file becomes documents (plain text) and definitions (functions, methods and classes
+with their source). Does not know chats, tokens or models.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# Never trained on, so that a loss on them says something about code the model has not seen.
+# Never trained on, so that the loss on them is a loss on unseen code.
 HELD_OUT_MODULES = ("heapq", "shlex", "textwrap")
 
-# Tests and vendored trees, tables that are neither prose nor code, and GUI wrappers that are all one call.
+# Tests, vendored code, data tables, and GUI wrappers with similar functions.
 _SKIPPED_DIRECTORIES = frozenset(
     {"__pycache__", "encodings", "idlelib", "lib2to3", "msilib", "pydoc_data", "site-packages"}
     | {"dist-packages", "test", "tests", "tkinter", "turtledemo"}
@@ -45,7 +45,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """All that the demo model learns from. `headers` are the first lines of modules, by module name."""
+    """Training data of the demo model. `headers` are the first lines of modules, by module name."""
 
     documents: tuple[str, ...]
     definitions: tuple[Definition, ...]
@@ -55,7 +55,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """Read the running interpreter's standard library, in an order that depends on file names only."""
+    """Read the running interpreter's standard library, in an order that depends only on file names."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = {_module_name(path.relative_to(root)): _read(path) for path in _source_files(root)}
     held_out = "\n".join(texts.pop(name) for name in HELD_OUT_MODULES)
@@ -90,7 +90,7 @@ def _module_name(relative: Path) -> str:
 
 
 def _read_topics() -> tuple[tuple[str, str], ...]:
-    """The language reference as pydoc carries it; `topics` is a plain dict in every CPython."""
+    """Return the language reference from pydoc, by topic. `topics` is a plain dict in every CPython."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     return tuple(sorted((name, text.strip()) for name, text in topics.items()))
 

@@ -1,6 +1,6 @@
-"""A tree of tensors and plain values as one safetensors file: what torch's own `save` would pickle.
+"""State file: a tree of tensors and plain values as one safetensors file, instead of `torch.save`'s pickle.
 
-Knows dicts, lists, tuples, tensors and what JSON has. The tree without its tensors is JSON in the file's metadata.
+Supports dicts, lists, tuples, tensors and JSON values. The tree without its tensors is JSON in the file's metadata.
 """
 
 import json
@@ -21,12 +21,12 @@ def write_tree(tree: Any, path: Path) -> None:
 
 
 def read_tree(path: Path) -> Any:
-    """Raises ValueError for a file that write_tree did not write."""
+    """Read a tree. Raise ValueError for a file that write_tree did not write."""
     with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(_TREE)
         if text is None:
             raise ValueError(f"{path} holds no tree")
-        # The file's reader is no mapping.
+        # `safe_open` returns no mapping, so it needs `keys()`.
         return _with_tensors(json.loads(text), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
@@ -34,7 +34,7 @@ def _without_tensors(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
     match node:
         case torch.Tensor():
             name = str(len(tensors))
-            # A copy: safetensors refuses tensors that share memory, as tied weights do.
+            # Copied, because safetensors refuses tensors that share memory, as tied weights do.
             tensors[name] = node.detach().clone().contiguous()
             return {"tensor": name}
         case dict():

@@ -1,7 +1,7 @@
-"""The demo model's tokenizer, and the token windows that training reads.
+"""Tokenizer of the demo model, and the batches of tokens for training.
 
-Owns the byte-level BPE vocabulary, the chat template, how a chat becomes ids, and how ids are cut into the
-rows of a batch. Does not know the model.
+Owns the byte-level BPE vocabulary, the chat template, the encoding of chats, and the rows of a batch. Does not know the
+model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .corpus import Corpus
 VOCABULARY_TOKENS = 4096
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTEXT_TOKENS = 2048
-# What cross entropy leaves out: tokens that the model reads but need not learn to write.
+# Label that cross entropy ignores, for tokens that the model reads but need not learn to generate.
 IGNORED_LABEL = -100
 
 CHAT_TEMPLATE = """\
@@ -39,7 +39,7 @@ _TOKENIZER_CHATS = 4000
 
 
 def train_tokenizer(corpus: Corpus, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the corpus and a sample of chats; the three control tokens are ids 0, 1 and 2."""
+    """Train byte-level BPE on the corpus and a sample of chats. The three control tokens have ids 0, 1 and 2."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def train_tokenizer(corpus: Corpus, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
-    """(ids, labels) of a chat as the template renders it; only what an assistant says is to be learnt."""
+    """Return (ids, labels) of a chat as the template renders it. Only the assistant's messages have labels."""
     start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
     newline = _encode(tokenizer, "\n")
     ids: list[int] = []
@@ -92,7 +92,7 @@ class WindowMaker:
         return len(self._stream)
 
     def batch(self, *, rows: int, chat_rows: int, row_tokens: int) -> tuple[Tensor, Tensor]:
-        """(ids, labels), int64 [rows, row_tokens]; the first `chat_rows` are chats, the others source."""
+        """Return (ids, labels), int64 [rows, row_tokens]. The first `chat_rows` rows are chats, the others source."""
         pairs = [self._chat_row(row_tokens) for _ in range(chat_rows)]
         for _ in range(rows - chat_rows):
             start = self.rng.randrange(len(self._stream) - row_tokens)
@@ -114,7 +114,7 @@ class WindowMaker:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: tuple[str, ...]) -> Tensor:
-    """All documents in one row of int64 ids, an end-of-text token after each."""
+    """Return all documents as one row of int64 ids, with an end-of-text token after each."""
     end_of_text = _control_id(tokenizer, END_OF_TEXT)
     ids = [[*_encode(tokenizer, document), end_of_text] for document in documents]
     return torch.tensor([token for document in ids for token in document], dtype=torch.int64)
@@ -127,6 +127,6 @@ def _control_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    # The backend is asked directly: the wrapper warns about documents longer than the context.
+    # Called on the backend, because the wrapper warns about documents longer than the context.
     ids: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     return ids

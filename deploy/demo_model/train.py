@@ -1,8 +1,7 @@
 """Train the demo model: `python -m blockyard.deploy.demo_model.train --out DIR [--minutes M]`.
 
-Owns the model's shape, the training loop and the export in Hugging Face format. What is learnt comes from
-corpus.py, chats.py and tokens.py. With `--steps` alone a run repeats on one machine; `--minutes` makes the
-schedule end by then.
+Owns the model's shape, the training loop and the export in Hugging Face format. The data comes from corpus.py, chats.py
+and tokens.py. With `--steps` alone a run is reproducible on one machine. `--minutes` ends the schedule by that time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .tokens import (
 ROW_TOKENS = 512
 ROWS = 16
 CHAT_ROWS = 9
-# Every so many steps as many tokens come in full-context rows, so that late positions are trained too.
+# One step in this many uses rows of the full context, with as many tokens, so that late positions are trained too.
 LONG_STEP_INTERVAL = 16
 WARMUP_FRACTION = 0.02
 PEAK_MATRIX_LEARNING_RATE = 0.02
@@ -44,7 +43,7 @@ LOG_INTERVAL_STEPS = 20
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """All that a run must keep to go on after a stop."""
+    """State of a run, with all that it needs to resume."""
 
     model: LlamaForCausalLM
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -53,7 +52,7 @@ class Training:
     elapsed_seconds: float = 0.0
 
     def save(self, path: Path) -> None:
-        """Write everything to `path`; a stop while writing leaves the file before it."""
+        """Write the state to `path` atomically, so that an interrupted write leaves the earlier file."""
         state = {
             "model": dict(self.model.state_dict()),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -65,7 +64,7 @@ class Training:
         path.with_suffix(".partial").replace(path)
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote."""
+        """Restore the state that `save` wrote."""
         state = read_tree(path)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -75,7 +74,7 @@ class Training:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """3.72 M parameters, so that bf16 weights and the tokenizer stay under 8 MB together."""
+    """Build a Llama with 3.72 M parameters, so that bf16 weights and the tokenizer are under 8 MB together."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY_TOKENS,
@@ -96,7 +95,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms: fewer tokens for the same loss."""
+    """Build Muon for the layers' matrices and AdamW for the rest, which need fewer tokens for the same loss."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.model.layers.parameters() if p.ndim < 2]
     rest = [*vectors, *model.model.embed_tokens.parameters(), *model.model.norm.parameters()]
@@ -109,14 +108,14 @@ def build_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ..
 
 
 def learning_rate_factor(progress: float) -> float:
-    """A short linear warm-up, then a cosine to zero; `progress` runs from 0 to 1."""
+    """Return the factor of a short linear warm-up, then a cosine to zero. `progress` runs from 0 to 1."""
     if progress < WARMUP_FRACTION:
         return (progress + 1e-3) / WARMUP_FRACTION
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean next-token loss in nats over the labels that are not ignored."""
+    """Return the mean next-token loss in nats over the labels that are not ignored."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
     return cross_entropy(
@@ -126,14 +125,14 @@ def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, held_out_ids: Tensor) -> float:
-    """Mean loss in nats a token on modules that were never trained on, in rows of 512."""
+    """Return the mean loss in nats per token on modules that were never trained on, in rows of 512."""
     rows = held_out_ids[: len(held_out_ids) // ROW_TOKENS * ROW_TOKENS].view(-1, ROW_TOKENS)
     losses = [loss_of(model, chunk, chunk) * len(chunk) for chunk in torch.split(rows, ROWS)]
     return float(torch.stack(losses).sum() / len(rows))
 
 
 def train_step(training: Training, progress: float) -> float:
-    """One step on one batch; returns its loss."""
+    """Run one step on one batch. Return its loss."""
     rows, chat_rows, row_tokens = ROWS, CHAT_ROWS, ROW_TOKENS
     if training.step % LONG_STEP_INTERVAL == LONG_STEP_INTERVAL - 1:
         rows, chat_rows, row_tokens = ROWS * ROW_TOKENS // CONTEXT_TOKENS, 1, CONTEXT_TOKENS
@@ -150,7 +149,7 @@ def train_step(training: Training, progress: float) -> float:
 
 
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint: bf16 safetensors, configs, tokenizer with the chat template inside its config."""
+    """Write the checkpoint: bf16 safetensors, configs, and the tokenizer with the chat template in its config."""
     half = copy.deepcopy(model).bfloat16()
     half.generation_config = GenerationConfig(
         do_sample=True,
@@ -166,7 +165,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the checkpoint.")
 @click.option("--steps", default=2500, show_default=True, help="Optimiser steps in the whole schedule.")
-@click.option("--minutes", default=math.inf, help="End the schedule by then, however few steps were made.")
+@click.option("--minutes", default=math.inf, help="End the schedule by then, even with fewer steps.")
 @click.option(
     "--state", type=click.Path(path_type=Path), help="Resume from this file and keep it up to date."
 )

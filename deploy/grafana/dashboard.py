@@ -1,6 +1,6 @@
 """`python -m blockyard.deploy.grafana.dashboard`: writes dashboard.json, which Grafana imports, from panels.py.
 
-Owns where panels stand and how they look. The datasource is a variable, because Ray's Metrics tab names its own.
+Owns the layout and look of panels. The datasource is a variable, because Ray's Metrics tab passes its own.
 """
 
 import json
@@ -58,7 +58,7 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _label_variable(name: str, label: str, query: str, *, has_all: bool = False) -> dict[str, Any]:
-    """One value is chosen, or with `has_all` any number; Grafana asks again whenever the dashboard's time changes."""
+    """Build a variable with one value, or with `has_all` any number. Grafana reloads it when the time range changes."""
     variable = {
         "name": name,
         "type": "query",
@@ -91,13 +91,12 @@ def _panels() -> list[dict[str, Any]]:
 
 
 def _row(title: str, number: int, top: int) -> dict[str, Any]:
-    place = {"h": 1, "w": 24, "x": 0, "y": top}
     return {
         "id": number,
         "type": "row",
         "title": title,
         "collapsed": False,
-        "gridPos": place,
+        "gridPos": {"h": 1, "w": 24, "x": 0, "y": top},
         "panels": [],
     }
 

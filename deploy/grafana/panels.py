@@ -1,7 +1,7 @@
-"""What the Grafana dashboard shows, as a table: rows of panels, each with its questions to Prometheus.
+"""Panels of the Grafana dashboard as a table: rows of panels, each with its Prometheus queries.
 
-Pure data. The dashboard's variables choose the cluster and the models of every series that is asked for. Does not own
-how it becomes Grafana's JSON (dashboard.py). Names are those of proto/metrics/table.py, by test.
+Pure data. The dashboard's variables select the cluster and the models of every series. Does not own the conversion to
+Grafana's JSON (dashboard.py). A test checks that the names are those of proto/metrics/table.py.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from blockyard.proto.metrics.table import WORKER_METRICS
 
 CHOSEN = 'cluster="$cluster",model_name=~"$model"'
-"""What every series is asked for with: one cluster, so that two never add up, and some of its models."""
+"""Label matchers of every query: one cluster, so that two are never summed, and some of its models."""
 _WORKERS_SERIES = frozenset(name for metric in WORKER_METRICS for name in metric.series)
 
 
@@ -19,7 +19,7 @@ class Panel:
     title: str
     description: str
     unit: str
-    """One of Grafana's own."""
+    """One of Grafana's units."""
     questions: tuple[tuple[str, str], ...]
     """(expression without matchers, legend)"""
     is_stacked: bool = False
@@ -57,11 +57,11 @@ def _whole_rate(metric: str) -> str:
 
 
 CLIENTS = Row(
-    title="What clients feel",
+    title="Latency and throughput",
     panels=(
         Panel(
             title="Requests by outcome",
-            description="Requests that end each second. Everything but OK, CANCELLED and ABORTED is worth a look.",
+            description="Requests that end each second. Outcomes other than OK, CANCELLED and ABORTED are failures.",
             unit="reqps",
             questions=((f"{_rate('blockyard_requests', 'outcome')} > 0", "{{outcome}}"),),
             is_stacked=True,
@@ -73,26 +73,26 @@ CLIENTS = Row(
             questions=_quantiles("blockyard_time_to_first_token_seconds"),
         ),
         Panel(
-            title="Between two tokens",
-            description="Of one output, pauses of a replay included.",
+            title="Time between tokens",
+            description="Between two tokens of one output, with pauses of a replay.",
             unit="s",
             questions=_quantiles("blockyard_inter_token_latency_seconds"),
         ),
         Panel(
-            title="Whole requests",
-            description="From arrival to the end of the answer, of those that ended OK.",
+            title="Request duration",
+            description="From arrival to the end of the answer, for requests that ended OK.",
             unit="s",
             questions=_quantiles("blockyard_request_seconds"),
         ),
         Panel(
-            title="In the queue",
-            description="From arrival until a worker was sent the request.",
+            title="Queue time",
+            description="From arrival until the router sent the request to a worker.",
             unit="s",
             questions=_quantiles("blockyard_queue_seconds"),
         ),
         Panel(
-            title="Tokens a second",
-            description="What went to clients, and prompts with what of them was reused.",
+            title="Tokens per second",
+            description="Tokens sent to clients, prompt tokens, and the prompt tokens that were reused from the cache.",
             unit="short",
             questions=(
                 (_whole_rate("blockyard_router_generated_tokens"), "generated"),
@@ -102,7 +102,7 @@ CLIENTS = Row(
         ),
         Panel(
             title="Prefill",
-            description="From sending a request to its worker until its first token, the worker's own queue included.",
+            description="From sending a request to its worker until its first token, with the worker's queue.",
             unit="s",
             questions=_quantiles("blockyard_prefill_seconds"),
         ),
@@ -113,8 +113,8 @@ CLIENTS = Row(
             questions=_quantiles("blockyard_decode_seconds"),
         ),
         Panel(
-            title="Tokens of a request",
-            description="How long prompts and answers are: half of them are shorter, and 95 of 100.",
+            title="Tokens per request",
+            description="Median and 95th percentile of the lengths of prompts and answers.",
             unit="short",
             questions=tuple(
                 (expression, f"{kind}, {legend}")
@@ -129,14 +129,14 @@ TENANTS = Row(
     title="Tenants",
     panels=(
         Panel(
-            title="Requests of tenants",
-            description="Requests that end each second. `other` is all further tenants, and calls that name none.",
+            title="Requests by tenant",
+            description="Requests that end each second. `other` is all further tenants, and requests without one.",
             unit="reqps",
             questions=((_rate("blockyard_tenant_requests", "tenant"), "{{tenant}}"),),
             is_stacked=True,
         ),
         Panel(
-            title="Tokens of tenants",
+            title="Tokens by tenant",
             description="Prompt and generated tokens each second.",
             unit="short",
             questions=(
@@ -145,8 +145,8 @@ TENANTS = Row(
             ),
         ),
         Panel(
-            title="Refusals of tenants",
-            description="Requests each second that a limit turned away: a share of the router's, or one a minute.",
+            title="Refusals by tenant",
+            description="Requests each second that a limit refused: the tenant's share of a router, or its rate limit.",
             unit="reqps",
             questions=((_rate("blockyard_tenant_refusals", "tenant"), "{{tenant}}"),),
             is_stacked=True,
@@ -159,13 +159,13 @@ WORKERS = Row(
     panels=(
         Panel(
             title="KV blocks in use",
-            description="Share of each worker's pool that running sequences hold.",
+            description="Share of each worker's pool that running sequences use.",
             unit="percentunit",
             questions=(("blockyard_kv_usage_ratio", "{{worker}}"),),
         ),
         Panel(
             title="Blocks of all pools",
-            description="Cached blocks are given away as soon as somebody needs one.",
+            description="Cached blocks are evicted as soon as a sequence needs one.",
             unit="short",
             questions=(
                 ("sum(blockyard_blocks_used)", "used"),
@@ -185,7 +185,7 @@ WORKERS = Row(
         ),
         Panel(
             title="Preemptions and evictions",
-            description="Sequences that gave up their blocks, and cached blocks that were given away, each second.",
+            description="Sequences that lost their blocks, and cached blocks that were evicted, each second.",
             unit="short",
             questions=(
                 (_rate("blockyard_preemptions", "worker"), "{{worker}} preempted"),
@@ -193,15 +193,15 @@ WORKERS = Row(
             ),
         ),
         Panel(
-            title="Generated tokens a second",
-            description="By worker; what a replay computes again counts again.",
+            title="Generated tokens per second",
+            description="By worker. Tokens that a replay generates again count again.",
             unit="short",
             questions=((_rate("blockyard_generated_tokens", "worker"), "{{worker}}"),),
             is_stacked=True,
         ),
         Panel(
-            title="Step under way",
-            description="How long it has run: a worker that hangs shows as a line that climbs.",
+            title="Current step",
+            description="Time since the current step began. A worker that hangs shows as a rising line.",
             unit="s",
             questions=(("blockyard_stalled_seconds", "{{worker}}"),),
         ),
@@ -213,7 +213,7 @@ CACHE = Row(
     panels=(
         Panel(
             title="Hit rate",
-            description="Share of prompt tokens that were reused: as clients were told, and on each worker.",
+            description="Share of prompt tokens that were reused: of all, as reported to clients, and by worker.",
             unit="percentunit",
             questions=(
                 (
@@ -229,17 +229,17 @@ CACHE = Row(
         ),
         Panel(
             title="Predicted and actual hits",
-            description="Blocks each second that the index promised, that were reused, and that were promised in vain.",
+            description="Blocks each second that the index predicted, that were reused, and that were missing.",
             unit="short",
             questions=(
-                (_whole_rate("blockyard_promised_blocks"), "promised"),
+                (_whole_rate("blockyard_promised_blocks"), "predicted"),
                 (_whole_rate("blockyard_reused_blocks"), "reused"),
-                (_whole_rate("blockyard_stale_blocks"), "promised in vain"),
+                (_whole_rate("blockyard_stale_blocks"), "missing"),
             ),
         ),
         Panel(
             title="Index: lag and state",
-            description="Seconds that each worker's part is behind; 3 means degraded, 2 exact, 1 that there is none.",
+            description="Lag of each worker's part in seconds, and each router's state: 1 absent, 2 exact, 3 degraded.",
             unit="short",
             questions=(
                 ("blockyard_index_lag_seconds", "{{worker}} lag"),
@@ -254,7 +254,7 @@ ROUTERS = Row(
     panels=(
         Panel(
             title="Requests held",
-            description="By a worker or waiting for one, and the limit that admission keeps.",
+            description="Requests that run on a worker, requests that wait for one, and the admission limit.",
             unit="short",
             questions=(
                 ("blockyard_router_running", "{{router}} running"),
@@ -264,7 +264,7 @@ ROUTERS = Row(
         ),
         Panel(
             title="Event loop lag",
-            description="99 of 100 ticks are less late than this. Every token waits for it.",
+            description="99th percentile of how late the event loop runs. It delays every token.",
             unit="s",
             questions=(
                 (
@@ -276,7 +276,7 @@ ROUTERS = Row(
         ),
         Panel(
             title="Workers by state",
-            description="As the routers see them, and how many requests lost their worker each second.",
+            description="Workers as the routers see them, and requests that lost their worker each second.",
             unit="short",
             questions=(
                 ("max by (state) (blockyard_workers) > 0", "{{state}}"),

@@ -1,7 +1,7 @@
-"""What an operator changes in a running cluster: rolling restarts, and what the commands of drains and flushes say.
+"""Administration: rolling restarts, and the messages of drain, resume and flush commands.
 
-Owns the order of a rolling restart. Drains, resumes and flushes go through a router's AdminService (router/client); how
-one worker or router is restarted is the supervisor's.
+Owns the order of a rolling restart. The supervisor restarts each worker or router. Drains, resumes and flushes go
+through a router's AdminService (router/client).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,21 +22,21 @@ def restart(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     report: Report = lambda progress: None,
 ) -> list[str]:
-    """One after the other, workers first; without names all of them. Returns who was restarted.
+    """Restart workers and routers one after the other, workers first. Without names, restart all. Return the names.
 
-    Raises ValueError for a name that nobody has, before anything is stopped, RuntimeError for one that does not come
-    back: then those after it are left alone.
+    Raise ValueError for an unknown name, before anything is stopped. Raise RuntimeError if one does not come back. The
+    ones after it are then not restarted.
     """
     with on_ray.driver(cluster):
-        places = on_ray.supervisor_report(on_ray.HELLO_SECONDS).places
-        order = restart_order([place.name for place in places], names)
+        replicas = on_ray.supervisor_report(on_ray.HELLO_SECONDS).replicas
+        order = restart_order([replica.name for replica in replicas], names)
         for number, name in enumerate(order):
             _restart_one(name, number, len(order), grace_seconds, report)
     return order
 
 
 def restart_order(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Raises ValueError for a name that is not known."""
+    """Return the names to restart in order. Raise ValueError for an unknown name."""
     for name in wanted:
         if name not in known:
             raise ValueError(f"no worker or router is called {name!r}, only {', '.join(known)}")
@@ -51,16 +51,16 @@ def _restart_one(name: str, number: int, total: int, grace_seconds: float, repor
     on_ray.restart(
         name,
         grace_seconds,
-        waiting=lambda seen: tell(_STAGES[next(p.phase for p in seen.places if p.name == name)]),
+        waiting=lambda seen: tell(_STAGES[next(p.phase for p in seen.replicas if p.name == name)]),
     )
 
 
 _STAGES = {
     "draining": "draining",
-    "waiting": "starting afresh",
-    "starting": "starting afresh",
+    "waiting": "starting again",
+    "starting": "starting again",
     "downloading": "downloading the model",
-    "stopped": "starting afresh",
+    "stopped": "starting again",
     "serving": "joining routers and workers",
 }
 
@@ -72,16 +72,18 @@ def ready_workers(workers: Iterable[cluster_pb2.Worker]) -> list[str]:
 
 def last_line(worker: str, which: str) -> str:
     return (
-        f"no worker but {worker} takes requests: from now on they wait, and fail as NO_WORKERS if that lasts; "
-        f"`{command_name()} resume {worker}{which}` takes the drain back"
+        f"{worker} is the only worker that takes requests: new requests wait now, and fail as NO_WORKERS if that "
+        f"lasts; `{command_name()} resume {worker}{which}` undoes the drain"
     )
 
 
 def drained_line(worker: str, moved: int) -> str:
-    went = {0: "", 1: "; 1 request went on elsewhere"}.get(moved, f"; {moved} requests went on elsewhere")
-    return f"{worker} is drained, nothing runs there{went}"
+    elsewhere = {0: "", 1: "; 1 request moved to another worker"}.get(
+        moved, f"; {moved} requests moved to other workers"
+    )
+    return f"{worker} is drained, nothing runs there{elsewhere}"
 
 
 def flushed_line(flushed: FlushCacheResponse) -> str:
     host = f" and {flushed.flushed_host_blocks:,} in host memory" if flushed.flushed_host_blocks else ""
-    return f"forgot {flushed.flushed_blocks:,} cached blocks{host}"
+    return f"dropped {flushed.flushed_blocks:,} cached blocks{host}"

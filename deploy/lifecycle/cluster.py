@@ -1,11 +1,11 @@
-"""Brings a cluster up and takes it down: Redis, Ray, the supervisor, and the state file that remembers them.
+"""Starts and ends a cluster: Redis, Ray, the supervisor, and the state file that records them.
 
-Owns the order of things and the undoing of a start that failed or was interrupted. Does not own how each part
-runs.
+Owns the order of steps, and undoing a start that failed or was interrupted. Does not own how each part runs.
 
     up:   state file -> private Redis -> Ray head -> supervisor -> workers + routers serve
-          (a Ray that runs already is looked at first, and then Redis is started)
-    down: routers drain, workers say goodbye -> supervisor -> Ray's session -> Redis -> files -> state file
+          (with --address, the running Ray is checked first, and then Redis is started)
+
+    down: routers drain, workers deregister -> supervisor -> Ray's session -> Redis -> files -> state file
 """
 
 import contextlib
@@ -46,32 +46,33 @@ from blockyard.router.config import RouterConfig
 DRAIN_SECONDS = 5.0
 STARTING_RAY = "starting Ray and its dashboard"
 LOOPBACK_AMONG_HOSTS = (
-    "this Ray cluster has several machines, and each router serves programs of its own machine alone: --host opens it "
+    "this Ray cluster has several machines, and each router accepts only programs on its own machine: --host opens it "
     "to others"
 )
 UNLIKE_CPUS = "only some nodes' CPUs have bfloat16 instructions: all workers compute in float32 (see --dtype)"
 MAX_TEMP_LENGTH = 25
-"""A unix socket's path has 107 characters at most; Ray's part and ours take about 80."""
+"""A Unix socket's path has at most 107 characters. Ray's part and ours take about 80."""
 
 
 def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterState:
-    """Returns once every worker and router serves. On any failure, Ctrl-C included, undoes what it has done.
+    """Start a cluster and return once every worker and router serves. Undo everything on any failure or Ctrl-C.
 
-    Raises ClusterStartError, RedisStartError, RayStartError, NameTakenError, or ValueError for a cluster that is up
-    already or comes up, and for a model that the engine cannot run."""
+    Raise ClusterStartError, RedisStartError, RayStartError, or NameTakenError. Raise ValueError for a cluster that is
+    up or starting, and for a model that the engine cannot run.
+    """
     try:
         refuse_if_up(options.cluster)
     except ValueError:
-        # The operator should learn of a wrong model before taking the running cluster down for it.
+        # The operator should learn about a wrong model before ending the running cluster for it.
         preflight.check_model(options)
         raise
     options, moved_ports = preflight.ports_moved(options)
     preflight.check(options)
     for warning in (*moved_ports, *filter(None, (options.exposure, preflight.crowding(options)))):
-        report(Progress(stage="looking at this machine", warning=warning))
+        report(Progress(stage="checking this machine", warning=warning))
     with redis_given.claimed(options) as keep_claim:
         for warning in redis_given.check(options):
-            report(Progress(stage="looking at Redis", warning=warning))
+            report(Progress(stage="checking Redis", warning=warning))
         if options.address is not None:
             ray_head.check_listening(options.address)
         cluster = _take_name(options)
@@ -85,7 +86,7 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
 
 
 def _take_name(options: UpOptions) -> ClusterState:
-    """Takes the name in this home: from here on another `up` of this name is refused."""
+    """Take the name in this home. Another `up` of this name is refused from now on."""
     with state.alone():
         left = refuse_if_up(options.cluster)
         if left is not None and left.directory is not None:
@@ -125,9 +126,11 @@ def down(
     forget: bool = False,
     report: Report = lambda progress: None,
 ) -> None:
-    """Stops what `up` started, by pid, and removes its files. On a cluster that we joined only our actors
-    end, and it must answer."""
-    report(Progress(stage="saying goodbye to routers and workers"))
+    """Stop what `up` started, by pid, and remove its files.
+
+    On a Ray cluster that we joined only our actors end, and Ray must answer unless `forget` is set.
+    """
+    report(Progress(stage="draining routers and stopping workers"))
     if not forget:
         _say_goodbye(cluster, drain_seconds)
     report(Progress(stage="stopping processes"))
@@ -139,7 +142,7 @@ def down(
 
 
 def leftovers(cluster: ClusterState) -> list[str]:
-    """What of a cluster that is down is still there: nothing, or `down` has failed."""
+    """Return what is left of a cluster after `down`. Anything means that `down` has failed."""
     left = [f"process {process.pid}" for process in cluster.recorded_processes() if is_alive(process)]
     if cluster.head is not None:
         left += [f"process {process.pid}" for process in session_members(cluster.head.session)]
@@ -155,13 +158,13 @@ def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
             with on_ray.driver(cluster):
                 on_ray.shut_down(drain_seconds)
         elif owns_session(cluster.head.session, cluster.head.processes):
-            # A Ray that no longer answers must not keep us from ending its processes.
+            # A Ray that no longer answers must not prevent ending its processes.
             with contextlib.suppress(Exception), on_ray.driver(cluster):
                 on_ray.shut_down(drain_seconds)
 
 
 def refuse_if_up(cluster: str) -> ClusterState | None:
-    """What a crash has left of a cluster of this name, if anything: its processes have all gone. Raises ValueError."""
+    """Return what a crashed cluster of this name has left, or None. Raise ValueError if the cluster is up."""
     try:
         existing = state.load(cluster)
     except state.NoSuchClusterError:
@@ -181,7 +184,7 @@ def _remove_files(cluster: ClusterState) -> None:
 
 
 def _make_directory() -> Path:
-    """Short enough for the sockets that Ray makes in it, whatever TMPDIR says."""
+    """Create a folder with a path short enough for Ray's sockets, whatever TMPDIR is."""
     parent = tempfile.gettempdir()
     directory = Path(tempfile.mkdtemp(prefix="by-", dir=parent if len(parent) <= MAX_TEMP_LENGTH else "/tmp"))
     return directory.resolve()
@@ -209,7 +212,7 @@ def _start_redis(cluster: ClusterState, options: UpOptions, report: Report) -> C
 
 def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> ClusterState:
     if options.address is not None:
-        # Remembered only once it has answered: nothing of ours is there before.
+        # Not saved yet: before this Ray has answered, nothing of ours runs there.
         token_path = ray_head.operators_token_path()
         return replace(cluster, ray_address=options.address, ray_token_path=token_path)
     stage = Progress(stage=STARTING_RAY)
@@ -255,7 +258,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         other_hosts = preflight.other_hosts()
         preflight.check_reachable(other_hosts, has_private_redis=options.given_redis_url is None)
         if other_hosts and is_loopback(options.host):
-            report(Progress(stage="looking at nodes", warning=LOOPBACK_AMONG_HOSTS))
+            report(Progress(stage="checking the nodes", warning=LOOPBACK_AMONG_HOSTS))
         shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
         if options.address is not None:
             if not shape.num_gpus:
@@ -289,7 +292,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
 
 
 def with_one_dtype(options: UpOptions, asked: Sequence[NodeFacts], report: Report) -> UpOptions:
-    """The options, with float32 where workers on these CPUs would choose types that cannot serve together."""
+    """Return the options, with float32 if workers on these CPUs would choose different data types."""
     if options.engine.dtype != "auto" or not nodes.differ_in_bfloat16(asked):
         return options
     report(Progress(stage="comparing the nodes", warning=UNLIKE_CPUS))
@@ -298,7 +301,7 @@ def with_one_dtype(options: UpOptions, asked: Sequence[NodeFacts], report: Repor
 
 @contextlib.contextmanager
 def _router_ports(router: RouterConfig) -> Iterator[RouterConfig]:
-    """What the supervisor gives out: ports that all share are chosen here, so that those on other nodes share them."""
+    """Choose ports that all routers share, so that routers on other nodes use the same. Reserve them in the block."""
     if not router.reuse_port:
         yield router
         return

@@ -1,7 +1,7 @@
-"""What the supervisor of a cluster is told: the configuration of every worker and router, and their number.
+"""Builds the ClusterSpec: the configuration of every worker and router, and their number, for the supervisor.
 
-Pure: out of what the operator wants (settings/wanted_cluster.py), what is remembered of the cluster (machine/state.py)
-and what its workers take (shape.py). The supervisor's own import of Ray is why its types are imported late.
+Pure. It combines the operator's options (settings/wanted_cluster.py), the state file (machine/state.py) and the shape
+of workers (shape.py). It imports the supervisor's types late, because they import Ray.
 """
 
 from typing import TYPE_CHECKING
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
-    """For the supervisor."""
+    """Return the supervisor's spec of a cluster."""
     from blockyard.deploy.supervision.replicas import ClusterSpec
 
-    # On a cluster of several nodes routers reach a worker by the address of the node it lands on.
+    # On a cluster of several nodes, routers connect to a worker by the address of its node.
     worker_host = LOOPBACK if options.address is None else ""
     # The commands and the live page of a local cluster are on this machine.
     advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None

@@ -1,7 +1,6 @@
-"""`blockyard doctor`: looks at this machine, and at the nodes of a Ray cluster, and says what would keep a cluster from
-serving.
+"""`blockyard doctor`: checks this machine, and the nodes of a Ray cluster, for problems that would prevent serving.
 
-Owns the checks of this machine; those of other nodes are in ray/nodes.py. Changes nothing.
+Owns the checks of this machine. Those of other nodes are in ray/nodes.py. Changes nothing.
 """
 
 import importlib.metadata
@@ -32,12 +31,12 @@ OPTIONAL_PACKAGES = frozenset({"triton"})
 DASHBOARD_PORT = 8265
 NEEDED_MEMORY_BYTES = 2 * 2**30
 NEEDED_MEMORY_SHARE = 0.1
-"""Of the machine. A Ray that was not started by us kills its workers at 95 % in use."""
+"""Share of the machine's memory that should be free. A Ray that we did not start kills workers at 95 % in use."""
 NEEDED_DISK_BYTES = 2**30
 
 
 def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
-    """Each finding as it is made."""
+    """Yield each finding about this machine as soon as it is made."""
     yield _python()
     yield from (_package(name) for name in PACKAGES)
     yield _backend()
@@ -52,7 +51,7 @@ def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
 
 
 def examine_nodes(address: str, model: str | None, redis_url: str | None) -> Iterator[Finding]:
-    """Each finding about each node of a Ray cluster, compared with this machine. Raises RayConnectError."""
+    """Yield findings about each node of a Ray cluster, compared with this machine. Raise RayConnectError."""
     with on_ray.joined(address):
         asked = nodes.ask_nodes(PACKAGES, model, redis_url)
     here = {name: _version(name) for name in PACKAGES}
@@ -93,7 +92,7 @@ def _backend() -> Finding:
 
 
 def _cpu_backend(num_threads: int) -> Finding:
-    """As kernels/interface.py would choose, but nothing is built."""
+    """Report the backend that kernels/interface.py would choose, without building it."""
     from blockyard.kernels.cpu.extension import ExtensionUnavailable, prospect
 
     where = f"{num_threads} threads, no GPU here"
@@ -106,7 +105,7 @@ def _cpu_backend(num_threads: int) -> Finding:
 
 
 def _data_type() -> Finding:
-    """What a worker on this CPU computes a checkpoint of today's usual type in."""
+    """Report the data type in which a worker on this CPU computes a bfloat16 checkpoint."""
     chosen = choose_dtype("auto", "bfloat16", on_cpu=True, has_bfloat16=cpu_has_bfloat16())
     detail = f"--dtype auto computes a bfloat16 checkpoint on this CPU in {chosen}"
     return Finding(verdict="ok", subject="data type", detail=detail)
@@ -122,11 +121,13 @@ def _memory() -> Finding:
 
 
 def memory_finding(total_bytes: int, available_bytes: int) -> Finding:
-    """Whether what this machine has left is enough, and enough of it."""
+    """Check the available memory, as an amount and as a share of the machine's memory."""
     detail = f"{available_bytes / 2**30:.1f} GiB available (Ray and two small workers take about 2)"
     if available_bytes < NEEDED_MEMORY_SHARE * total_bytes:
         share = f"{available_bytes / total_bytes:.0%} of {total_bytes / 2**30:.1f} GiB"
-        detail += f", {share}: near the end Ray or the kernel kills workers, whoever takes the rest"
+        detail += (
+            f", {share}: when memory runs out, Ray or the kernel kills workers, whichever program uses it"
+        )
         return Finding(verdict="warn", subject="memory", detail=detail)
     verdict: Verdict = "ok" if available_bytes >= NEEDED_MEMORY_BYTES else "warn"
     return Finding(verdict=verdict, subject="memory", detail=detail)
@@ -168,7 +169,7 @@ def _redis(url: str | None) -> Finding:
     if looked.problem:
         return Finding(verdict="fail", subject="redis", detail=f"the configured Redis: {looked.problem}")
     if (version := looked.version) is None:
-        return Finding(verdict="warn", subject="redis", detail="it does not say which version it is")
+        return Finding(verdict="warn", subject="redis", detail="it does not report its version")
     if version.version < OLDEST:
         return Finding(verdict="fail", subject="redis", detail=f"{version} (needs 6.2)")
     return Finding(
@@ -184,7 +185,7 @@ def _private_redis() -> Finding:
     version = version_of_program(found)
     if told := private_server_told(version):
         return Finding(verdict="warn", subject="redis-server", detail=f"{told} (now: {found})")
-    detail = f"private, {version or 'of a version that it does not say'}, from {found}"
+    detail = f"private, {version or 'of unknown version'}, from {found}"
     return Finding(verdict="ok", subject="redis-server", detail=detail)
 
 

@@ -1,7 +1,7 @@
-"""What a command does as a Ray driver: make the cluster's supervisor, ask it, end it. A look needs no driver.
+"""Ray driver of commands: creates a cluster's supervisor, calls it and ends it.
 
-Owns the names by which actors are found: each cluster has a namespace of its own. Imports ray only inside
-`driver`'s reach, because Ray reads its credentials once, at import.
+Owns the names by which actors are found: each cluster has a namespace of its own. `looking` reads a report without
+becoming a driver. Imports ray only inside `driver`, because Ray reads its credentials once, at import.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 15.0
 HELLO_SECONDS = 4.0
-"""A supervisor has so long for its first word to a command."""
+"""Deadline for a supervisor's first answer to a command."""
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What the Ray cluster has."""
+    """Resources of the Ray cluster."""
 
     node_cpus: tuple[float, ...]
-    """Of each living node that has any."""
+    """CPUs of each living node that has any."""
     num_gpus: float
 
 
@@ -41,34 +41,34 @@ def namespace(cluster: str) -> str:
 
 
 _WITHOUT_HEAD = (
-    "if its head has died, workers and routers serve on until Ray's reconnect time is over "
+    "if its head has died, workers and routers keep serving until Ray's reconnect time is over "
     f"({ray_head.RECONNECT_SECONDS} s unless {ray_head.RECONNECT_VARIABLE} says otherwise), but none is replaced: "
     "`blockyard down`, then `blockyard up`"
 )
 
 
-_IN_A_MINUTE = (
-    "one that hangs is started again within a minute, and `blockyard workers` asks the routers meanwhile"
-)
+_IN_A_MINUTE = "if it hangs, it is restarted within a minute; meanwhile `blockyard workers` asks the routers"
 
 
 def silence_of(cluster: ClusterState) -> str:
-    """What is said of a Ray that does not answer in time."""
+    """Return the error message for a Ray that does not answer in time."""
     which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
     ends = f"`blockyard down{which}` ends what is left"
     if cluster.head is None:
         ends = f"`blockyard down --forget{which}` forgets a Ray that is gone for good"
     return (
-        f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, who need no Ray, "
-        f"and {ends}"
+        f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, which need no "
+        f"Ray, and {ends}"
     )
 
 
 @contextlib.contextmanager
 def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Inside, this process is a Ray driver in the cluster's namespace; yields Ray's address_info. The functions below
-    work only there. Actors made there have the package from `wheel`, if given, and so have those that they make. Raises
-    ValueError for a cluster whose Ray has not been started."""
+    """Make this process a Ray driver in the cluster's namespace inside the block. Yield Ray's address_info.
+
+    The functions below work only there. Actors created there, and actors that those create, get the package from
+    `wheel`, if given. Raise ValueError if the cluster's Ray has not been started.
+    """
     with _connecting(cluster) as address:
         info = ray_head.connect(
             address, namespace=namespace(cluster.cluster), token_path=cluster.ray_token_path, wheel=wheel
@@ -85,8 +85,10 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def _connecting(cluster: ClusterState) -> Iterator[str]:
-    """Yields Ray's address, unless a head that was started here is known not to answer. Raises as `driver` does, and
-    says what goes on without a head."""
+    """Yield Ray's address, unless the head that was started here is known not to answer.
+
+    Raise as `driver` does, with a message that says what works without a head.
+    """
     if cluster.ray_address is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
     try:
@@ -102,27 +104,27 @@ def _connecting(cluster: ClusterState) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """Holds what Ray and the supervisor say of a cluster."""
+class ClusterAnswers:
+    """Answers of Ray and the supervisor about a cluster."""
 
     report: "SupervisorReport"
     living: "list[RayNode]"
 
 
 def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
-    """A look by a child, whose answer is Seen. It is no driver. Raises as `driver` and `supervisor_report` do."""
+    """Start a child process that answers with ClusterAnswers, without becoming a driver. Raise as `driver` does."""
 
     def look(send: Callable[[Any], None]) -> None:
         with _connecting(cluster) as address:
             service = ray_head.control_service(address, token_path=cluster.ray_token_path)
         if not cluster.is_supervised:
             raise ValueError(f"cluster {cluster.cluster!r} is still starting: it has no supervisor yet")
-        send(_seen(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
+        send(_cluster_answers(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
 
     return Child(look)
 
 
-def _seen(service: Any, cluster: str, seconds: float) -> Seen:
+def _cluster_answers(service: Any, cluster: str, seconds: float) -> ClusterAnswers:
     from blockyard.deploy.dashboard.announcement import key_of
     from blockyard.deploy.ray.nodes import living_nodes
     from blockyard.deploy.supervision import reports
@@ -136,7 +138,7 @@ def _seen(service: Any, cluster: str, seconds: float) -> Seen:
 
     try:
         report = reports.next_report(read, seconds)
-        return Seen(report=report, living=living_nodes(service, seconds))
+        return ClusterAnswers(report=report, living=living_nodes(service, seconds))
     except reports.SilentSupervisorError as error:
         raise RuntimeError(f"{error}: {_IN_A_MINUTE}") from None
     except RayError as error:
@@ -144,8 +146,11 @@ def _seen(service: Any, cluster: str, seconds: float) -> Seen:
 
 
 def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:
-    """For a command that is to be a driver: Ray itself would keep it waiting for minutes. Raises TimeoutError where Ray
-    does not answer within the command's budget, and what `driver` and `supervisor_report` raise."""
+    """Check that Ray answers, before a command becomes a driver. Otherwise Ray would keep it waiting for minutes.
+
+    Raise TimeoutError if Ray does not answer within the command's budget, and what `driver` and `supervisor_report`
+    raise.
+    """
     budget = Budget.of_this_process()
 
     def look(send: Callable[[Any], None]) -> None:
@@ -156,7 +161,7 @@ def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> Non
 
 
 def check_lets_in(address: str) -> None:
-    """Checks as `check_answers` does, for a Ray without a cluster of ours."""
+    """Check that Ray answers and accepts our credentials, for a Ray without a cluster of ours."""
 
     def look(send: Callable[[Any], None]) -> None:
         with joined(address):
@@ -167,7 +172,7 @@ def check_lets_in(address: str) -> None:
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Inside, this process is a driver of no cluster of ours, with the operator's own credentials."""
+    """Make this process a Ray driver outside of any cluster of ours, with the operator's own credentials."""
     ray_head.connect(address, namespace="blockyard-doctor", token_path=None)
     import ray
 
@@ -180,7 +185,7 @@ def joined(address: str) -> Iterator[None]:
 
 
 def _rays_words_on_stderr() -> contextlib.AbstractContextManager[object]:
-    """Ray prints what befalls nodes wherever a driver is, on stdout, which is for a command's answer."""
+    """Send Ray's messages about nodes to stderr. A driver prints them on stdout, which is for a command's answer."""
     return contextlib.redirect_stdout(sys.stderr)
 
 
@@ -193,38 +198,40 @@ def hardware() -> Hardware:
 
 
 def room() -> list[Mapping[str, float]]:
-    """What is free on each living node, by the resource's name."""
+    """Return the free resources of each living node, by name."""
     from ray._private import state
 
     return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]
 
 
 class NameTakenError(RuntimeError):
-    """A cluster of this name is up on this Ray, or comes up."""
+    """A cluster of this name is up or starting on this Ray."""
 
 
 def refuse_if_taken(cluster: str) -> None:
-    """Raises NameTakenError where the name has a supervisor on this Ray."""
+    """Raise NameTakenError if a supervisor of this name runs on this Ray."""
     import ray
 
     with contextlib.suppress(ValueError):
         ray.get_actor(SUPERVISOR_NAME)
         raise NameTakenError(
-            f"this Ray has a cluster called {cluster!r} already, brought up from elsewhere: name this one otherwise "
-            "(--cluster), or take that one down"
+            f"this Ray already has a cluster called {cluster!r}, started from another place: give this one another "
+            "name (--cluster), or end that one with `blockyard down` there"
         )
 
 
 def create_supervisor(spec: "ClusterSpec") -> None:
-    """Returns at once; the supervisor outlives this driver and any death but `shut_down`. Raises NameTakenError where
-    there is one: of two that come at once Ray lets one have the name."""
+    """Create the supervisor and return at once. It outlives this driver and ends only by `shut_down`.
+
+    Raise NameTakenError if there is one. If two are created at once, Ray gives the name to one of them.
+    """
     import ray
-    from blockyard.deploy.supervision.desired_state import RayWishStore
+    from blockyard.deploy.supervision.desired_state import RayDesiredStateStore
     from blockyard.deploy.supervision.supervisor import Supervisor
 
     refuse_if_taken(spec.router.cluster)
-    # What was asked of a cluster of this name that is gone.
-    RayWishStore(spec.namespace).forget_now()
+    # The desired state may be from an earlier cluster of this name.
+    RayDesiredStateStore(spec.namespace).forget_now()
     supervisor = ray.remote(Supervisor).options(
         name=SUPERVISOR_NAME, lifetime="detached", max_restarts=-1, max_task_retries=-1, num_cpus=0
     )
@@ -236,7 +243,7 @@ def create_supervisor(spec: "ClusterSpec") -> None:
 
 
 def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
-    """Who should run and how each is doing. Raises RuntimeError where the supervisor does not say."""
+    """Ask the supervisor for its report. Raise RuntimeError if it does not answer."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -254,14 +261,18 @@ def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorRepor
 
 
 def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Returns once a worker or router has drained, stopped and serves afresh; `waiting` is called meanwhile. Raises
-    RuntimeError where it does not come back."""
+    """Restart a worker or router and return once it serves again. Call `waiting` meanwhile.
+
+    Raise RuntimeError if it does not come back.
+    """
     _ask(lambda supervisor: supervisor.restart.remote(name, grace_seconds), waiting)
 
 
 def scale(num_workers: int, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Returns once so many workers are in use and those beyond are gone; `waiting` is called meanwhile. Raises
-    RuntimeError where a new one does not start."""
+    """Scale to `num_workers` and return once all are in use and surplus ones are gone. Call `waiting` meanwhile.
+
+    Raise RuntimeError if a new worker does not start.
+    """
     _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds), waiting)
 
 
@@ -281,13 +292,13 @@ def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], Non
 
 
 def shut_down(drain_seconds: float) -> None:
-    """Ends routers, workers and supervisor, in this order."""
+    """End routers, workers and the supervisor, in this order."""
     import ray
 
     try:
         supervisor = ray.get_actor(SUPERVISOR_NAME)
     except ValueError:
-        return  # It was never made, and it alone makes the others.
-    supervisor_report(HELLO_SECONDS)  # One that hangs says goodbye to nobody.
+        return  # Without a supervisor there are no other actors, because it creates them.
+    supervisor_report(HELLO_SECONDS)  # Fails early if the supervisor hangs.
     ray.get(supervisor.shut_down.remote(drain_seconds), timeout=drain_seconds + CALL_SECONDS)
     ray.kill(supervisor)

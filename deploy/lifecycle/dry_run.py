@@ -1,7 +1,7 @@
-"""`blockyard up --dry-run`: what an `up` would start, and what would keep it from working. Starts nothing.
+"""`blockyard up --dry-run`: shows what `up` would start and what would prevent it. Starts nothing.
 
-Owns the plan and how it looks. The checks are preflight.py's and doctor.py's, the numbers of workers shape.py's. With
---address it asks the Ray cluster what it has; without, it looks at this machine.
+Owns the plan and its view. The checks are in preflight.py and doctor.py, the numbers of workers in shape.py. With
+--address it asks the Ray cluster for its resources. Without, it inspects this machine.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,28 +26,28 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine as Ray has it, or would."""
+    """One node of the Ray cluster that runs or would run."""
 
     cpus: float
     workers: int
-    """That fit there, first node first. Where there are several, Ray may spread them."""
+    """Workers that fit there, if nodes are filled in order. Ray may spread them over several nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What would be."""
+    """The cluster that `up` would start."""
 
     cluster: str
     model: str
     shape: Shape | None
-    """None where the workers do not fit; the findings say why."""
+    """None if the workers do not fit. Then the findings say why."""
     nodes: tuple[Node, ...]
     num_gpus: float
     dtype: str | None
-    """What workers would compute in, and why; None where their node decides."""
+    """Data type that workers would compute in, and why. None if their node decides."""
     block_size: int
     blocks_of_worker: int | None
-    """Of each worker's pool; None where the worker's node decides: a GPU's memory, a CPU's instructions."""
+    """Blocks of each worker's pool. None if its node's GPU memory or CPU instructions decide."""
     routers: tuple[str, ...]
     redis: str
     findings: tuple[Finding, ...]
@@ -63,7 +63,7 @@ class Plan:
 
 
 def examine(options: UpOptions) -> Plan:
-    """Raises nothing that is wrong with the cluster to be: that is in the findings."""
+    """Make the plan. Problems of the planned cluster are findings, not exceptions."""
     options, moved_ports = preflight.ports_moved(options)
     findings = [*_looks(options), *_refusals(options)]
     for warning in (*moved_ports, *filter(None, (options.exposure,))):
@@ -94,7 +94,7 @@ def examine(options: UpOptions) -> Plan:
 
 
 def _looks(options: UpOptions) -> Iterator[Finding]:
-    """Doctor's, but of a Redis that is given what `up` says, which starts without one that does not answer."""
+    """Yield doctor's findings, but with `up`'s check of a given Redis: `up` starts even if that does not answer."""
     for finding in doctor.examine(None, options.redis_url):
         if finding.subject != "redis":
             yield finding
@@ -149,7 +149,7 @@ def _refusals(options: UpOptions) -> Iterator[Finding]:
 
 
 def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[tuple[float, ...], float, int]:
-    """CPUs of each node, GPUs of all, and machines beside this one."""
+    """Return the CPUs of each node, the number of GPUs, and the number of other machines."""
     if options.address is None:
         return *preflight.local_hardware(options), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
@@ -174,7 +174,7 @@ def _other_code() -> Iterator[Finding]:
 def _shape(
     options: UpOptions, node_cpus: tuple[float, ...], num_gpus: float, findings: list[Finding]
 ) -> Shape | None:
-    """Of a joined cluster what does not fit is a finding here; of a local one it is already."""
+    """Return the shape, or None if it does not fit. That is a new finding only on a joined cluster."""
     try:
         return shape_of(options, node_cpus, num_gpus) if node_cpus else None
     except RuntimeError as error:
@@ -192,7 +192,7 @@ def _filled(node_cpus: Iterable[float], shape: Shape | None) -> Iterator[Node]:
 
 
 def _would_have_gpu(options: UpOptions, num_gpus: float) -> bool:
-    """Whoever asks for GPUs that are not there is told so by a finding, and nothing about CPUs."""
+    """Tell whether workers would use GPUs. Missing GPUs are a finding, and the plan then says nothing about CPUs."""
     return options.engine.device == "cuda" or (options.engine.device != "cpu" and num_gpus > 0)
 
 

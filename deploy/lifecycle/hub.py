@@ -1,7 +1,7 @@
-"""Models on the Hugging Face hub: how large they are, and their download with a count of bytes.
+"""Hugging Face hub: finds the size of a model and downloads it with a count of bytes.
 
-Owns what a command does before anything starts. Names, files and refusals are worker/model/config.py's. The hub's own
-variables hold: HF_TOKEN for gated models, HF_HOME for the cache, HF_HUB_OFFLINE=1 to take the cache alone.
+Owns the download by a command before anything starts. Does not own names, files and refusals (worker/model/config.py).
+The hub's own variables apply: HF_TOKEN for gated models, HF_HOME for the cache, HF_HUB_OFFLINE=1 to use only the cache.
 """
 
 import os
@@ -33,9 +33,9 @@ class HubFiles:
     num_files: int
     num_bytes: int
     missing_bytes: int
-    """This part of them is not in the cache yet."""
+    """Bytes that are not in the cache yet."""
     blobs: Path
-    """The folder of the cache that they come to."""
+    """Folder of the cache that holds the files."""
 
 
 def is_on_hub(model: str) -> bool:
@@ -43,16 +43,16 @@ def is_on_hub(model: str) -> bool:
 
 
 def use_download_dir(folder: str | None) -> None:
-    """Make this process, and those that it starts, keep the hub's files in this folder."""
+    """Make this process and its children keep the hub's files in this folder."""
     if folder is not None:
         os.environ[CACHE_VARIABLE] = folder
 
 
 def hub_files(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> HubFiles | None:
-    """Ask the hub. None where it does not say: offline, or without the sizes."""
+    """Ask the hub for a model's files. Return None if it is offline or does not tell sizes."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # they count files, not bytes
+    disable_progress_bars()  # They count files, not bytes.
     try:
         found = hub_snapshot(model, patterns=patterns, ignored=HUB_IGNORED_PATTERNS, dry_run=True)
     except (OSError, ValueError):
@@ -74,9 +74,9 @@ def _told(found: Sequence[Any]) -> HubFiles | None:
 
 
 def download_all(model: str, tokenizer: str | None, report: Report) -> None:
-    """Download a model, and the tokenizer where it is another's, before any process starts that would wait for them.
+    """Download a model, and a separate tokenizer, before any process starts that would wait for them.
 
-    Does nothing for a folder, nor for what is cached. Raises ValueError for what is neither here nor on the hub.
+    Do nothing for a folder or a cached model. Raise ValueError for a model that is neither here nor on the hub.
     """
     download(model, report)
     if tokenizer is not None:
@@ -84,7 +84,7 @@ def download_all(model: str, tokenizer: str | None, report: Report) -> None:
 
 
 def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTERNS) -> None:
-    """Download the files of one hub repository that match. Otherwise as `download_all`."""
+    """Download the matching files of one hub repository, otherwise as `download_all`."""
     if not is_on_hub(model):
         return
     stage = f"looking for {model} on the hub"
@@ -101,7 +101,7 @@ def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTER
         except BaseException as error:
             downloaded.set_exception(error)
 
-    # A daemon, since nothing can interrupt the hub's client: whoever gives up leaves it behind.
+    # A daemon thread, because nothing can interrupt the hub's client. An interrupted command leaves it behind.
     threading.Thread(target=run, daemon=True).start()
     while not downloaded.done():
         raise_if_asked()
@@ -116,7 +116,7 @@ def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTER
 
 
 def _size(files: HubFiles | None) -> int:
-    """Bytes of the cache's folder, unfinished files included."""
+    """Return the bytes in the cache's folder, with unfinished files."""
     if files is None or not files.blobs.is_dir():
         return 0
     sizes = 0
@@ -124,5 +124,5 @@ def _size(files: HubFiles | None) -> int:
         try:
             sizes += file.stat().st_size
         except FileNotFoundError:
-            continue  # was renamed when it was whole
+            continue  # It was complete and has been renamed.
     return sizes

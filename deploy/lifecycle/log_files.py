@@ -1,8 +1,8 @@
 """Finds and reads the logs of a cluster's processes, as files of this machine or through Ray.
 
-Ray keeps each actor's stderr in a file of its node, worker-ID-JOB-PID.err, and turns a full one into .err.1, .err.2 and
-so on. A head that `up` started has all of them here: they are read as files, whether Ray runs or not. Those of a joined
-Ray are asked from its dashboard, which reaches every node. What the lines mean is machine/log_lines.py's.
+Ray keeps each actor's stderr in a file on its node, worker-ID-JOB-PID.err, and rotates it to .err.1, .err.2 and so on.
+With a head that `up` started, all files are on this machine, and are read whether Ray runs or not. With a joined Ray,
+its dashboard reads them, because it reaches every node. Does not own the format of lines (machine/log_lines.py).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from blockyard.deploy.supervision.incidents import FIND_SECONDS, Incidents
 from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
 
 HEAD_BYTES = 65536
-"""Ray's markers stand within so much of a log's beginning."""
+"""Length of a log's beginning that contains Ray's markers."""
 READ_SECONDS = 30.0
 """A node must send the next part of a log within this time."""
 REOPEN_SECONDS = 1.0
@@ -46,33 +46,37 @@ class LogFile:
     key: str
     name: str
     parts: tuple[str, ...]
-    """Its files, the oldest first. The last is written to."""
+    """Names of its files, the oldest first. The process writes to the last."""
     node_id: str = ""
     is_over: bool = False
-    """Its process is known to have ended."""
+    """Whether its process is known to have ended."""
 
 
 class Logs(Protocol):
     """The logs of one cluster."""
 
     def files(self) -> list[LogFile]:
-        """Finds those that there are now. Raises ConnectionError, FileNotFoundError."""
+        """Return the logs that exist now. Raise ConnectionError, FileNotFoundError."""
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
-        """Reads on from where the last call ended. `to_the_end`: the last line too if it is not finished yet. Raises
-        OSError."""
+        """Read on from where the last call ended. Raise OSError.
+
+        `to_the_end` includes the last line even if it is not finished yet.
+        """
 
 
 def logs_of(cluster: ClusterState, seconds: float) -> Logs:
-    """`seconds`: how long a joined Ray may take to tell where its logs are. Raises ValueError for a cluster whose Ray
-    has not been started, or without a dashboard."""
+    """Return the reader for a cluster's logs. `seconds`: how long a joined Ray may take to list its logs.
+
+    Raise ValueError if the cluster's Ray has not been started or has no dashboard.
+    """
     if cluster.head is not None and cluster.logs_directory is not None:
         return LocalLogs(Path(cluster.logs_directory))
     if cluster.ray_address is None or cluster.logs_directory is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started: it has no logs yet")
     if cluster.dashboard_url is None:
         raise ValueError(
-            f"the Ray at {cluster.ray_address} has no dashboard, which would read its nodes' logs: they lie in "
+            f"the Ray at {cluster.ray_address} has no dashboard, which is needed to read its nodes' logs: find them in "
             f"{cluster.logs_directory} of each node"
         )
     return RayLogs(cluster.dashboard_url, namespace(cluster.cluster), _ray_token(cluster), seconds)
@@ -80,11 +84,11 @@ def logs_of(cluster: ClusterState, seconds: float) -> Logs:
 
 @dataclass(slots=True)
 class LocalLogs:
-    """Reads the files of a head that runs or ran here."""
+    """Reads the log files of a head that runs or ran on this machine."""
 
     directory: Path
     _read: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
-    """By key: the inode that was read last, and how much of it."""
+    """Inode that was read last and the offset in it, by key."""
 
     def files(self) -> list[LogFile]:
         found: list[tuple[bytes, LogFile]] = []
@@ -92,26 +96,26 @@ class LocalLogs:
             name, job = self._described(parts[0], key)
             if name is not None:
                 found.append((job, LogFile(key=key, name=name, parts=parts)))
-        # The first supervisor is that of this cluster; another one may have joined the same Ray.
+        # The first supervisor belongs to this cluster. Another cluster may have joined the same Ray later.
         first = min((job for job, file in found if file.name == SUPERVISOR_NAME), default=None)
         return [file for job, file in found if first is None or job in (first, b"")]
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
         inode, offset = self._read.get(file.key, (0, 0))
-        # Listed anew: a part that was rotated since `files` has another name.
+        # List the folder again, because a file that was rotated since `files` has another name.
         parts = [self.directory / part for part in _by_process(self._listed()).get(file.key, ())]
         inodes = [_inode(part) for part in parts]
         first = inodes.index(inode) if inode in inodes else 0
         for part in parts[first:]:
             with contextlib.suppress(FileNotFoundError), part.open("rb") as opened:
                 found = os.fstat(opened.fileno()).st_ino
-                place = offset if found == inode else 0
-                opened.seek(place)
+                position = offset if found == inode else 0
+                opened.seek(position)
                 for line in opened:
                     if not line.endswith(b"\n") and part == parts[-1] and not to_the_end:
                         break
-                    place += len(line)
-                    self._read[file.key] = (found, place)
+                    position += len(line)
+                    self._read[file.key] = (found, position)
                     yield line
 
     def _listed(self) -> list[str]:
@@ -123,7 +127,7 @@ class LocalLogs:
             ) from None
 
     def _described(self, part: str, key: str) -> tuple[str | None, bytes]:
-        """Return name and job. A log whose beginning was rotated away has no name but its process's number."""
+        """Return name and job. If the beginning was rotated away, the name is made of the pid."""
         try:
             with (self.directory / part).open("rb") as file:
                 head = file.read(HEAD_BYTES)
@@ -136,7 +140,7 @@ class LocalLogs:
 
 
 def _by_process(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Groups the files of actors by process. Orders the parts of each from the oldest to the one that is written to."""
+    """Group actors' log files by pid, each group from the oldest file to the one that is written to."""
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for name in names:
         match = _FILE.fullmatch(name)
@@ -155,7 +159,7 @@ def _inode(path: Path) -> int:
 
 
 class RayLogs:
-    """Asks the dashboard of a Ray for the logs of one namespace's actors, on all nodes."""
+    """Reads the logs of one namespace's actors on all nodes, through Ray's dashboard."""
 
     def __init__(self, url: str, namespace: str, token: str | None, seconds: float) -> None:
         self._url = url
@@ -170,7 +174,7 @@ class RayLogs:
         return [file for actor in found if (file := self._file_of(actor)) is not None]
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
-        """Return what there is at the first call, and later what has come since. A thread follows each file."""
+        """Yield all lines at the first call, and later the new ones. A thread follows each file."""
         following = self._followed.get(file.key)
         if following is not None:
             while not following.empty():
@@ -191,7 +195,7 @@ class RayLogs:
     def _follow(
         self, where: Mapping[str, Any], num_bytes: int, following: "queue.SimpleQueue[bytes]"
     ) -> None:
-        """Follow until this process ends, since a node that does not answer now may answer later."""
+        """Follow a log until this process ends, because a node that does not answer now may answer later."""
         while True:
             with contextlib.suppress(ConnectionError), self._opened("logs/stream", where, None) as answer:
                 skipped = 0
@@ -203,7 +207,7 @@ class RayLogs:
             time.sleep(REOPEN_SECONDS)
 
     def _file_of(self, actor: Mapping[str, Any]) -> LogFile | None:
-        """Return None for an actor that has not run yet, or whose node has left with its logs."""
+        """Return an actor's log, or None if it has not run yet or its node has gone with its logs."""
         pid, node_id, name = actor["pid"], actor["node_id"], actor["name"]
         if not pid or not node_id or not name:
             return None
@@ -222,7 +226,7 @@ class RayLogs:
             try:
                 return json.load(answer)["data"]["result"]
             except (ValueError, KeyError, TypeError):
-                raise ConnectionError(f"what answers at {self._url} is no dashboard of Ray") from None
+                raise ConnectionError(f"the program at {self._url} is not Ray's dashboard") from None
 
     @contextlib.contextmanager
     def _opened(self, what: str, query: Mapping[str, Any], seconds: float | None) -> Iterator[IO[bytes]]:
@@ -252,7 +256,7 @@ def _why(error: urllib.error.HTTPError) -> str:
 
 
 def _ray_token(cluster: ClusterState) -> str | None:
-    """Look where Ray looks: at the variable, then at the file."""
+    """Return Ray's token from the variable or else the file, in Ray's order."""
     given = os.environ.get("RAY_AUTH_TOKEN")
     path = cluster.ray_token_path or os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
     if given and cluster.ray_token_path is None:
@@ -265,7 +269,7 @@ def _ray_token(cluster: ClusterState) -> str | None:
 
 @dataclass(slots=True)
 class SupervisorLog:
-    """Reads the log of a cluster's supervisor as it grows, and that of the next supervisor after its death."""
+    """Follows the logs of a cluster's supervisor, and of its successors."""
 
     logs: Logs
     _incidents: Incidents = field(default_factory=Incidents, init=False)
@@ -273,7 +277,7 @@ class SupervisorLog:
     _found_at: float = field(default=-inf, init=False)
 
     def told(self, now: float) -> list[str]:
-        """Return what happened since the last call. Return nothing while the log cannot be read.
+        """Return the incidents since the last call, or nothing while the log cannot be read.
 
         A log that comes from a joined Ray's dashboard may hold anything. `serve` must not end because of it.
         """

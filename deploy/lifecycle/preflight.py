@@ -1,7 +1,7 @@
-"""What can be known to be wrong with an `up` before anything is started.
+"""Preflight: checks of an `up` before anything is started.
 
-Owns the checks, each with the value that is wrong. Changes nothing: a port is bound for a moment and given back. What
-only Ray knows is checked once it answers (shape.py, `check_reachable`).
+Owns the checks. Each error names the wrong value. Changes nothing, except that it binds each port for a moment. Checks
+that need Ray run once Ray answers (shape.py, `check_reachable`).
 """
 
 import os
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
 
 CPU_KV_CACHE_BYTES = 2**30
-"""What a worker on a CPU takes unless it is told."""
+"""Default size of the KV cache on a CPU."""
 _SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
 
 
 def check(options: "UpOptions") -> None:
-    """Raises ValueError for the first thing that is wrong."""
+    """Raise ValueError for the first problem."""
     for _, detail in problems(options):
         raise ValueError(detail)
 
 
 def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
-    """Each with its subject."""
+    """Yield each problem as its subject and a message."""
     checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
         ("security", lambda options: options.security.check()),
         ("model", check_model),
@@ -62,7 +62,7 @@ def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
 
 
 def local_hardware(options: "UpOptions") -> tuple[tuple[float, ...], float]:
-    """CPUs of the one node that a local cluster has, and its GPUs."""
+    """Return the CPUs of a local cluster's one node, and its number of GPUs."""
     cpus = (float(len(os.sched_getaffinity(0))),)
     if options.engine.device == "cpu":
         return cpus, 0.0
@@ -72,12 +72,12 @@ def local_hardware(options: "UpOptions") -> tuple[tuple[float, ...], float]:
 
 
 def model_config(model: str) -> ModelConfig:
-    """Without its weights. Raises ValueError for a model that is nowhere, or that the engine cannot run."""
+    """Load a model's configuration. Raise ValueError for a model that is not found or that the engine cannot run."""
     return load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
 
 
 def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> ChosenDataType | None:
-    """What workers compute in; None where the CPU of another machine decides. Raises ValueError."""
+    """Return the workers' data type, or None if another machine's CPU decides. Raise ValueError."""
     engine, on_cpu = options.engine, not has_gpu
     possible = {dtype_of(engine, config, on_cpu=on_cpu, has_bfloat16=has).name for has in (True, False)}
     if options.address is not None and len(possible) > 1:
@@ -86,7 +86,7 @@ def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> C
 
 
 def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
-    """Each worker's; None where only the worker knows, of what its GPU has left or its CPU multiplies."""
+    """Return the size of each worker's KV cache, or None if its GPU's free memory or its CPU decides."""
     engine = options.engine
     if engine.kv_cache_memory is None and has_gpu:
         return None
@@ -109,7 +109,7 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
 
 
 def crowding(options: "UpOptions") -> str | None:
-    """Return a warning where workers of this machine get less than one CPU each and nobody asked for that."""
+    """Return a warning if workers on this machine get less than one CPU each by default."""
     if options.address is not None or options.cpus_per_worker is not None:
         return None
     (cpus,), num_gpus = local_hardware(options)
@@ -123,16 +123,16 @@ def crowding(options: "UpOptions") -> str | None:
 
 
 def check_reachable(other_hosts: int, *, has_private_redis: bool) -> None:
-    """Raises ClusterStartError where workers would be on machines that cannot reach the index."""
+    """Raise ClusterStartError if workers may run on machines that cannot reach the index."""
     if has_private_redis and other_hosts:
         raise ClusterStartError(
             f"the Ray cluster has nodes on {counted(other_hosts, 'other machine')}, which cannot "
-            "reach a private Redis on this one's loopback: give --redis-url (BLOCKYARD_REDIS_URL)"
+            "reach a private Redis on this machine's loopback: give --redis-url (BLOCKYARD_REDIS_URL)"
         )
 
 
 def other_hosts() -> int:
-    """Machines of the Ray cluster that this process, a driver, is not on."""
+    """Return the number of machines in the Ray cluster besides this one. This process must be a driver."""
     import ray
 
     here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ def check_model(options: "UpOptions") -> None:
     """Raise ValueError for a model that is not found, that the engine cannot run, or that does not fit."""
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
-        return  # the nodes may have what this machine has not
+        return  # The nodes may have a model that this machine does not have.
     config = model_config(engine.model)
     context = engine.max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
@@ -198,7 +198,7 @@ def _check_workers(options: "UpOptions") -> None:
 
 
 def _check_ports(options: "UpOptions") -> None:
-    """Of this machine: where the routers of a joined cluster will be, Ray decides."""
+    """Check the routers' ports on this machine. On a joined cluster Ray chooses the routers' nodes."""
     if options.address is not None:
         return
     try:
@@ -216,15 +216,16 @@ def _check_ports(options: "UpOptions") -> None:
 
 
 def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
-    """The options with free ports in place of movable ones that are taken on this machine, and a line for each.
+    """Replace default ports that are taken on this machine by free ones. Return the options and a line for each.
 
-    Raises ValueError where none is free."""
+    Raise ValueError if no port is free.
+    """
     told, given_out = [], set[int]()
 
     def is_free(port: int) -> bool:
         return port not in given_out and can_bind(options.host, port)
 
-    # Those that were asked for come first: the others stay out of their way.
+    # Explicit ports come first, so that moved ports avoid them.
     for name in sorted(_SERVED_ON, key=lambda name: name in options.movable_ports):
         first = port = getattr(options, name)
         if not first:
@@ -252,11 +253,11 @@ def _check_metrics_tab(options: "UpOptions") -> None:
         )
     if os.environ.get(HOOK_VARIABLE, HOOK) != HOOK:
         raise ValueError(
-            f"--live-page-in-metrics-tab needs the live page, and your own {HOOK_VARIABLE} keeps it away"
+            f"--live-page-in-metrics-tab needs the live page, and your own {HOOK_VARIABLE} replaces its hook"
         )
 
 
 def _taken(port: int) -> str:
     with socket.socket() as probe:
         is_used = probe.connect_ex(("127.0.0.1", port)) == 0
-    return f"port {port} is taken" if is_used else f"port {port} cannot be had"
+    return f"port {port} is taken" if is_used else f"port {port} cannot be bound"

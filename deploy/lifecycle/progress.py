@@ -1,5 +1,7 @@
-"""Shows the stages of a long start: a bar on a terminal; elsewhere a line for each stage, and another every ten seconds
-of it. On stderr, which is not output."""
+"""Shows the stages of a long start on stderr.
+
+A terminal gets a progress bar. Any other output gets a line for each stage, and another every ten seconds.
+"""
 
 import time
 from types import TracebackType
@@ -11,15 +13,15 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElap
 from rich.progress import Progress as Bars
 
 REPEAT_SECONDS = 10.0
-"""A stage that takes longer is told of again, where there is no terminal."""
+"""Without a terminal, a line about a long stage is repeated this often."""
 
 
 class _PipeTolerantConsole(Console):
-    """Becomes silent when its reader has gone. rich would end the program, and with it a start or a `down`."""
+    """Becomes silent once its reader has gone. By default rich would end the program, and with it a start."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        # What is still in the buffer would fail again when Python ends, with exit code 120.
+        # Otherwise the rest of the buffer would fail again when Python exits, with exit code 120.
         discard_output(self.file.fileno())
 
 
@@ -53,7 +55,7 @@ class StageProgress:
         self._bars.stop()
 
     def report(self, progress: Progress) -> None:
-        """Called as often as there is news, and while there is none."""
+        """Show progress. Callers call it at every poll, even without news."""
         if progress.stage != self._stage:
             self._begin_stage(progress)
         elif time.monotonic() - self._told_at >= REPEAT_SECONDS:

@@ -1,6 +1,7 @@
-"""Growing and shrinking the workers of a running cluster, as a command does it.
+"""Scales the workers of a running cluster, for a command.
 
-Owns whether there is room, and what is said meanwhile. How workers come and leave is the supervisor's.
+Owns the check for room, and the progress and result messages. Does not own starting and ending workers, which is the
+supervisor's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +18,14 @@ from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """What a scaling has changed."""
+    """Result of a scaling."""
 
     workers: tuple[str, ...]
-    """All that there are now."""
+    """All workers after it."""
     added: tuple[str, ...]
     removed: tuple[str, ...]
     taken_out: tuple[str, ...] = ()
-    """Of those that there are, who was drained and takes no requests. A scaling does not bring them back."""
+    """Workers among them that were drained and take no requests. A scaling does not bring them back."""
 
     def line(self) -> str:
         count = counted(len(self.workers), "worker")
@@ -42,9 +43,11 @@ def scale(
     waits_for_nodes: bool = False,
     report: Report = lambda progress: None,
 ) -> Scaled:
-    """Returns once there are exactly so many workers and those that are new are in use; one that was taken out counts,
-    and stays out. Raises ValueError, before anything is changed, where the nodes have no room and none is waited for,
-    RuntimeError where a new worker does not start."""
+    """Scale to `num_workers`. Return once surplus workers are gone and new ones are in use.
+
+    A worker that was taken out counts and stays out. Raise ValueError, before anything is changed, if the nodes have
+    no room and `waits_for_nodes` is not set. Raise RuntimeError if a new worker does not start.
+    """
     with on_ray.driver(cluster):
         before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
         names = workers_of(before)
@@ -61,7 +64,9 @@ def scale(
 
 def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
     after = workers_of(report)
-    taken_out = taken_out_of((place for place in report.places if place.kind == "worker"), frozenset())
+    taken_out = taken_out_of(
+        (replica for replica in report.replicas if replica.kind == "worker"), frozenset()
+    )
     return Scaled(
         workers=after,
         added=tuple(name for name in after if name not in before),
@@ -71,7 +76,7 @@ def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
 
 
 def workers_of(report: SupervisorReport) -> tuple[str, ...]:
-    return tuple(place.name for place in report.places if place.kind == "worker")
+    return tuple(replica.name for replica in report.replicas if replica.kind == "worker")
 
 
 def _told_as_out(name: str) -> str:
@@ -79,7 +84,7 @@ def _told_as_out(name: str) -> str:
 
 
 def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, missing: int) -> None:
-    """Raises ValueError where the nodes cannot take so many more workers."""
+    """Raise ValueError if the nodes have no room for `missing` more workers."""
     needs = {"CPU": report.cpus_per_worker, "GPU": report.gpus_per_worker}
     needs = {name: amount for name, amount in needs.items() if amount}
     free = list(free)
@@ -95,7 +100,7 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
 
 
 def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
-    """Suggest how so many workers could fit. With several nodes the right number of CPUs is not known."""
+    """Suggest how this many workers could fit. With several nodes the right number of CPUs is not known."""
     if report.gpus_per_worker:
         return "fewer workers"
     if len(free) != 1:
@@ -106,14 +111,14 @@ def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """The small addend: Ray keeps fractions to four digits."""
+    """Return how many workers fit on a node. The small addend is there because Ray rounds to four digits."""
     return min(int(node.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items())
 
 
 def _progress(seen: SupervisorReport, before: tuple[str, ...], num_workers: int) -> Progress:
-    workers = [place for place in seen.places if place.kind == "worker"]
+    workers = [replica for replica in seen.replicas if replica.kind == "worker"]
     if num_workers >= len(before):
-        serving = sum(place.phase == "serving" for place in workers)
+        serving = sum(replica.phase == "serving" for replica in workers)
         return Progress(stage="starting workers", done=serving, total=num_workers)
     gone = max(0, len(before) - len(workers))
     return Progress(stage="draining workers", done=gone, total=len(before) - num_workers)

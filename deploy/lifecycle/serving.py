@@ -1,6 +1,6 @@
-"""Until a cluster that was started serves: who is up, who reaches whom, and what is said of it meanwhile.
+"""Waits until a started cluster serves, and reports progress meanwhile.
 
-Owns how long that may take and what is an error. Does not own starting anything (cluster.py,
+Owns the deadlines and what counts as an error. Does not own starting anything (cluster.py,
 supervision/supervisor.py).
 """
 
@@ -14,13 +14,13 @@ from blockyard.deploy.views.quantities import counted
 from blockyard.kernels.cpu import extension as cpu_extension
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervision.replicas import Place
+    from blockyard.deploy.supervision.replicas import Replica
 
 SERVE_SECONDS = 600.0
 """Loading a large model from a slow disk takes minutes."""
 CONNECT_SECONDS = 30.0
 FIRST_WORD_SECONDS = 60.0
-"""Of the supervisor, which has much to import on a busy machine."""
+"""Deadline for the supervisor's first answer. Its imports take long on a busy machine."""
 _POLL_SECONDS = 0.1
 STARTING, DOWNLOADING, LOADING = "starting workers", "downloading the model", "loading the model"
 COMPILING, WARMING = "compiling kernels (first start on this machine)", "warming up"
@@ -29,21 +29,21 @@ STAGES = (STARTING, DOWNLOADING, LOADING, COMPILING, WARMING)
 
 
 class ClusterStartError(RuntimeError):
-    """The cluster did not come to serve; what had been started was stopped again."""
+    """The cluster did not start to serve. Everything that was started was stopped again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One look at a start under way."""
+    """Progress of a start at one moment."""
 
     stage: str
     done: int = 0
     total: int | None = None
-    """None: it cannot be counted."""
+    """None if progress cannot be counted."""
     detail: str = ""
-    """How far it is, in words."""
+    """Progress in words."""
     warning: str = ""
-    """What the operator should know, and what keeps nothing from going on."""
+    """A problem that the operator should know about and that does not stop the start."""
 
 
 Report = Callable[[Progress], None]
@@ -51,75 +51,77 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Where clients are served: addresses, one that several routers share once."""
+    """Addresses at which clients are served. An address that several routers share appears once."""
 
     routers: tuple[str, ...]
     gateways: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """The data types that workers compute in, each once, and why."""
+    """Data types that workers compute in, each once, and why."""
 
 
 def wait_until_all_serve(report: Report) -> Serving:
-    """Raises ClusterStartError when one keeps failing, with its reason."""
+    """Wait until every worker and router serves. Raise ClusterStartError with the reason if one does not start."""
     deadline = time.monotonic() + SERVE_SECONDS
     stage = STAGES[0]
     while time.monotonic() < deadline:
-        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).places
-        serving = [place for place in everyone if place.phase == "serving"]
-        is_downloading = any(place.phase == "downloading" for place in everyone)
+        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).replicas
+        serving = [replica for replica in everyone if replica.phase == "serving"]
+        is_downloading = any(replica.phase == "downloading" for replica in everyone)
         if is_downloading:
             deadline = time.monotonic() + SERVE_SECONDS
         stage = next_stage(stage, everyone, is_compiling=cpu_extension.is_being_built())
         report(Progress(stage=stage, done=len(serving), total=len(everyone), detail=_who_serves(everyone)))
         if len(serving) == len(everyone):
-            routers = [place for place in everyone if place.kind == "router"]
-            gateways = (place.http_address for place in routers if place.http_address)
+            routers = [replica for replica in everyone if replica.kind == "router"]
+            gateways = (replica.http_address for replica in routers if replica.http_address)
             return Serving(
-                routers=tuple(dict.fromkeys(place.address for place in routers)),
+                routers=tuple(dict.fromkeys(replica.address for replica in routers)),
                 gateways=tuple(dict.fromkeys(gateways)),
-                dtypes=tuple(dict.fromkeys(place.dtype for place in everyone if place.dtype)),
+                dtypes=tuple(dict.fromkeys(replica.dtype for replica in everyone if replica.dtype)),
             )
-        for place in everyone:
-            # The supervisor would go on trying; a command had better say at once what is wrong.
-            if place.error and not place.num_starts:
-                raise ClusterStartError(f"{place.name} does not start: {place.error}")
+        for replica in everyone:
+            # The supervisor would keep trying. A command should rather report the problem at once.
+            if replica.error and not replica.num_starts:
+                raise ClusterStartError(f"{replica.name} does not start: {replica.error}")
         time.sleep(_POLL_SECONDS)
-    waiting = [place.name for place in on_ray.supervisor_report().places if place.phase != "serving"]
+    waiting = [replica.name for replica in on_ray.supervisor_report().replicas if replica.phase != "serving"]
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
 
 
-def next_stage(stage: str, places: Sequence["Place"], *, is_compiling: bool) -> str:
-    """Return the current stage, never an earlier one than `stage`. Workers pass the stages at different times."""
+def next_stage(stage: str, replicas: Sequence["Replica"], *, is_compiling: bool) -> str:
+    """Return the current stage, never an earlier one than `stage`, because workers are at different stages."""
     if is_compiling:
         now = COMPILING
     elif stage == COMPILING:
         now = WARMING
-    elif any(place.phase == "downloading" for place in places):
+    elif any(replica.phase == "downloading" for replica in replicas):
         now = DOWNLOADING
-    elif any(place.pid for place in places if place.kind == "worker"):
+    elif any(replica.pid for replica in replicas if replica.kind == "worker"):
         now = LOADING
     else:
         now = STARTING
     return max(stage, now, key=STAGES.index)
 
 
-def _who_serves(places: Sequence["Place"]) -> str:
+def _who_serves(replicas: Sequence["Replica"]) -> str:
     """Format, for example, `1 of 2 workers and 1 of 1 router serve`."""
     counts = [
-        f"{sum(place.phase == 'serving' for place in of_kind)} of {counted(len(of_kind), kind)}"
+        f"{sum(replica.phase == 'serving' for replica in of_kind)} of {counted(len(of_kind), kind)}"
         for kind in ("worker", "router")
-        if (of_kind := [place for place in places if place.kind == kind])
+        if (of_kind := [replica for replica in replicas if replica.kind == kind])
     ]
     return f"{' and '.join(counts)} serve"
 
 
 def wait_until_connected(num_workers: int, report: Report) -> None:
-    """Until every router has a session with every worker, by their own word: behind one port no client can choose
-    which of them answers."""
+    """Wait until every router reports a session with every worker.
+
+    The routers' own reports are needed, because a client of a shared port cannot choose the router that answers.
+    """
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
-        routers = [place for place in on_ray.supervisor_report().places if place.kind == "router"]
-        least = min(routers, key=lambda place: place.num_ready_workers)
+        routers = [replica for replica in on_ray.supervisor_report().replicas if replica.kind == "router"]
+        least = min(routers, key=lambda replica: replica.num_ready_workers)
         if least.num_ready_workers >= num_workers:
             return
         done = least.num_ready_workers

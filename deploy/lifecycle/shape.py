@@ -1,7 +1,7 @@
-"""How many workers there will be and what each takes of its node. Pure.
+"""Shape of a cluster: the number of workers, and each one's share of its node. Pure.
 
-Owns the default shares and the refusal of what no node can hold, which Ray would wait for without a word. Does not own
-where Ray puts whom.
+Owns the default shares, and refuses a share that no node can hold: Ray would silently wait for it. Does not own the
+choice of nodes, which is Ray's.
 """
 
 import math
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
 
 MAX_CPUS_BESIDE_GPU = 4.0
-"""A worker with a GPU plans and samples on few threads."""
+"""A worker with a GPU needs few threads for scheduling and sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The workers of a cluster: how many, and what each takes."""
+    """Number of workers, and the resources of each."""
 
     num_workers: int
     num_cpus: float
@@ -29,7 +29,7 @@ class Shape:
 
 
 def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) -> Shape:
-    """On nodes with so many CPUs each, and GPUs together. Raises ClusterStartError for what they cannot hold."""
+    """Return the shape for nodes with these CPUs each and `num_gpus` in all. Raise ClusterStartError if none fits."""
     if not node_cpus:
         raise ClusterStartError("the Ray cluster has no CPU")
     num_workers, gpus_each = _workers_to_place(options, num_gpus)
@@ -40,8 +40,10 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
 
 
 def cpus_per_worker(node_cpus: Sequence[float], num_workers: int) -> float:
-    """As many whole CPUs as let all workers fit on the nodes, for Ray sets a worker's threads from them;
-    where there are more workers than CPUs, a part of one."""
+    """Return the largest whole number of CPUs with which all workers fit on the nodes.
+
+    It is whole because Ray sets a worker's threads from it. With more workers than CPUs it is a fraction.
+    """
     for share in range(int(max(node_cpus)), 0, -1):
         if sum(int(cpus // share) for cpus in node_cpus) >= num_workers:
             return float(share)
@@ -49,12 +51,12 @@ def cpus_per_worker(node_cpus: Sequence[float], num_workers: int) -> float:
 
 
 def room_on(cpus: float, shape: Shape) -> int:
-    """Workers for which a node has the CPUs. Shares of a CPU need not add up to the last bit."""
+    """Return for how many workers a node has CPUs. The small addend allows for rounding of fractions."""
     return int((cpus + 1e-6) / shape.num_cpus)
 
 
 def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, float]:
-    """How many, and how many GPUs each takes."""
+    """Return the number of workers, and the GPUs of each."""
     if options.engine.device == "cpu" or gpus_of_cluster < 1:
         if options.engine.device == "cuda":
             raise ClusterStartError("--device cuda, but the Ray cluster has no GPU")

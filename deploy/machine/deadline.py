@@ -1,7 +1,7 @@
-"""The time that a command has to answer, and the end of one that waits for a cluster that does not.
+"""Deadlines of commands: a time budget, and ways to abandon a step that waits for a silent cluster.
 
-Owns the budget, which all steps of a command share, and the ways out. For what waits in Python that is a thread, for
-Ray a process: it waits in C++ code and holds Python's lock meanwhile, so that no thread of its process runs.
+Owns the budget, which all steps of a command share. A thread ends a command that waits in Python. Ray needs a child
+process: it waits in C++ code and holds the GIL meanwhile, so that no other thread of its process runs.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from typing import Any
 from blockyard.deploy.machine.processes import identify
 
 ANSWER_SECONDS = 8.5
-"""From the start of its process until a command has answered. The end of Python takes the rest of ten seconds."""
+"""Time from a command's process start to its answer. Python's shutdown takes the rest of ten seconds."""
 MAX_START_SECONDS = 4.0
-"""No more is counted of the start: where Python takes longer a sound cluster still has time to answer."""
+"""Limit on the start time that counts, so that a sound cluster has time to answer where Python starts slowly."""
 SAY_SECONDS = 0.5
-"""Each step leaves so much of the budget to say that it had no answer."""
+"""Part of the budget that each step leaves for reporting that it had no answer."""
 MIN_STEP_SECONDS = 1.0
-"""However little is left: a sound cluster on a busy machine needs it."""
+"""Least time of a step, however little is left. A sound cluster on a busy machine needs it."""
 END_SECONDS = 0.5
-"""A child that has answered has so long to leave Ray in good order."""
+"""Time for a child that has answered to disconnect from Ray."""
 _FORK = multiprocessing.get_context("fork")
 
 
 class Budget:
-    """The time of one command, from its process's start on."""
+    """Time budget of one command, from the start of its process."""
 
     def __init__(self, age_seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -45,7 +45,7 @@ class Budget:
         return max(0.0, self._ends_at - self._clock())
 
     def step_seconds(self, most_seconds: float = ANSWER_SECONDS) -> float:
-        """Tells what the next step may take. It is never 0: no call has a deadline that has passed."""
+        """Return how long the next step may take. It is never 0, so that no call starts past its deadline."""
         return max(MIN_STEP_SECONDS, min(most_seconds, self.left_seconds - SAY_SECONDS))
 
 
@@ -56,8 +56,11 @@ def _age_seconds() -> float:
 
 
 class Child:
-    """A process that looks for this one, beginning now. `look` is given a function that sends its answer; what it
-    raises `answer` raises. To be made before this process imports Ray or starts a thread: a fork copies no threads."""
+    """A forked process that runs `look` now. `look` gets a function that sends its answer.
+
+    `answer` raises the RuntimeError, ValueError or OSError that `look` raises. Create it before this process imports
+    Ray or starts a thread, because a fork copies no threads.
+    """
 
     def __init__(self, look: Callable[[Callable[[Any], None]], None]) -> None:
         self._answers, sending = _FORK.Pipe(duplex=False)
@@ -66,7 +69,7 @@ class Child:
         sending.close()
 
     def answer(self, seconds: float, sentence: str) -> Any:
-        """Raises TimeoutError with the sentence where none came within so long, or where the child has died."""
+        """Return the answer. Raise TimeoutError with the sentence if none comes in time or the child dies."""
         try:
             if not self._answers.poll(seconds):
                 raise TimeoutError(sentence)
@@ -98,7 +101,7 @@ def _say_and_exit(sentence: str) -> None:
 def answers_within(
     seconds: float, sentence: str, *, give_up: Callable[[str], None] = _say_and_exit
 ) -> Iterator[None]:
-    """What runs inside has so long. Then the process says the sentence on stderr and ends with exit code 1."""
+    """Limit the time of the block. After it the process prints the sentence on stderr and exits with code 1."""
     timer = threading.Timer(seconds, give_up, (sentence,))
     timer.daemon = True
     timer.start()

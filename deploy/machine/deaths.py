@@ -1,7 +1,8 @@
-"""How a process on this machine has ended: by which signal or exit code, and whether for want of memory.
+"""Finds out how a process on this machine has ended: its signal or exit code, and whether it was an OOM kill.
 
-Asks the kernel through a pidfd that is opened while the process lives, so it need be nobody's child. Linux tells this
-since 6.15; before, only while its parent has not taken note. Does not own whom to watch (supervision/supervisor.py).
+Asks the kernel through a pidfd that is opened while the process lives, so the process need not be a child. Linux
+answers since 6.15. Older kernels answer only until the parent has reaped the process. Does not own which processes are
+watched (supervision/supervisor.py).
 """
 
 import asyncio
@@ -14,19 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 MEMORY_SECONDS = 2.0
-"""Between looks at how many processes were killed for memory."""
+"""Interval between readings of the OOM-kill counter."""
 _LOOK_SECONDS = 0.02
 _LOOKS = 50
-"""One second of them. The kernel has the status once the process is a zombie or was waited for: in milliseconds."""
+"""One second of attempts. The kernel has the status within milliseconds, once the process is a zombie or reaped."""
 _INFO = struct.Struct("=QQ11Ii")
-"""The kernel's struct pidfd_info: a mask of what it holds first, the status last."""
+"""The kernel's struct pidfd_info. The first field is a mask of valid fields, the last is the status."""
 _GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO, an ioctl that reads and writes _INFO."""
 _HAS_STATUS = 1 << 3
 
 
 def num_memory_kills() -> int:
-    """How many processes the kernel has killed for memory, here: in this control group, or on the machine."""
+    """Return the number of OOM kills in this control group, or on the machine without one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip()
         for counters in (Path(f"/sys/fs/cgroup{group}/memory.events"), Path("/proc/vmstat")):
@@ -37,20 +38,20 @@ def num_memory_kills() -> int:
 
 
 class DeathWatch:
-    """Of one process, once it is named; `close` ends it. To be made and used on an event loop."""
+    """Watches one process from `watch` until `close`. Needs a running event loop."""
 
     def __init__(self, memory_kills: Callable[[], int] = num_memory_kills) -> None:
-        """`memory_kills`: how many processes the kernel has killed for memory so far."""
+        """Take `memory_kills`, which returns the number of OOM kills so far."""
         self._pid = 0
         self._pidfd: int | None = None
         self._count_kills = memory_kills
         self._kills = memory_kills(), memory_kills()
-        """At the last two looks: a kill before them was another process's."""
+        """The last two readings. An OOM kill before them was of another process."""
         self._next_look: asyncio.TimerHandle | None = None
 
     def watch(self, pid: int) -> None:
-        """To be called once."""
-        with contextlib.suppress(OSError):  # It has gone already.
+        """Begin to watch a process. Call it once."""
+        with contextlib.suppress(OSError):  # The process has already ended.
             self._pid, self._pidfd = pid, os.pidfd_open(pid)
             self._look()
 
@@ -64,8 +65,8 @@ class DeathWatch:
         self._kills = self._kills[1], self._count_kills()
         self._next_look = asyncio.get_running_loop().call_later(MEMORY_SECONDS, self._look)
 
-    async def told(self) -> str:
-        """How it ended, in words; empty where it lives or the kernel does not say."""
+    async def reason(self) -> str:
+        """Describe how the process ended. Empty if it lives or the kernel does not say."""
         for _ in range(_LOOKS if self._pidfd is not None else 0):
             if (status := self._status()) is not None:
                 return ending(status, for_memory=self._count_kills() > self._kills[0])
@@ -73,7 +74,7 @@ class DeathWatch:
         return ""
 
     def _status(self) -> int | None:
-        """As waitpid has it."""
+        """Return the wait status, as waitpid would, or None."""
         assert self._pidfd is not None
         info = bytearray(_INFO.pack(_HAS_STATUS, *[0] * 13))
         with contextlib.suppress(OSError):
@@ -85,7 +86,7 @@ class DeathWatch:
 
 
 def ending(status: int, *, for_memory: bool) -> str:
-    """Says what a status of waitpid means. `for_memory`: the kernel has killed a process for memory meanwhile."""
+    """Describe a wait status. `for_memory`: there was an OOM kill meanwhile."""
     if not os.WIFSIGNALED(status):
         return f"its process exited with code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)

@@ -1,4 +1,4 @@
-"""One line of what `doctor` says: ok, warn (serves, but not as it could), fail (does not serve)."""
+"""Lines of `doctor`'s report: ok, warn (serves, but not as well as it could) or fail (cannot serve)."""
 
 from dataclasses import dataclass
 from typing import Literal

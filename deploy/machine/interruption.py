@@ -1,4 +1,4 @@
-"""Makes a time-out's SIGTERM and a closed terminal's SIGHUP end a command as Ctrl-C does: with everything undone."""
+"""Makes SIGTERM and a closed terminal's SIGHUP end a command as Ctrl-C does, so that it undoes what it started."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from types import FrameType
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 _asked = threading.Event()
-"""An exception that a handler raises within a library's callback is printed there and lost; this is not."""
+"""Set by the handler, because an exception raised inside a library's callback may be printed there and lost."""
 
 
 def end_like_ctrl_c() -> None:
@@ -35,14 +35,14 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _leave_closed_terminal() -> None:
     """Discard further output, because each write to a closed terminal would fail and stop the shutdown."""
     for stream in (sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or missing
             descriptor = stream.fileno()  # type: ignore[union-attr]
             if _is_closed_terminal(descriptor):
                 discard_output(descriptor)
 
 
 def discard_output(descriptor: int) -> None:
-    """Send what is written to this file descriptor from now on to the null device. Raise OSError for no such file."""
+    """Redirect this file descriptor to the null device. Raise OSError if it is not open."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
@@ -57,14 +57,14 @@ def _is_closed_terminal(descriptor: int) -> bool:
 
 
 def raise_if_asked() -> None:
-    """To be called between the steps of whatever takes long. Raises KeyboardInterrupt."""
+    """Raise KeyboardInterrupt if a signal has come. Long operations call it between steps."""
     if _asked.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers that a library changes meanwhile.
+    """Restore signal handlers that a library changes inside the block.
 
     Ray's handler of SIGTERM aborts the process, and its shutdown resets the signal to the default.
     """
@@ -82,7 +82,7 @@ def handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What undoes a start is not to be interrupted in its turn."""
+    """Ignore all three signals inside the block, so that undoing a start is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

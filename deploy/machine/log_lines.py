@@ -1,6 +1,6 @@
-"""Parses log lines: when each was written, by which process, and about which request. Pure.
+"""Parses log lines: the time, process and request of each. Pure.
 
-Reads what proto/runtime/logs.py writes, and the markers that Ray puts into the file of an actor. Opens no file
+Reads the format of proto/runtime/logs.py, and the markers that Ray writes into an actor's log. Does not open files
 (lifecycle/log_files.py).
 """
 
@@ -14,10 +14,10 @@ from datetime import datetime
 NO_TIME = 0.0
 _ACTOR = re.compile(rb"^:actor_name:(.+)$", re.MULTILINE)
 _MARKERS = (b":job_id:", b":actor_name:", b":task_name:")
-"""Ray writes these words at the start of a line, for its own use."""
+"""Prefixes of lines that Ray writes for its own use."""
 _PROCESS = re.compile(r"(worker-\d+|router-\d+|supervisor)\b")
 _CLASSES = {"WorkerActor": "worker", "RouterActor": "router", "Supervisor": "supervisor"}
-"""What Ray calls an actor before its constructor has ended."""
+"""Ray's names for actors before their constructors have ended."""
 _TIME_CHARS = len("2026-11-25 11:24:07,649")
 
 
@@ -26,15 +26,17 @@ class Line:
     """One line of a log."""
 
     seconds: float
-    """Since the epoch. A line without a time has that of the line before it; NO_TIME where there is none."""
+    """Seconds since the epoch. A line without a time has the time of the line before it, or else NO_TIME."""
     name: str
-    """The process that wrote it."""
+    """Process that wrote the line."""
     text: str
 
 
 class LineReader:
-    """Reads the lines of one process in their order. A line without a time, such as one of a traceback, goes with the
-    line before it: it is of the same time and about the same request."""
+    """Reads the lines of one process in order.
+
+    A line without a time, such as one of a traceback, gets the time and request of the line before it.
+    """
 
     def __init__(self, name: str, request_id: str | None = None) -> None:
         self._name = name
@@ -43,7 +45,7 @@ class LineReader:
         self._is_wanted = request_id is None
 
     def read(self, raw_lines: Iterable[bytes]) -> Iterator[Line]:
-        """Leaves out Ray's markers, and lines about another request or none where one was asked for."""
+        """Yield lines, without Ray's markers. With a request id, yield only lines about that request."""
         for raw in raw_lines:
             if raw.startswith(_MARKERS):
                 continue
@@ -59,12 +61,12 @@ class LineReader:
 
 
 def merged(logs: Iterable[Iterable[Line]]) -> Iterator[Line]:
-    """Merges logs by time. Keeps the order within each, and lines of one time and process together."""
+    """Merge logs by time. Lines of one process keep their order."""
     return heapq.merge(*logs, key=lambda line: line.seconds)
 
 
 def time_of(text: str) -> float | None:
-    """Return a line's time in seconds since the epoch, in either format; None for a line without a time."""
+    """Return a text or JSON line's time in seconds since the epoch, or None for a line without a time."""
     try:
         if text.startswith("{"):
             return datetime.fromisoformat(json.loads(text)["time"]).timestamp()
@@ -76,7 +78,7 @@ def time_of(text: str) -> float | None:
 
 
 def process_name(head: bytes) -> str | None:
-    """Return the name of our process whose log begins like this; None for another program's."""
+    """Return the name of the Blockyard process that wrote this beginning of a log. None for another program."""
     found = _ACTOR.findall(head)
     if not found:
         return None

@@ -1,11 +1,10 @@
-"""Names processes so that they can be stopped later without ever hitting another program.
+"""Identifies processes, so that they can be stopped later without ever hitting another program.
 
 Owns (pid, start time) pairs, the members of a session, and their end. Does not own why a process runs.
 
-A pid alone is reused; with its start time it is not. Ray gives its workers process groups of their own, but
-none leaves the session that its head was started in, and a session's number is not given out again while a
-member lives: so a cluster is "all of session S", believed as long as one recorded member is still who it was.
-Reads /proc: Linux.
+The kernel reuses pids, but not a pid together with its start time. Ray gives its workers process groups of their own,
+but none leaves the session in which its head was started. The kernel does not reuse a session's number while a member
+lives. So a cluster is all of a session, as long as one recorded member still lives. Reads /proc, so it needs Linux.
 """
 
 import os
@@ -17,14 +16,14 @@ from pathlib import Path
 
 _POLL_SECONDS = 0.05
 STOPPED = "T"
-"""The state of a process after SIGSTOP."""
+"""State of a process after SIGSTOP."""
 _LISTENING = "0A"
-"""A socket's state in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """One process for good: its pid, and when it started in clock ticks since boot."""
+    """A process's pid and its start time in clock ticks since boot. The pair is never reused."""
 
     pid: int
     start_ticks: int
@@ -38,7 +37,7 @@ class _Status:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """None if no such process lives."""
+    """Return the identity of the process that has this pid, or None."""
     status = _status(pid)
     return None if status is None else ProcessIdentity(pid=pid, start_ticks=status.start_ticks)
 
@@ -48,7 +47,7 @@ def is_alive(process: ProcessIdentity) -> bool:
 
 
 def session_members(session: int) -> list[ProcessIdentity]:
-    """All living processes of a session, whoever their parents and groups are."""
+    """Return all living processes of a session, whatever their parents and groups."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (status := _status(int(entry))) is not None and status.session == session:
@@ -57,7 +56,7 @@ def session_members(session: int) -> list[ProcessIdentity]:
 
 
 def command_of(pid: int) -> list[str]:
-    """Its program and arguments; empty for one that has gone."""
+    """Return a process's program and arguments. Empty if it has ended."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -66,7 +65,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Empty for one that has gone, or is somebody else's."""
+    """Return a process's environment. Empty if it has ended or belongs to another user."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -76,7 +75,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def group_of(pid: int) -> int:
-    """Its process group; 0 for one that has gone."""
+    """Return a process's group, or 0 if it has ended."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
@@ -84,13 +83,13 @@ def group_of(pid: int) -> int:
 
 
 def state_of(pid: int) -> str:
-    """One letter, as /proc has it; empty for one that has gone."""
+    """Return the letter that /proc gives for a process's state. Empty if it has ended."""
     status = _status(pid)
     return "" if status is None else status.state
 
 
 def listening_ports(pid: int) -> set[int]:
-    """The TCP ports at which a process takes connections. Raises OSError for one that has gone."""
+    """Return the TCP ports on which a process listens. Raise OSError if it has ended."""
     sockets = {_link(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     ports = set()
     for table in ("tcp", "tcp6"):
@@ -103,7 +102,7 @@ def listening_ports(pid: int) -> set[int]:
 
 
 def _link(descriptor: Path) -> str:
-    """Empty for one that was closed meanwhile."""
+    """Return what a descriptor refers to. Empty if it was closed meanwhile."""
     try:
         return os.readlink(descriptor)
     except FileNotFoundError:
@@ -111,17 +110,17 @@ def _link(descriptor: Path) -> str:
 
 
 def owns_session(session: int, recorded: Iterable[ProcessIdentity]) -> bool:
-    """Whether the session is still the one in which the recorded processes were started."""
+    """Tell whether a recorded process still lives in the session, so that the number was not reused."""
     members = set(session_members(session))
     return any(process in members for process in recorded)
 
 
 def end_session(session: int, recorded: Iterable[ProcessIdentity], *, timeout_seconds: float = 10.0) -> None:
-    """SIGKILL to all of a session that is still ours. Raises TimeoutError naming what would not go."""
+    """Send SIGKILL to all of a session that is still ours. Raise TimeoutError with the pids that do not end."""
     if not owns_session(session, recorded):
         return
     deadline = time.monotonic() + timeout_seconds
-    # Again and again: a member may have started another between our look and our signal.
+    # Repeat, because a member may start another process between our listing and our signal.
     while members := session_members(session):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {[member.pid for member in members]} did not end")
@@ -140,7 +139,7 @@ def _signal(process: ProcessIdentity, number: signal.Signals) -> None:
 
 
 def _reap(processes: Iterable[ProcessIdentity]) -> None:
-    """Takes the exit status of those that are children of this very process."""
+    """Reap those that are children of this process."""
     for process in processes:
         try:
             os.waitpid(process.pid, os.WNOHANG)
@@ -149,12 +148,12 @@ def _reap(processes: Iterable[ProcessIdentity]) -> None:
 
 
 def _status(pid: int) -> _Status | None:
-    """None for a process that has gone or is a zombie."""
+    """Return a process's state, session and start time, or None if it has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    # The name in parentheses may itself hold spaces and parentheses; fields are counted after the last one.
+    # The name in parentheses may contain spaces and parentheses, so count fields after the last parenthesis.
     fields = text.rpartition(")")[2].split()
     state, session, start_ticks = fields[0], int(fields[3]), int(fields[19])
     return None if state in "ZX" else _Status(state=state, session=session, start_ticks=start_ticks)

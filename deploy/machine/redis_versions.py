@@ -1,4 +1,4 @@
-"""The releases of Redis and Valkey that have no known security hole, and which release a server is.
+"""Redis and Valkey releases without known security holes, and detection of a server's release.
 
 Owns the tables, which agree with supply_chain/advisories.json (a test proves it). A distribution may fix a hole and
 keep the version (Debian does), so messages say "by its version".
@@ -26,8 +26,8 @@ SOUND_IF_PRIVATE: dict[str, tuple[Version, ...]] = {
     "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2)),
     "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4), (9, 0, 0), (9, 1, 2)),
 }
-"""The same for a private server, whose settings and permissions close some holes (`private_redis` in
-advisories.json). Holes of scripts count, because workers may load scripts."""
+"""The same for a private server. Its settings and permissions close some holes (`private_redis` in
+advisories.json). Holes in scripting count, because workers may load scripts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ServerVersion:
 
 
 def version_of_reply(hello: Any) -> ServerVersion | None:
-    """Out of what HELLO answers; None where it is nothing that a Redis or a Valkey says."""
+    """Parse the reply to HELLO. Return None if it is not from Redis or Valkey."""
     if isinstance(hello, list):  # RESP 2
         hello = dict(zip(hello[::2], hello[1::2], strict=False))
     if not isinstance(hello, dict):
@@ -74,7 +74,7 @@ def version_of_reply(hello: Any) -> ServerVersion | None:
 
 
 def version_of_program(executable: Path) -> ServerVersion | None:
-    """By `--version`."""
+    """Run the program with `--version` and parse its output. Return None if that fails."""
     try:
         said = subprocess.run(
             [str(executable), "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS

@@ -1,8 +1,8 @@
-"""The routers' ports of a cluster, chosen before any router starts.
+"""Chooses the ports of a cluster's routers before any router starts.
 
-Owns the check that nobody else listens there, and the choice of the next free port. The kernel lets all processes of
-one user that ask for SO_REUSEPORT share a port: a second cluster would take some of the first one's clients without a
-word. Does not own listening.
+Owns the check that no other process listens there, and the choice of the next free port. All processes of one user can
+share a port with SO_REUSEPORT, so a second cluster would silently take some of the first one's clients. Does not own
+listening.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ MAX_PORT = 65535
 
 
 def next_free(first: int, num_ports: int, is_free: Callable[[int], bool]) -> int:
-    """The lowest port from `first` on at which `num_ports` ports in a row are free. Raises ValueError for none."""
+    """Return the lowest port >= `first` that begins `num_ports` free ports in a row. Raise ValueError if none does."""
     start = port = first
     while port <= MAX_PORT:
         if not is_free(port):
@@ -27,7 +27,7 @@ def next_free(first: int, num_ports: int, is_free: Callable[[int], bool]) -> int
 
 
 def can_bind(host: str, port: int) -> bool:
-    """Whether nobody listens on this port of an address of this machine."""
+    """Tell whether this port of an address of this machine is free."""
     try:
         with _bound(host, port):
             return True
@@ -37,8 +37,10 @@ def can_bind(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """A port of this machine that nobody listens on, held until routers do; 0 takes a free one, host "" means all
-    interfaces. Raises ValueError for one that is taken."""
+    """Reserve a free port of this machine inside the block, so that routers can share it.
+
+    Port 0 takes any free port. Host "" means all interfaces. Raise ValueError if the port is taken.
+    """
     try:
         with _bound(host, port) as probe:
             port = probe.getsockname()[1]
@@ -49,9 +51,9 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 
 
 def _bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Raises OSError."""
+    """Return a bound socket. Raise OSError if the port is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # Without it a port whose last connections have just ended would seem taken.
+    # Without SO_REUSEADDR, a port with recently ended connections would seem taken.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
     try:

@@ -1,7 +1,7 @@
-"""What `up` remembers of a cluster so that `down`, `status` and the others find it again.
+"""State file of a cluster: `up` writes it, and `down`, `status` and other commands find the cluster by it.
 
-Owns one file for each cluster, `$BLOCKYARD_HOME/<cluster>.json` (default ~/.blockyard), readable by its owner
-only: it holds the cluster secret and the Redis URL. Does not own the processes it names.
+Owns one file for each cluster, `$BLOCKYARD_HOME/<cluster>.json` (default ~/.blockyard). Only its owner can read it,
+because it holds the cluster secret and the Redis URL. Does not own the processes that it names.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
 class NoSuchClusterError(ValueError):
-    """No state file: the cluster was not started here, or `down` has ended it."""
+    """There is no state file: the cluster was not started here, or `down` has ended it."""
 
     def __init__(self, cluster: str) -> None:
         known = known_clusters()
@@ -39,7 +39,7 @@ class HeadState:
 
     session: int
     processes: tuple[ProcessIdentity, ...]
-    """Some that started with it; any still alive proves that the session is ours."""
+    """Some of its first processes. While one of them lives, the session is ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,51 +53,51 @@ class RedisState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Written again whenever `up` has started one more part, so that a failed `up` can be undone too."""
+    """One cluster. `up` saves it again after each part that it starts, so that a failed `up` can be undone."""
 
     cluster: str
     model: str
     secret: str = field(repr=False)
     redis_url: str | None = field(default=None, repr=False)
-    """The workers'."""
+    """The workers' URL."""
     router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
     cpus_per_worker: float = 0.0
     """CPUs of each worker. 0 if unknown: not decided yet, or saved by an older version."""
     ray_address: str | None = None
     ray_token_path: str | None = None
-    """The token that the head and its dashboard ask for; None on a cluster that we joined."""
+    """Token file for Ray and its dashboard. None if Ray asks for no token, or the operator gives it by a variable."""
     dashboard_url: str | None = None
     metrics_port: int | None = None
     """Port of this node's metrics, on every interface."""
     node_address: str = LOOPBACK
     """Address of this node, as Ray knows it."""
     logs_directory: str | None = None
-    """Ray's session logs on this node, where the dashboard's Logs tab looks."""
+    """Ray's session logs on this node, which the dashboard's Logs tab shows."""
     routers: tuple[str, ...] = ()
     gateways: tuple[str, ...] = ()
-    """Where they serve OpenAI's API, host:port."""
+    """Addresses (host:port) where routers serve OpenAI's API."""
     dtypes: tuple[str, ...] = ()
-    """The data types that workers computed in at its start, and why."""
+    """Data types that workers computed in when the cluster started, and why."""
     host: str = LOOPBACK
-    """Routers bind this address."""
+    """Address that routers bind to."""
     directory: str | None = None
-    """Everything this cluster writes to disk; `down` removes it."""
+    """Folder for everything that this cluster writes to disk. `down` removes it."""
     head: HeadState | None = None
-    """None on a cluster that we joined."""
+    """None on a Ray cluster that we joined."""
     redis: RedisState | None = None
-    """None where the operator named a Redis."""
+    """None if the operator named a Redis."""
     is_supervised: bool = False
-    """The supervisor of this name on its Ray is this cluster's. Without one there is nobody to say goodbye to."""
+    """Whether this cluster has created its supervisor on Ray. If not, `down` has no actors to end."""
     starter: ProcessIdentity | None = None
-    """The `up` that makes it: while it lives, the cluster is its alone."""
+    """The `up` process that starts the cluster. While it lives, the name is taken."""
 
     def recorded_processes(self) -> tuple[ProcessIdentity, ...]:
         redis = () if self.redis is None else (self.redis.process,)
         return redis + (() if self.head is None else self.head.processes)
 
     def anything_alive(self) -> bool:
-        """A joined cluster has no process of ours here and counts as alive: only `down` ends it."""
+        """Tell whether the cluster may still run. On a joined Ray it counts as alive until `down`."""
         joined = self.head is None and self.ray_address is not None
         starting = self.starter is not None and self.starter.pid != os.getpid() and is_alive(self.starter)
         return joined or starting or any(is_alive(process) for process in self.recorded_processes())
@@ -118,7 +118,7 @@ def state_path(cluster: str) -> Path:
 
 
 def save(state: ClusterState) -> None:
-    """Atomic, and never readable by others, not even for a moment."""
+    """Write the state file atomically. It is never readable by others, not even for a moment."""
     path = state_path(state.cluster)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -130,7 +130,7 @@ def save(state: ClusterState) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, no other command with this home decides whose a name is."""
+    """Hold a lock inside the block, so that no other command with this home takes a name meanwhile."""
     home().mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(home(), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -141,7 +141,10 @@ def alone() -> Iterator[None]:
 
 
 def load(cluster: str) -> ClusterState:
-    """Raises NoSuchClusterError, with the names of those there are, or ValueError for a file that is damaged."""
+    """Read a cluster's state file.
+
+    Raise NoSuchClusterError, which names the known clusters, or ValueError for a damaged file.
+    """
     path = state_path(cluster)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +162,7 @@ def load(cluster: str) -> ClusterState:
 
 def forget(cluster: str) -> None:
     state_path(cluster).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # other clusters live here, or it is gone
+    with contextlib.suppress(OSError):  # It holds other clusters, or it has been removed.
         home().rmdir()
 
 
@@ -190,7 +193,7 @@ def _from_document(document: dict[str, Any]) -> ClusterState:
     document["routers"] = tuple(document["routers"])
     document["gateways"] = tuple(document.get("gateways", ()))
     document["dtypes"] = tuple(document.get("dtypes", ()))
-    document.setdefault("is_supervised", True)  # of a version that did not say
+    document.setdefault("is_supervised", True)  # An older version did not write it.
     if document.get("starter") is not None:
         document["starter"] = ProcessIdentity(**document["starter"])
     if head is not None:

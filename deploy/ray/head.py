@@ -1,11 +1,11 @@
-"""A local Ray head with its dashboard: started as one session of processes, left serving, ended by session.
+"""Ray head: starts a local head with its dashboard as one session of processes, and connects to Ray clusters.
 
-Owns how Ray is started and joined. Does not own what runs on it. Never `ray stop`: it ends every Ray on the
+Owns how Ray is started and joined. Does not own what runs on it. Never runs `ray stop`, which ends every Ray on the
 machine.
 
-Ray binds its GCS and metrics ports to every interface, only the dashboard obeys loopback; so a head of ours
-always asks for a token, kept in a file that only its owner reads. Ray reads RAY_AUTH_MODE once, when it is
-first imported: nothing in deploy/ imports ray before `use_token`.
+Ray binds its GCS and metrics ports to every interface. Only the dashboard can be limited to loopback. So our head
+always asks for a token, which is in a file that only its owner can read. Ray reads RAY_AUTH_MODE once, when it is first
+imported. So nothing in deploy/ imports ray before `use_token`.
 """
 
 import contextlib
@@ -31,50 +31,51 @@ from blockyard.deploy.ray.head_probes import HTTP2_HEAD_BYTES, HTTP2_PREFACE, HT
 START_SECONDS = 120.0
 START_ATTEMPTS = 3
 DASHBOARD_PORT = 8265
-"""Where people look for it; another port is taken where this one is."""
+"""Ray's usual port, where people expect the dashboard. If it is taken, the dashboard gets another one."""
 CONNECT_SECONDS = 3.0
 _BY_ITSELF = (
-    "it is started again, and all others after it: `blockyard status` in a minute, or `blockyard down`"
+    "it is being restarted, then workers and routers: run `blockyard status` in a minute, or `blockyard down`"
 )
 METRICS_REPORT_INTERVAL_MS = 1000
 GRAFANA_UID = "blockyard"
-"""Of deploy/grafana/dashboard.json."""
+"""Uid of deploy/grafana/dashboard.json."""
 NO_TOKEN_HINT = "; if it asks for a token, set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
 RECONNECT_SECONDS = 600
-"""For so long after Ray's control service has died its nodes, and so our workers, wait for it and serve on; then they
-end. Ray's own 60 s would be its operator's time to notice."""
+"""Time for which nodes, and so our workers, keep running after Ray's control service has died. Then they end. Ray's
+default of 60 s leaves an operator too little time to notice."""
 RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 MEMORY_MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
 MEMORY_MONITOR_OFF = "0"
-"""At 95 % of the machine's memory Ray kills its own workers, whoever took it. Ours hold what they hold from the start
-on: killing them frees little and ends a cluster for another program's sake. Without it the kernel takes the largest."""
+"""Switches off Ray's memory monitor, which kills Ray's workers at 95 % of the machine's memory, whichever program uses
+it. Our workers hold their memory from the start, so killing them frees little. Without the monitor, the kernel kills
+the largest process."""
 OBJECT_STORE_BYTES = 100_000_000
-"""Near Ray's minimum: tokens never pass through the object store."""
+"""Near Ray's minimum, because tokens never pass through the object store."""
 SUPERVISOR_TITLE = "ray::Supervisor"
-"""This is Ray's name for its process."""
+"""Ray's name for the supervisor's process."""
 _POLL_SECONDS = 0.05
 _LOG_TAIL_BYTES = 2000
 
 
 class RayStartError(RuntimeError):
-    """The head did not come up. The message ends with the tail of its log."""
+    """The head did not start. The message ends with the tail of its log."""
 
 
 class _HeadEnded(RayStartError):
-    """It ended by itself."""
+    """The head ended by itself while it started."""
 
 
 class RayConnectError(RuntimeError):
-    """There is no Ray where one was said to be, or it refuses us."""
+    """No Ray answers at the given address, or it refuses us."""
 
 
 class RayletDiedError(RayConnectError):
-    """Workers and routers ended with it, and come back with the next one."""
+    """The raylet died. Workers and routers ended with it and come back with the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayHead:
-    """A head that runs."""
+    """A running head."""
 
     address: str
     session: int
@@ -90,12 +91,15 @@ def start_head(
     spawned: Callable[[int], None] = lambda session: None,
     waiting: Callable[[], None] = lambda: None,
 ) -> RayHead:
-    """Starts a head whose files all lie in `directory`, and returns once it takes connections. Calls `spawned`
-    with its session as soon as it has one and again once all of it runs, and `waiting` at each look. The live page
-    shows routers the token in `page_token_path`, and fills Ray's Metrics tab if it is to (metrics_tab.py).
+    """Start a head with all its files in `directory`, and return once it accepts connections.
 
-    Raises RayStartError if it does not come up within START_SECONDS, or ends by itself START_ATTEMPTS times;
-    nothing is left then."""
+    Call `spawned` with its session as soon as that exists, and again once all its processes run. Call `waiting` at
+    each poll. `page_token_path` is the token file that the live page uses with routers. `page_in_metrics_tab` puts the
+    live page into Ray's Metrics tab (metrics_tab.py).
+
+    Raise RayStartError if it does not start within START_SECONDS, or ends by itself START_ATTEMPTS times. Then no
+    process is left.
+    """
     temp_dir, token_path, log_path = directory / "ray", directory / "ray-token", directory / "ray-head.log"
     started_path = directory / "ray-started"
     token_path.touch(mode=0o600)
@@ -113,15 +117,17 @@ def start_head(
             spawned(process.pid)
             _wait_until_started(started_path, process, log_path, waiting)
             address = (temp_dir / "ray_current_cluster").read_text(encoding="ascii").strip()
-            # By more of them: its first process might die.
+            # Record more processes of the session, because its first one might die.
             spawned(process.pid)
         except BaseException as error:
             _kill_session(process)
-            # Another head may have taken one of the ports between our look and its use.
+            # Another head may have taken one of the ports between our check and its use.
             if isinstance(error, _HeadEnded) and attempt + 1 < START_ATTEMPTS:
                 continue
             raise
-        process.returncode = 0  # The guardian outlives us on purpose: Popen need not warn that it still runs.
+        process.returncode = (
+            0  # The guardian outlives us on purpose. This stops Popen's warning that it still runs.
+        )
         return RayHead(address=address, session=process.pid, token_path=token_path)
     raise AssertionError("the last attempt returns or raises")
 
@@ -139,15 +145,17 @@ def _spawn(command: list[str], environment: dict[str, str], log_path: Path) -> s
 
 
 def use_token(token_path: str | None) -> None:
-    """Sets this process's credentials for Ray, before ray is imported. None keeps the operator's own."""
+    """Set this process's credentials for Ray, before ray is imported. None keeps the operator's own."""
     if token_path is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = token_path
 
 
 def operators_token_path() -> str | None:
-    """Where the token of the operator's own Ray lies, so that later commands find it from any shell. None where Ray
-    asks for none, or has it from a variable, which is not kept."""
+    """Return the token file of the operator's own Ray, so that later commands find it from any shell.
+
+    Return None if Ray asks for no token, or if the token is in an environment variable, which is never stored.
+    """
     if os.environ.get("RAY_AUTH_MODE") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().absolute()
@@ -157,10 +165,11 @@ def operators_token_path() -> str | None:
 def connect(
     address: str, *, namespace: str, token_path: str | None, wheel: Path | None = None
 ) -> dict[str, Any]:
-    """Joins a cluster as a driver that prints nothing; returns Ray's address_info. What it starts has the package from
-    `wheel`, if given.
+    """Join a Ray cluster as a driver that prints nothing. Return Ray's address_info.
 
-    Raises RayConnectError at once where nothing listens: Ray itself would try for minutes."""
+    Actors that the driver starts get the package from `wheel`, if given. Raise RayConnectError at once if nothing
+    listens there. Ray itself would retry for minutes.
+    """
     check_listening(address)
     use_token(token_path)
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
@@ -180,8 +189,10 @@ def connect(
 
 
 def control_service(address: str, *, token_path: str | None) -> Any:
-    """Asks Ray's control service as its own tools do: a GcsClient, which is no driver and so makes no job. Its class is
-    not public, but has been the same from Ray 2.52 to 2.60. Raises as `connect` does."""
+    """Return a client of Ray's control service, as Ray's own tools use. It is no driver, so it creates no job.
+
+    Its class GcsClient is not public, but it is the same from Ray 2.52 to 2.60. Raise as `connect` does.
+    """
     check_listening(address)
     use_token(token_path)
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -224,7 +235,7 @@ def words_kept(path: Path) -> Iterator[None]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Raises ValueError."""
+    """Split an address. Raise ValueError if it is not host:port."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit():
         raise ValueError(f"Ray's address is host:port, not {address!r}")
@@ -232,8 +243,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def check_alive(session: int) -> None:
-    """Of the head that was started here. Raises RayConnectError for one that is dead or stopped: Ray itself would wait
-    for it for a minute."""
+    """Raise RayConnectError if the head that was started here is dead or stopped. Ray itself would wait a minute."""
     states = {
         Path(argv[0]).name: state_of(member.pid)
         for member in session_members(session)
@@ -249,7 +259,7 @@ def check_alive(session: int) -> None:
 
 
 def is_supervisor_stopped(session: int) -> bool:
-    """Looks at the head that was started here; one on another node is not seen."""
+    """Tell whether the supervisor is stopped. It is found only on the head that was started here."""
     return any(
         state_of(member.pid) == STOPPED
         for member in session_members(session)
@@ -258,7 +268,7 @@ def is_supervisor_stopped(session: int) -> bool:
 
 
 def check_listening(address: str) -> None:
-    """Raises RayConnectError where nothing does, or something that is no Ray; ValueError for what is no address."""
+    """Raise RayConnectError if no Ray listens at this address, ValueError if it is no address."""
     try:
         with socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS) as connection:
             is_ray = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
@@ -266,12 +276,12 @@ def check_listening(address: str) -> None:
         raise RayConnectError(f"no Ray answers at {address}: {error.strerror or error}") from error
     if not is_ray:
         raise RayConnectError(
-            f"what answers at {address} is no Ray: `ray start` prints its address, whose port is not the dashboard's"
+            f"the program at {address} is not Ray: use the address that `ray start` prints, not the dashboard's port"
         )
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """As gRPC does, and so Ray's control service: its first frame is one of settings."""
+    """Tell whether the first frame is HTTP/2 settings, as from gRPC and so from Ray's control service."""
     connection.sendall(HTTP2_PREFACE)
     answer = b""
     while len(answer) < HTTP2_HEAD_BYTES and (more := connection.recv(HTTP2_HEAD_BYTES - len(answer))):
@@ -305,8 +315,11 @@ def moved_dashboard(address: str) -> str | None:
 
 
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
-    """Port 0 lets Ray pick. So does no port at all for the other ports of agents, where Ray 2.52 does not pick for 0.
-    The dashboard and the client server take no 0."""
+    """Return the command that starts the head.
+
+    Port 0 lets Ray pick a port. For the other ports of agents Ray 2.52 picks only if none is given. The dashboard and
+    the client server do not accept 0.
+    """
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"),
         *("--port=0", "--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port()}"),
@@ -320,28 +333,30 @@ def _environment(token_path: Path) -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
-        # What its processes leave in their temporary folder goes with the cluster's own.
+        # Temporary files of its processes are removed with the cluster's folder.
         "TMPDIR": str(token_path.parent),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": str(METRICS_REPORT_INTERVAL_MS),
-        # The live page; an operator's own hook goes first, and then there is none.
+        # Adds the live page. An operator's own hook replaces it.
         HOOK_VARIABLE: os.environ.get(HOOK_VARIABLE, HOOK),
         RECONNECT_VARIABLE: os.environ.get(RECONNECT_VARIABLE, str(RECONNECT_SECONDS)),
         MEMORY_MONITOR_VARIABLE: os.environ.get(MEMORY_MONITOR_VARIABLE, MEMORY_MONITOR_OFF),
-        # Two ports that are fixed otherwise and would clash with another head on this machine.
+        # By default these two ports are fixed, so they would clash with another head on this machine.
         "AUTOSCALER_METRIC_PORT": str(free_port()),
         "DASHBOARD_METRIC_PORT": str(free_port()),
         **_grafana(token_path.parent),
-        # No idle Python workers beside our actors: they cost memory and the start's CPU.
+        # No idle Python workers, because they cost memory and slow the start down.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
     }
 
 
 def _grafana(directory: Path) -> dict[str, str]:
-    """Where the operator has said which Grafana there is, Ray's Metrics tab shows our dashboard in it. Ray would write
-    one of its own under the same uid to where a Grafana may find it."""
+    """Make Ray's Metrics tab show our dashboard, if the operator has named a Grafana.
+
+    Ray writes a dashboard of its own with the same uid. It goes to a folder where Grafana does not find it.
+    """
     if GRAFANA_VARIABLE not in os.environ:
         return {}
     ours = {
@@ -354,7 +369,7 @@ def _grafana(directory: Path) -> dict[str, str]:
 def _wait_until_started(
     started_path: Path, process: subprocess.Popen[bytes], log_path: Path, waiting: Callable[[], None]
 ) -> None:
-    """The guardian makes this file once `ray start` has ended well, which leaves the head running."""
+    """Wait for the file that the guardian creates once `ray start` has succeeded and left the head running."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if started_path.exists():
@@ -364,9 +379,9 @@ def _wait_until_started(
     tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
     if process.poll() is not None:
         raise _HeadEnded(f"the Ray head ended while it started\n{tail}")
-    raise RayStartError(f"the Ray head did not come up within {START_SECONDS:.0f} s\n{tail}")
+    raise RayStartError(f"the Ray head did not start within {START_SECONDS:.0f} s\n{tail}")
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Ours beyond doubt: started by us a moment ago, and numbers are not reused that fast."""
+    """End the session of a process that we have just started. Its number cannot have been reused yet."""
     end_session(process.pid, session_members(process.pid))

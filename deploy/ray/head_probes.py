@@ -1,11 +1,12 @@
-"""Whether the raylet and the dashboard of a head still answer.
+"""Health checks of a head's raylet and dashboard.
 
-Owns what they are asked, and when silence means that one hangs. Does not own its end or its next start (guardian.py).
+Owns the requests that they get, and when silence means a hang. Does not own kills and restarts (guardian.py).
 
 gRPC's own threads answer a raylet's connection, HTTP/2 settings and health check even while its event loop hangs. So
-the raylet is asked for its configuration, which only that loop answers (Ray 2.60). The dashboard is asked for its
-version, which also passes through its process for jobs. Any answer counts, an error too; so does a closed connection.
-Writes HTTP/2 itself: grpc would be a heavy import for a process that lives as long as the cluster.
+the check asks for the raylet's configuration, which only that loop answers (Ray 2.60). It asks the dashboard for its
+version, because that request also passes through the dashboard's process for jobs. Any answer counts, even an error or
+a closed connection. This file writes HTTP/2 itself, because grpc is a heavy import for a process that lives as long as
+the cluster.
 """
 
 import socket
@@ -15,40 +16,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 QUESTION_SECONDS = 10.0
-"""From one question to the next; an answer that takes longer is missed."""
+"""Interval between health checks. An answer that takes longer counts as missed."""
 HUNG_SECONDS = 60.0
-"""Silence for so long means that a part hangs: it has missed every question of that time."""
+"""Silence that means a hang: every check of that time was missed."""
 STARTING_SECONDS = 600.0
-"""The same before its first answer: a start on a busy machine takes long."""
+"""The same before the first answer, because a start on a busy machine takes long."""
 LATE_SECONDS = 2.0
-"""A guardian that pauses for so long more than it wanted was not scheduled, and no question of that time counts."""
+"""Extra pause after which the guardian assumes that it was not scheduled. Missed checks of that time do not count."""
 HTTP2_HEAD_BYTES = 9
-"""Each frame begins with its length, type, flags and stream."""
+"""Size of a frame's header: length, type, flags and stream."""
 HTTP2_SETTINGS = b"\4"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
-"""A client says this first; it has no settings of its own."""
+"""Begin of a client's connection, with an empty settings frame."""
 RAYLET_METHOD = "/ray.rpc.NodeManagerService/GetSystemConfig"
 _DATA, _HEADERS, _RESET = b"\0", b"\1", b"\3"
 _END_STREAM, _END_HEADERS = b"\1", b"\4"
 _STREAM = 1
 _EMPTY_MESSAGE = bytes(5)
-"""gRPC's head of a message (not compressed, length 0), and nothing after it."""
+"""An empty gRPC message: not compressed, length 0."""
 _READ_BYTES = 4096
 _MIN_WAIT_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """One life of a part, as its answers show it."""
+class ProbeHistory:
+    """Health checks of one incarnation of a program."""
 
     has_answered: bool = False
     num_missed: int = 0
-    """Questions in a row without an answer, of those that count."""
+    """Checks in a row without an answer, except late ones."""
 
-    def after(self, *, answered: bool, was_late: bool) -> "Pulse":
-        """The pulse after one more question. It was late if the guardian was not scheduled meanwhile."""
+    def after(self, *, answered: bool, was_late: bool) -> "ProbeHistory":
+        """Return the history after one more check. A check is late if the guardian was not scheduled meanwhile."""
         if answered:
-            return Pulse(has_answered=True)
+            return ProbeHistory(has_answered=True)
         return self if was_late else replace(self, num_missed=self.num_missed + 1)
 
     @property
@@ -58,7 +59,7 @@ class Pulse:
 
 
 def ray_token(environment: Mapping[str, str]) -> str:
-    """The token that processes of such an environment show; empty where Ray asks for none. Raises OSError."""
+    """Return the Ray token that processes with this environment use. Empty if Ray asks for none. Raise OSError."""
     if environment.get("RAY_AUTH_MODE") != "token":
         return ""
     if token := environment.get("RAY_AUTH_TOKEN"):
@@ -68,7 +69,7 @@ def ray_token(environment: Mapping[str, str]) -> str:
 
 
 def does_raylet_answer(ports: Collection[int], token: str, *, seconds: float) -> bool:
-    """Whether each of its ports does; without a port it does not. Raises OSError where it cannot be asked."""
+    """Tell whether all its ports answer. Return False without a port. Raise OSError if it cannot be asked."""
     deadline = time.monotonic() + seconds
     question = HTTP2_PREFACE + _call(RAYLET_METHOD, token)
     return bool(ports) and all(
@@ -77,7 +78,7 @@ def does_raylet_answer(ports: Collection[int], token: str, *, seconds: float) ->
 
 
 def does_dashboard_answer(address: tuple[str, int], token: str, *, seconds: float) -> bool:
-    """Raises OSError where it cannot be asked."""
+    """Tell whether the dashboard answers. Raise OSError if it cannot be asked."""
     lines = ["GET /api/version HTTP/1.1", f"Host: {address[0]}:{address[1]}", "Connection: close"]
     if token:
         lines.append(f"Authorization: Bearer {token}")
@@ -88,7 +89,7 @@ def does_dashboard_answer(address: tuple[str, int], token: str, *, seconds: floa
 def _answers(
     address: tuple[str, int], question: bytes, is_answer: Callable[[bytes], bool], deadline: float
 ) -> bool:
-    """False for silence until the deadline and where nothing listens."""
+    """Send a request and wait for an answer. Return False for silence, and if nothing listens."""
     try:
         with socket.create_connection(address, timeout=_left_seconds(deadline)) as connection:
             connection.sendall(question)
@@ -96,7 +97,7 @@ def _answers(
             while not is_answer(received):
                 connection.settimeout(_left_seconds(deadline))
                 more = connection.recv(_READ_BYTES)
-                if not more:  # It closed: with TLS a raylet does so at once.
+                if not more:  # It closed the connection, as a raylet with TLS does at once.
                     return True
                 received += more
     except (TimeoutError, ConnectionRefusedError):
@@ -111,7 +112,7 @@ def _left_seconds(deadline: float) -> float:
 
 
 def _call(method: str, token: str) -> bytes:
-    """The frames of a call with an empty message."""
+    """Return the frames of a call with an empty message."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -122,13 +123,13 @@ def _call(method: str, token: str) -> bytes:
     }
     if token:
         headers["authorization"] = f"Bearer {token}"
-    # HPACK's plainest form (RFC 7541, 6.2.2): each name and value as it is, nothing to be remembered.
+    # HPACK's simplest form (RFC 7541, 6.2.2): literal names and values, without indexing.
     block = b"".join(b"\0" + _text(name) + _text(value) for name, value in headers.items())
     return _frame(_HEADERS, _END_HEADERS, block) + _frame(_DATA, _END_STREAM, _EMPTY_MESSAGE)
 
 
 def _text(text: str) -> bytes:
-    """Encodes a text in HPACK (RFC 7541, 5.1 and 5.2): its length in a prefix of 7 bits, then the text as it is."""
+    """Encode a text in HPACK (RFC 7541, 5.1 and 5.2): its length with a 7-bit prefix, then the text itself."""
     encoded = text.encode()
     if len(encoded) < 0x7F:
         return bytes([len(encoded)]) + encoded
@@ -144,12 +145,12 @@ def _frame(kind: bytes, flags: bytes, payload: bytes) -> bytes:
 
 
 def _is_call_answered(received: bytes) -> bool:
-    """Headers or a reset are an answer; settings and pings are gRPC's own."""
+    """Tell whether the call was answered, by headers or a reset. Settings and pings come from gRPC itself."""
     return any(kind in (_HEADERS, _RESET) and stream == _STREAM for kind, stream in _frames(received))
 
 
 def _frames(received: bytes) -> Iterator[tuple[bytes, int]]:
-    """Kind and stream of each frame whose head is there."""
+    """Yield the type and stream of each frame with a complete header."""
     while len(received) >= HTTP2_HEAD_BYTES:
         yield received[3:4], int.from_bytes(received[5:9], "big")
         received = received[HTTP2_HEAD_BYTES + int.from_bytes(received[:3], "big") :]

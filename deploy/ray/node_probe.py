@@ -1,7 +1,7 @@
-"""What is asked of a Ray node before anything of ours runs there: versions, code, files, Redis, ports.
+"""Node probe: asks a Ray node for its versions, code, files, Redis and ports before Blockyard runs there.
 
-Ray carries this module to the node by value, for the node may have another copy of the package or none: so it imports
-nothing of ours but inside a call that expects to fail, and answers with plain values.
+Ray sends this module to the node by value, because the node may have another copy of the package or none. So it imports
+our code only inside calls that may fail, and it answers with plain values.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ CONNECT_SECONDS = 3.0
 
 
 class NodeProbe:
-    """An actor, one on each node, for as long as the questions take."""
+    """An actor that runs on each node while the questions are asked."""
 
     async def facts(
         self, packages: Sequence[str], model: str | None, redis_url: str | None
@@ -32,13 +32,13 @@ class NodeProbe:
         }
 
     async def listen(self, host: str) -> int:
-        """The port of a listener on this node's address that lives as long as this actor."""
+        """Listen on this node's address while this actor lives. Return the port."""
         self._listener = await asyncio.start_server(lambda reader, writer: writer.close(), host, 0)
         port: int = self._listener.sockets[0].getsockname()[1]
         return port
 
     async def unreachable(self, others: Sequence[tuple[str, str, int]]) -> list[str]:
-        """The names of those that take no connection from here."""
+        """Return the names of the nodes that cannot be reached from here."""
         return [name for name, host, port in others if not await _reaches(host, port)]
 
 
@@ -60,17 +60,17 @@ def _installed(name: str) -> str | None:
 
 
 def _code() -> str | None:
-    """None where the package is missing, or so old that it cannot say."""
+    """Return the code version. None if the package is missing or too old to report it."""
     try:
         from blockyard.proto.naming.code_version import code_version
 
         return code_version()
-    except Exception:  # Whatever is wrong with that copy: it is not ours.
+    except Exception:  # That copy of the package may fail in any way.
         return None
 
 
 def _has_bfloat16() -> bool:
-    """Whether a worker on this node's CPU computes in bfloat16 by itself."""
+    """Tell whether a worker on this node's CPU chooses bfloat16 by default."""
     try:
         from blockyard.worker.model.data_type import cpu_has_bfloat16
 
@@ -80,7 +80,7 @@ def _has_bfloat16() -> bool:
 
 
 def _model(folder: str) -> str:
-    """Empty, or what is wrong."""
+    """Return what is wrong with the model's files. Empty if nothing is."""
     if not os.path.isdir(folder):
         return "the folder is not there"
     names = ["config.json", *(name for name in os.listdir(folder) if name.endswith(".safetensors"))]
@@ -91,7 +91,7 @@ def _model(folder: str) -> str:
 
 
 def _redis(url: str) -> str:
-    """Empty, or what is wrong. Never the error's own text: it may quote the password."""
+    """Return what is wrong with Redis, or empty. Never return the error's text, which may quote the password."""
     try:
         import redis
 

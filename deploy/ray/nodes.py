@@ -1,7 +1,6 @@
-"""The nodes of a Ray cluster as they are: each one's versions, code and reach, and what of it keeps us from serving.
+"""Nodes of a Ray cluster: compares each node's versions, code and reachability with this machine.
 
-Owns the comparison with what runs here. The questions are node_probe.py's; how they reach the nodes is Ray's. Works
-inside `on_ray.driver`.
+The questions are in node_probe.py, and Ray carries them to the nodes. Works inside `on_ray.driver`.
 """
 
 import time
@@ -18,9 +17,9 @@ PROBE_SECONDS = 60.0
 DYING_SECONDS = 3.0
 DYING_TRIES = 4
 SHOWN_ID_CHARS = 8
-"""Of a node's id: enough to find it in Ray's dashboard."""
+"""Leading characters of a node's id that are shown. They suffice to find the node in Ray's dashboard."""
 MUST_BE_EQUAL = ("ray",)
-"""Ray refuses another version of itself; of the others a difference is worth a word."""
+"""Packages that must have equal versions, because Ray refuses another version of itself. Others get a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,39 +28,42 @@ class RayNode:
 
     node_id: str
     name: str
-    """As NodeFacts.address."""
+    """Same as NodeFacts.address."""
     metrics_address: str
-    """host:port of what its actors' metrics leave by."""
+    """Address (host:port) of the node's metrics endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What one living node said."""
+    """The answers of one living node."""
 
     address: str
-    """By which it is told apart from the others: what Ray calls it, with the beginning of its id where another node has
-    the same."""
+    """Ray's address of the node. If another node has the same, the beginning of its id is added."""
     host: str
     python: str
     packages: Mapping[str, str | None]
     code: str | None
-    """None: no package of ours, or one that cannot say."""
+    """Code version. None if the package is missing or too old to report it."""
     has_bfloat16: bool
-    """Of its CPU."""
+    """Whether its CPU has bfloat16 instructions."""
     model: str | None
-    """What is wrong with the model's files; None if they were not asked for."""
+    """The problem with the model's files, or empty. None if the node was not asked."""
     redis: str | None
+    """The problem with Redis, or empty. None if the node was not asked."""
     unreachable: tuple[str, ...]
-    """The other nodes that take no connection from this one."""
+    """Other nodes that cannot be reached from this one."""
 
 
 def living_nodes(service: Any, seconds: float) -> list[RayNode]:
-    """Ordered by name. `service` is ray_head.control_service's; asks no node anything. Raises RayError."""
+    """Return the living nodes by name, without asking the nodes. `service` is Ray's control service.
+
+    Raise RayError if the service does not answer.
+    """
     from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
     known = service.get_all_node_info(timeout=seconds).items()
     living = {node_id.hex(): info for node_id, info in known if info.state == GcsNodeInfo.ALIVE}
-    names = told_apart({node_id: info.node_manager_address for node_id, info in living.items()})
+    names = distinct_names({node_id: info.node_manager_address for node_id, info in living.items()})
     nodes = (
         RayNode(
             node_id=node_id,
@@ -74,7 +76,7 @@ def living_nodes(service: Any, seconds: float) -> list[RayNode]:
 
 
 def all_node_names() -> dict[str, str]:
-    """Return `hostname (address)` of each node by its id, dead nodes too. Only where this process is on Ray."""
+    """Return `hostname (address)` of each node by its id, dead nodes too. This process must be connected to Ray."""
     import ray
 
     return {
@@ -86,7 +88,7 @@ def all_node_names() -> dict[str, str]:
 def ask_nodes(
     packages: Sequence[str] = (), model: str | None = None, redis_url: str | None = None
 ) -> list[NodeFacts]:
-    """Of each living node, ordered by address. Raises RuntimeError for one that does not answer."""
+    """Ask each living node. Return the answers by address. Raise RuntimeError for a node that does not answer."""
     from ray.exceptions import RayError
 
     for _ in range(DYING_TRIES):
@@ -94,9 +96,8 @@ def ask_nodes(
             return _ask_living(packages, model, redis_url)
         except RayError as error:
             last = error
-            time.sleep(
-                DYING_SECONDS
-            )  # Ray counts a node that has just died among the living for some seconds
+            # Ray lists a node that has just died as living for some seconds.
+            time.sleep(DYING_SECONDS)
     raise RuntimeError(f"a node does not answer: {type(last).__name__}") from last
 
 
@@ -105,14 +106,14 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
     from ray import cloudpickle
 
     living = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-    names = told_apart(living)
+    names = distinct_names(living)
     cloudpickle.register_pickle_by_value(node_probe)  # type: ignore[no-untyped-call]
     try:
         probes = {node_id: _probe_on(node_id) for node_id in living}
         facts = _each(probes, "facts", lambda node_id: (packages, model, redis_url))
         ports = _each(probes, "listen", lambda node_id: (living[node_id],))
-        everybody = [(names[node_id], living[node_id], port) for node_id, port in ports.items()]
-        unreachable = _each(probes, "unreachable", lambda node_id: (everybody,))
+        listeners = [(names[node_id], living[node_id], port) for node_id, port in ports.items()]
+        unreachable = _each(probes, "unreachable", lambda node_id: (listeners,))
     finally:
         cloudpickle.unregister_pickle_by_value(node_probe)  # type: ignore[no-untyped-call]
     return [
@@ -121,8 +122,8 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
     ]
 
 
-def told_apart(addresses: Mapping[str, str]) -> dict[str, str]:
-    """A name for each node, by its id: its address, which nodes on one machine share."""
+def distinct_names(addresses: Mapping[str, str]) -> dict[str, str]:
+    """Name each node by its id: its address, with part of the id where nodes share an address."""
     shared = Counter(addresses.values())
     return {
         node_id: address if shared[address] == 1 else f"{address} ({node_id[:SHOWN_ID_CHARS]})"
@@ -139,7 +140,7 @@ def _probe_on(node_id: str) -> Any:
 
 
 def _each(probes: Mapping[str, Any], method: str, arguments: Any) -> dict[str, Any]:
-    """All at once."""
+    """Call a method on all probes at once. Return the results by node."""
     import ray
 
     asked = [getattr(probe, method).remote(*arguments(node_id)) for node_id, probe in probes.items()]
@@ -147,8 +148,7 @@ def _each(probes: Mapping[str, Any], method: str, arguments: Any) -> dict[str, A
 
 
 def check_code(nodes: Sequence[NodeFacts]) -> None:
-    """Raises ValueError where a node has other code than the command: its actors would not be those that were
-    tested."""
+    """Raise ValueError if a node has other code than this command, because its actors would run untested code."""
     ours = code_version()
     for node in nodes:
         if node.code != ours:
@@ -160,12 +160,12 @@ def check_code(nodes: Sequence[NodeFacts]) -> None:
 
 
 def differ_in_bfloat16(nodes: Sequence[NodeFacts]) -> bool:
-    """Tell whether workers on their CPUs would choose data types that do not go together."""
+    """Tell whether workers on these CPUs would choose different data types."""
     return len({node.has_bfloat16 for node in nodes}) > 1
 
 
 def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python: str) -> Iterator[Finding]:
-    """What doctor says of each node, compared with the packages and the Python of this machine."""
+    """Yield doctor's lines about each node, compared with the packages and the Python of this machine."""
     if differ_in_bfloat16(nodes):
         without = ", ".join(node.address for node in nodes if not node.has_bfloat16)
         told = f"no bfloat16 instructions on {without}: workers on CPUs all compute in float32 (see --dtype)"

@@ -1,9 +1,9 @@
-"""The installed package as a wheel, to be given to nodes that have another copy of it or none.
+"""Shipping: packs the installed package as a wheel, for nodes that have another copy of it or none.
 
-Owns how it is packed, from a wheel's install or an editable one, without any build tool. Ray takes it to the nodes
-(`py_modules`) and installs it beside what is there, for our actors alone. The wheel names no dependencies: nodes have
-them, or `doctor --address` says what they lack. Its version ends with the hash of the code, because Ray takes two
-wheels of one name for the same.
+Owns how it is packed, from an installed wheel or an editable install, without any build tool. Ray copies it to the
+nodes (`py_modules`) and installs it for our actors alone. The wheel lists no dependencies: nodes have them, or
+`doctor --address` says what they lack. Its version ends with the hash of the code, because Ray treats wheels of the
+same name as equal.
 """
 
 import base64
@@ -22,13 +22,13 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: blockyard\nRoot-Is-Purelib: true\nTag: 
 
 @contextlib.contextmanager
 def shipped() -> Iterator[Path]:
-    """A wheel, for as long as it takes to give it to Ray."""
+    """Yield a temporary wheel to give to Ray."""
     with tempfile.TemporaryDirectory(prefix="by-wheel-") as folder:
         yield build_wheel(Path(folder))
 
 
 def build_wheel(folder: Path) -> Path:
-    """Written into `folder`; its name says what is in it."""
+    """Write the wheel into `folder`. Its name contains the code version."""
     version = code_version()
     about = f"blockyard-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: blockyard\nVersion: {version}\n"
@@ -44,7 +44,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """All that the package has, its data too, but for what Python and editors leave behind."""
+    """Yield all files of the package, with its data, but without caches and hidden files."""
     for package, folder in package_folders().items():
         for path in sorted(folder.rglob("*")):
             inside = path.relative_to(folder)

@@ -1,6 +1,6 @@
-"""The Ray actors of a cluster: how one is adopted or made, called within a deadline, and what its failure is called.
+"""Ray actors of a cluster: adopts, creates, calls and kills them, and puts their failures into words.
 
-Owns the only place that says what Ray is asked for. Does not own who should run (supervisor.py).
+Owns the options with which actors are created. Does not own which actors should run (supervisor.py).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from blockyard.deploy.supervision.replicas import (
     SUPERVISOR_NAME,
     ClusterSpec,
     OtherCodeError,
-    Place,
+    Replica,
     router_config,
 )
 from blockyard.router.actor import RouterActor
@@ -30,95 +30,102 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
 ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
-"""These are Ray's names for their processes."""
+"""Ray's names for the processes."""
 KILLED_FOR_MEMORY = "Ray killed its process: its node was short of memory"
 _RAYS_WORDS = {
     "node has died": "its node died",
     "NODE_OUT_OF_MEMORY": KILLED_FOR_MEMORY,
     "killed by `ray.kill`": "its process was ended by Ray",
 }
-"""By a part of what Ray says of an actor that has died."""
+"""Reasons of death in our words, by a part of Ray's text."""
 Reply = TypeVar("Reply")
 
 
-def adopt_or_create(spec: ClusterSpec, place: Place) -> Any:
-    """The actor of this name: the one that lives, or a new one."""
+def adopt_or_create(spec: ClusterSpec, replica: Replica) -> Any:
+    """Return the living actor of this name, or create one."""
     options = {
-        "name": place.name,
+        "name": replica.name,
         "namespace": spec.namespace,
         "lifetime": "detached",
         "get_if_exists": True,
         "max_restarts": 0,
     }
-    if place.kind == "router":
-        router = router_config(spec.router, place)
+    if replica.kind == "router":
+        router = router_config(spec.router, replica)
         where = {spec.router_resource: 1.0} if spec.router_resource else {}
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
-        return made.remote(router, place.name, SUPERVISOR_NAME)
-    config = replace(spec.worker, worker_id=place.name)
+        return made.remote(router, replica.name, SUPERVISOR_NAME)
+    config = replace(spec.worker, worker_id=replica.name)
     resources = {"num_cpus": spec.num_cpus_per_worker, "num_gpus": spec.num_gpus_per_worker}
-    # Spread: a node that dies takes as few workers with it as can be.
+    # SPREAD, so that the death of a node ends as few workers as possible.
     options |= {"scheduling_strategy": "SPREAD"}
     return ray.remote(WorkerActor).options(**options, **resources).remote(config)
 
 
 def living_names() -> frozenset[str]:
-    """The actors of this process's namespace that live or are being made."""
+    """Return the names of the actors in this process's namespace that live or are being created."""
     return frozenset(ray.util.list_named_actors())
 
 
 def end_process(node_id: str, pid: int) -> None:
-    """Of an actor that hangs. Ray's own kill asks the process first; one that froze before Ray was connected to it is
-    never asked, and keeps its CPUs. Returns at once."""
+    """Send SIGKILL to the process of an actor that hangs. Return at once.
+
+    Ray's own kill goes through a connection to the process. A process that froze before Ray was connected to it never
+    gets the request and keeps its CPUs.
+    """
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     ray.remote(_sigkill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
 
 
 def is_actor(pid: int) -> bool:
-    """Whether a worker or router runs there: on another machine the number is another program's."""
+    """Tell whether this pid is a worker or router. On another machine the same number is another program."""
     return "".join(command_of(pid)[:1]).startswith(ACTOR_TITLES)
 
 
 def _sigkill(pid: int) -> None:
-    """Unless it has gone, and its number is another program's."""
+    """Kill the process, unless it has ended and the kernel has given its pid to another program."""
     if is_actor(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 async def answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:
+    """Return an actor's reply. Raise TimeoutError after this time."""
     async with asyncio.timeout(timeout_seconds):
         return await reference
 
 
 async def all_of(*calls: Awaitable[object]) -> None:
-    """Waits for each; who has died or hangs is found out by its own `until_stopped`, not here."""
+    """Wait for each and ignore failures. A dead or hung actor is detected by its own `until_stopped`, not here."""
     await asyncio.gather(*calls, return_exceptions=True)
 
 
 class DiedError(RuntimeError):
-    """An actor's process has ended by itself, or its node has; the text says how."""
+    """An actor's process or node has ended unasked. The text says how."""
 
 
 @contextlib.asynccontextmanager
-async def death_told() -> AsyncIterator[DeathWatch]:
-    """Inside, the death of an actor is a DiedError, from what Ray says and what the kernel says of the process that is
-    watched."""
+async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
+    """Turn the death of an actor into a DiedError.
+
+    Its text comes from Ray, or from the kernel for the process that is watched.
+    """
     with contextlib.closing(DeathWatch()) as death:
         try:
             yield death
         except OutOfMemoryError:
             raise DiedError(KILLED_FOR_MEMORY) from None
         except RayActorError as error:
-            raise DiedError(told_by_ray(str(error)) or await death.told() or "its process died") from None
+            raise DiedError(reason_by_ray(str(error)) or await death.reason() or "its process died") from None
 
 
-def told_by_ray(words: str) -> str:
-    """What Ray says of an actor's death, beyond a lost connection; empty for nothing."""
+def reason_by_ray(words: str) -> str:
+    """Return the reason that Ray gives for an actor's death. Empty if Ray reports only a lost connection."""
     return next((told for part, told in _RAYS_WORDS.items() if part in words), "")
 
 
 def reason(error: Exception) -> str:
+    """Describe why a worker or router ended or did not start."""
     match error:
         case OtherCodeError() | HungError() | DiedError():
             return str(error)

@@ -1,6 +1,6 @@
 """Keeps a cluster's announcement in Ray's key-value store, where the dashboard finds it.
 
-Runs in the supervisor. A store that does not answer costs the page its news and nothing else.
+Runs in the supervisor. While the store does not answer, the page is out of date. Nothing else suffers.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from blockyard.deploy.dashboard.announcement import (
     KV_NAMESPACE,
-    AnnouncedPlace,
+    AnnouncedReplica,
     Announcement,
     encode,
     key_of,
@@ -22,51 +22,51 @@ from blockyard.proto.naming.model_files import model_names
 from ray.exceptions import RayError
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervision.replicas import Place
+    from blockyard.deploy.supervision.replicas import Replica
     from blockyard.router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 REPEAT_LOOKS = 20
-"""It is told anew after so many, in case the store has lost it."""
+"""An unchanged announcement is stored again after this many checks, in case the store has lost it."""
 KV_SECONDS = 2.0
 
 
 def announcement_of(
-    router: "RouterConfig", places: Iterable["Place"], nodes: Mapping[str, str]
+    router: "RouterConfig", replicas: Iterable["Replica"], nodes: Mapping[str, str]
 ) -> Announcement:
-    """Describe a cluster. `nodes` are the nodes' names by their ids."""
+    """Describe a cluster. `nodes` maps node ids to names."""
     return Announcement(
         cluster=router.cluster,
         model=model_names(router.model, router.model_names)[0],
         uses_tls=router.tls is not None,
         wants_certificate=router.tls is not None and router.tls.client_ca is not None,
         wants_token=router.auth_file is not None,
-        places=tuple(
-            AnnouncedPlace(
-                name=place.name,
-                kind=place.kind,
-                phase=place.phase,
-                address=place.address,
-                incarnation=place.incarnation,
-                num_starts=place.num_starts,
-                node=nodes.get(place.node_id, ""),
+        replicas=tuple(
+            AnnouncedReplica(
+                name=replica.name,
+                kind=replica.kind,
+                phase=replica.phase,
+                address=replica.address,
+                incarnation=replica.incarnation,
+                num_starts=replica.num_starts,
+                node=nodes.get(replica.node_id, ""),
             )
-            for place in places
+            for replica in replicas
         ),
     )
 
 
-async def keep_announced(router: "RouterConfig", places: Sequence["Place"]) -> None:
-    """Until cancelled. Looks rather than listens: a change of a place has many causes."""
+async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) -> None:
+    """Store the announcement whenever it changes, until cancelled. It polls, because changes have many causes."""
     told, looks = b"", 0
     nodes: dict[str, str] = {}
     while True:
-        node_ids = {place.node_id for place in places if place.node_id}
+        node_ids = {replica.node_id for replica in replicas if replica.node_id}
         if not node_ids <= nodes.keys():
             nodes = dict.fromkeys(node_ids, "") | await _node_names()
-        announcement = announcement_of(router, places, nodes)
+        announcement = announcement_of(router, replicas, nodes)
         now, looks = encode(announcement), looks + 1
         if now != told or looks % REPEAT_LOOKS == 0:
             told = now if await put(key_of(announcement.cluster), now) else b""
@@ -74,28 +74,31 @@ async def keep_announced(router: "RouterConfig", places: Sequence["Place"]) -> N
 
 
 async def _node_names() -> dict[str, str]:
-    """Ask Ray's control service. A node that it does not name has no name on the page."""
+    """Ask Ray's control service for node names by id. A node without a name has none on the page either."""
     try:
         async with asyncio.timeout(KV_SECONDS):
             return await asyncio.to_thread(all_node_names)
     except (RayError, OSError, TimeoutError) as error:
-        logger.debug("the live page is not told the names of nodes: %s", type(error).__name__)
+        logger.debug("the live page shows no node names: Ray did not answer: %s", type(error).__name__)
         return {}
 
 
 async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
+    """Delete a cluster's entry, best effort."""
     with contextlib.suppress(RayError, OSError, TimeoutError):
         async with asyncio.timeout(KV_SECONDS):
             await _store().async_internal_kv_del(key_of(cluster), False, namespace=namespace)
 
 
 async def put(key: bytes, value: bytes, namespace: bytes = KV_NAMESPACE) -> bool:
-    """False where the store does not take it in time."""
+    """Store a value. Return False if the store did not accept it in time."""
     try:
         async with asyncio.timeout(KV_SECONDS):
             await _store().async_internal_kv_put(key, value, True, namespace=namespace)
     except (RayError, OSError, TimeoutError) as error:
-        logger.debug("%s was not told: %s", namespace.decode(), type(error).__name__)
+        logger.debug(
+            "Ray's store did not accept a value for %s: %s", namespace.decode(), type(error).__name__
+        )
         return False
     return True
 

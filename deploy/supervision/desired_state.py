@@ -1,8 +1,8 @@
-"""What operators have asked of a running cluster since `up`, kept where a supervisor that Ray starts again finds it.
+"""Stores what operators have changed in a running cluster since `up`, where a restarted supervisor finds it.
 
-Owns the value and its place: Ray's own key-value store, which lives as long as Ray's control service (and longer, where
-that is fault tolerant). Does not own what follows from it (supervisor.py). Without it a supervisor that dies would
-bring back the workers of `up`, and start those that somebody had taken out.
+The store is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault
+tolerant. Does not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the
+workers of `up`, and would start workers that an operator has taken out.
 """
 
 import asyncio
@@ -14,52 +14,53 @@ from ray.experimental import internal_kv
 
 SAVE_SECONDS = 10.0
 FORGET_SECONDS = 2.0
-"""Who ends a cluster waits no longer: the next of its name forgets it too."""
+"""The end of a cluster waits no longer. A later cluster of the same name removes the state too."""
 _KV_NAMESPACE = b"blockyard-wish"
-"""Not the announcements', of which the dashboard reads all."""
+"""Not the namespace of announcements, because the dashboard reads all of that one. The name is historical and stays,
+so that the state of a running cluster is still found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What should run, where that is not what `up` said."""
+class DesiredState:
+    """Changes by operators to what `up` was given."""
 
     num_workers: int
     grace_seconds: float = 0.0
-    """Of the last scaling: for those that still leave."""
+    """Grace period of the last scaling. Workers that still leave get it."""
     taken_out: frozenset[str] = frozenset()
-    """Workers that somebody drained, and that are not to be started again by themselves."""
+    """Workers that an operator has drained. The supervisor does not restart them by itself."""
     addresses: tuple[tuple[str, str, str], ...] = ()
-    """Of routers: name, address, and the gateway's. Where clients found them they are to find them again."""
+    """Each router's name, address and gateway address. A restarted router listens at the same addresses."""
 
 
-class WishStore(Protocol):
-    """Where a cluster's wish lies."""
+class DesiredStateStore(Protocol):
+    """Where a cluster's desired state is stored."""
 
-    def load(self) -> Wish | None: ...
+    def load(self) -> DesiredState | None: ...
 
-    async def save(self, wish: Wish) -> None: ...
+    async def save(self, desired: DesiredState) -> None: ...
 
     async def forget(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class RayWishStore:
-    """In the store of the Ray cluster that this process is connected to."""
+class RayDesiredStateStore:
+    """The key-value store of the Ray cluster that this process is connected to."""
 
     namespace: str
 
-    def load(self) -> Wish | None:
-        """None before anything was asked."""
+    def load(self) -> DesiredState | None:
+        """Return the stored state, or None if no operator has changed anything."""
         found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=_KV_NAMESPACE)
         return None if found is None else decoded(found)
 
-    async def save(self, wish: Wish) -> None:
-        """Raises TimeoutError while Ray's control service is away."""
+    async def save(self, desired: DesiredState) -> None:
+        """Raise TimeoutError while Ray's control service is away."""
         async with asyncio.timeout(SAVE_SECONDS):
-            await asyncio.to_thread(self._put, encoded(wish))
+            await asyncio.to_thread(self._put, encoded(desired))
 
     async def forget(self) -> None:
-        """Raises TimeoutError as `save` does."""
+        """Raise TimeoutError while Ray's control service is away."""
         async with asyncio.timeout(FORGET_SECONDS):
             await asyncio.to_thread(self.forget_now)
 
@@ -74,11 +75,11 @@ class RayWishStore:
         return f"wish:{self.namespace}".encode()
 
 
-def encoded(wish: Wish) -> bytes:
-    return json.dumps({**asdict(wish), "taken_out": sorted(wish.taken_out)}).encode()
+def encoded(desired: DesiredState) -> bytes:
+    return json.dumps({**asdict(desired), "taken_out": sorted(desired.taken_out)}).encode()
 
 
-def decoded(text: bytes) -> Wish:
+def decoded(text: bytes) -> DesiredState:
     document = json.loads(text)
     addresses = tuple((name, address, gateway) for name, address, gateway in document.get("addresses", ()))
-    return Wish(**{**document, "taken_out": frozenset(document["taken_out"]), "addresses": addresses})
+    return DesiredState(**{**document, "taken_out": frozenset(document["taken_out"]), "addresses": addresses})

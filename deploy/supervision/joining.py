@@ -1,7 +1,7 @@
-"""Joins routers and workers: who is told of whom, and whether all know each other.
+"""Joins routers and workers: tells routers where workers are, and checks that they are connected.
 
-Owns how often routers are told, what they answer, and what counts as in use. Shares places and actors with the
-supervisor, which owns them, and changes nothing there but what a router says of itself.
+Owns how often routers are told and what counts as in use. Shares replicas and actors with the supervisor, which owns
+them. Changes nothing of them except how many workers a router reports as ready.
 """
 
 import asyncio
@@ -11,69 +11,72 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockyard.deploy.supervision.actors import CALL_SECONDS, START_SECONDS, all_of, answer
-from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Place, push_pause_seconds
+from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica, push_pause_seconds
 from ray.exceptions import RayActorError, RayTaskError
 
 LOOK_SECONDS = 0.05
-"""While a restart is waited for."""
+"""Pause between two checks while a caller waits for a restart."""
 MAX_FAILED_STARTS = 3
-"""Of one that is restarted or new: then whoever asked for it is told, and it is tried on."""
+"""Failed starts of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """Of one cluster."""
+    """The routers and workers of one cluster."""
 
-    places: list[Place]
+    replicas: list[Replica]
     actors: dict[str, Any]
     changed: asyncio.Event
-    """Set when a place has changed in a way that routers should hear of."""
+    """Set when a replica has changed in a way that matters to routers."""
 
-    async def wait_until_in_use(self, place: Place, num_starts: int) -> None:
-        """By a start after so many."""
+    async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
+        """Wait until a replica is in use after more than `num_starts` starts. Raise RuntimeError if that fails."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                await self._until_in_use(place, num_starts)
+                await self._until_in_use(replica, num_starts)
         except TimeoutError:
-            raise RuntimeError(f"{place.name} was not in use within {START_SECONDS:.0f} s") from None
+            raise RuntimeError(f"{replica.name} was not in use within {START_SECONDS:.0f} s") from None
 
-    async def wait_until_all_in_use(self, new: Iterable[Place]) -> None:
-        """By their first starts. Raises what the first failure does."""
+    async def wait_until_all_in_use(self, new: Iterable[Replica]) -> None:
+        """Wait until each is in use after its first start. Raise the first failure."""
         try:
             async with asyncio.TaskGroup() as waits:
-                for place in new:
-                    waits.create_task(self.wait_until_in_use(place, 0))
+                for replica in new:
+                    waits.create_task(self.wait_until_in_use(replica, 0))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _until_in_use(self, place: Place, num_starts: int) -> None:
-        while place.num_starts == num_starts or not await self.is_in_use(place):
-            if place.num_starts == num_starts and place.num_failures_in_a_row >= MAX_FAILED_STARTS:
+    async def _until_in_use(self, replica: Replica, num_starts: int) -> None:
+        while replica.num_starts == num_starts or not await self.is_in_use(replica):
+            if replica.num_starts == num_starts and replica.num_failures_in_a_row >= MAX_FAILED_STARTS:
                 again = " again" if num_starts else ""
-                raise RuntimeError(f"{place.name} does not start{again}: {place.error}")
-            if place not in self.places:
-                raise RuntimeError(f"{place.name} was taken out meanwhile: the cluster shrinks")
+                raise RuntimeError(f"{replica.name} does not start{again}: {replica.error}")
+            if replica not in self.replicas:
+                raise RuntimeError(f"{replica.name} was taken out meanwhile: the cluster shrinks")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def is_in_use(self, place: Place) -> bool:
-        """Whether every router gives requests to every worker that serves, as far as this place is concerned."""
-        if place.phase != "serving":
+    async def is_in_use(self, replica: Replica) -> bool:
+        """Tell whether all routers use this worker, or whether this router uses all serving workers."""
+        if replica.phase != "serving":
             return False
-        serving = [other for other in self.places if other.phase == "serving"]
+        serving = [other for other in self.replicas if other.phase == "serving"]
         routers = [other for other in serving if other.kind == "router"]
         workers = [other for other in serving if other.kind == "worker"]
-        needed = {place.incarnation} if place.kind == "worker" else {worker.incarnation for worker in workers}
-        asked = routers if place.kind == "worker" else [place]
+        needed = (
+            {replica.incarnation} if replica.kind == "worker" else {worker.incarnation for worker in workers}
+        )
+        asked = routers if replica.kind == "worker" else [replica]
         try:
             ready = [
                 await answer(self.actors[router.name].ready_incarnations.remote(), CALL_SECONDS)
                 for router in asked
             ]
         except (RayActorError, RayTaskError, TimeoutError, KeyError):
-            return False  # It has ended meanwhile, which its own loop finds out.
+            return False  # It has ended meanwhile. Its own loop handles that.
         return all(needed <= set(incarnations) for incarnations in ready)
 
     async def keep_routers_informed(self) -> None:
+        """Tell routers the workers' addresses after each change and at intervals, until cancelled."""
         pause_seconds = PUSH_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
@@ -81,23 +84,27 @@ class Joining:
                     await self.changed.wait()
             has_news = self.changed.is_set()
             self.changed.clear()
-            workers = [place for place in self.places if place.kind == "worker" and place.is_up]
-            routers = [place for place in self.places if place.kind == "router" and place.phase == "serving"]
-            # One that drains keeps its streams.
-            addresses = [place.address for place in workers if place.address]
-            num_serving = sum(place.phase == "serving" for place in workers)
-            before = [place.num_ready_workers for place in routers]
-            await all_of(*(self._inform(place, addresses) for place in routers))
-            after = [place.num_ready_workers for place in routers]
+            workers = [replica for replica in self.replicas if replica.kind == "worker" and replica.is_up]
+            routers = [
+                replica
+                for replica in self.replicas
+                if replica.kind == "router" and replica.phase == "serving"
+            ]
+            # A draining worker is included, because its streams go on.
+            addresses = [replica.address for replica in workers if replica.address]
+            num_serving = sum(replica.phase == "serving" for replica in workers)
+            before = [replica.num_ready_workers for replica in routers]
+            await all_of(*(self._inform(replica, addresses) for replica in routers))
+            after = [replica.num_ready_workers for replica in routers]
             pause_seconds = push_pause_seconds(
                 pause_seconds,
                 are_joined=all(num_ready >= num_serving for num_ready in after),
                 has_news=has_news or after != before,
             )
 
-    async def _inform(self, router: Place, addresses: list[str]) -> None:
+    async def _inform(self, router: Replica, addresses: list[str]) -> None:
         actor = self.actors[router.name]
         num_ready_workers = await answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
-        # It may have ended meanwhile: what it reached is lost, and says nothing of its successor.
+        # The router may have been replaced meanwhile. Then the number says nothing about its successor.
         if self.actors.get(router.name) is actor:
             router.num_ready_workers = num_ready_workers

@@ -1,9 +1,9 @@
-"""Whether a worker or router still answers its supervisor.
+"""Checks whether a worker or router still answers its supervisor.
 
-Owns how it is asked, and when silence means that it hangs. Does not own its end or its next start (supervisor.py).
+Owns the health checks and when silence means that a process hangs. Does not own its kill or restart (supervisor.py).
 
-Missed questions are counted, not seconds: a supervisor that was itself stopped for a minute finds one answer late. Only
-one question is under way at a time, so an answer that is slow, as on a busy machine, still counts.
+It counts missed checks, not seconds, because a supervisor that was itself stopped for a minute then sees one late
+answer. Only one check is in flight at a time, so a slow answer, as on a busy machine, still counts.
 """
 
 import asyncio
@@ -12,38 +12,41 @@ from math import inf, isinf
 from typing import TypeVar
 
 from blockyard.deploy.supervision.replicas import PUSH_SECONDS
+from blockyard.proto.runtime.tasks import BackgroundTasks, running
 
 ANSWER_SECONDS = PUSH_SECONDS
-"""An answer that takes longer is missed for now, and shows in `status`."""
+"""An answer that takes longer counts as missed for now, and shows in `status`."""
 QUESTION_SECONDS = PUSH_SECONDS + ANSWER_SECONDS
-"""From one missed question to the next: the supervisor pauses between its looks."""
+"""Time from one missed check to the next. The supervisor pauses between checks."""
 STARTING_SECONDS = 120.0
-"""For one that starts, from its first answer on: it answers while it loads, with pauses as long as a library's import
-on a busy machine. And for one that a new supervisor finds, which may have just begun."""
+"""Patience with a process that starts, from its first answer on. It answers while it loads, but an import on a busy
+machine may silence it for long. A process that a new supervisor adopts gets the same, since it may have just begun."""
+HEALTH_CHECK = "health check"
 T = TypeVar("T")
 
 
 class HungError(RuntimeError):
-    """It lives and answers no more."""
+    """The process lives and no longer answers."""
 
 
-class Pulse:
-    """One life of a worker or router, as its answers show it."""
+class HealthCheck:
+    """Health checks of one incarnation of a worker or router."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], *, patience_seconds: float = inf) -> None:
         self.patience_seconds = patience_seconds
-        """Silence for so long means that it hangs. Infinite until its first answer: it may wait for a node."""
+        """Silence that means a hang. Infinite until the first answer, because the process may wait for a node."""
         self.num_missed = 0
-        """Looks in a row that had no answer."""
+        """Checks in a row without an answer."""
         self._ask = ask
-        # At once: the answer comes as soon as its process has begun, and shows that a later silence is a freeze.
-        self._asked: asyncio.Task[object] | None = asyncio.create_task(_awaited(ask()))
+        self._checks = BackgroundTasks(on_failure=lambda name, error: None)  # `look` raises it.
+        # Asked at once. The answer shows that the process has begun, so that a later silence is a hang.
+        self._asked: asyncio.Task[object] | None = self._checks.start(_awaited(ask()), name=HEALTH_CHECK)
         self._hung = asyncio.Event()
 
     async def look(self) -> object | None:
-        """Its answer, or None where it takes too long. Raises what the call raises, which is an answer too."""
+        """Return the answer, or None if it takes too long. Raise what the call raises, which is an answer too."""
         if self._asked is None:
-            self._asked = asyncio.create_task(_awaited(self._ask()))
+            self._asked = self._checks.start(_awaited(self._ask()), name=HEALTH_CHECK)
         await asyncio.wait({self._asked}, timeout=ANSWER_SECONDS)
         if self._asked is None or not self._asked.done():
             self.missed()
@@ -60,27 +63,17 @@ class Pulse:
             self._hung.set()
 
     async def unless_hung(self, work: Awaitable[T]) -> T:
-        """What `work` brings. Raises HungError once the silence has been too long."""
-        working, hung = asyncio.create_task(_awaited(work)), asyncio.create_task(self._hung.wait())
-        try:
+        """Return the result of `work`. Raise HungError if the process hangs meanwhile."""
+        async with running(self._hung.wait()) as hung, running(_awaited(work)) as working:
             await asyncio.wait({working, hung}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise HungError(f"it did not answer for {self.patience_seconds:.0f} s and was killed")
             return working.result()
-        finally:
-            await _cancelled(working, hung)
 
     async def stop(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            await _cancelled(asked)
+        self._asked = None
+        await self._checks.aclose()
 
 
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
-
-
-async def _cancelled(*tasks: asyncio.Task[T] | asyncio.Task[bool]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

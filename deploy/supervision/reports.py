@@ -1,9 +1,8 @@
-"""The supervisor's report in Ray's key-value store. A command that looks finds it there and is no Ray driver: each of
-those is a job in Ray's list.
+"""Reports: the supervisor's report in Ray's key-value store, which commands read without becoming a Ray driver.
 
-Owns its text, both ways, and how a reader knows that the supervisor still answers: it stores its report again and
-again, and a reader waits for the next one. So no clocks are compared. The store is as open as Ray itself: whoever is
-let in may ask the supervisor for the same.
+Each driver would be a job in Ray's list. Owns encoding and decoding, and how a reader knows that the supervisor still
+runs. The supervisor stores its report again and again, and a reader waits for the next one. So no clocks are compared.
+The store is as open as Ray itself, so the report holds nothing that the supervisor would not answer anyway.
 """
 
 import asyncio
@@ -14,30 +13,31 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.05
 NAMESPACE = b"blockyard-reports"
-"""Not the announcements', of which the dashboard reads all."""
+"""Not the namespace of announcements, because the dashboard reads all of that one."""
 
 
 class SilentSupervisorError(RuntimeError):
-    """It has stored no report within the time that a reader has."""
+    """The supervisor has stored no report within the reader's deadline."""
 
 
 def encoded(report: SupervisorReport, beat: int) -> bytes:
-    """`beat` makes each of one supervisor differ from the one before."""
-    return json.dumps({"beat": beat, **asdict(report)}).encode()
+    """Encode a report. `beat` makes each one differ from the one before."""
+    document = asdict(report)
+    return json.dumps({"beat": beat, "places": document.pop("replicas"), **document}).encode()
 
 
 def decoded(text: bytes) -> SupervisorReport:
-    """Raises ValueError for what no supervisor of this version has written."""
+    """Decode a report. Raise ValueError for a text that no supervisor of this version has written."""
     try:
         document: dict[str, Any] = json.loads(text)
         del document["beat"]
-        places = [Place(**place) for place in document.pop("places")]
-        return SupervisorReport(places=places, **document)
+        replicas = [Replica(**replica) for replica in document.pop("places")]
+        return SupervisorReport(replicas=replicas, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("the supervisor's report is not one of this version") from error
 
@@ -45,15 +45,17 @@ def decoded(text: bytes) -> SupervisorReport:
 async def keep_reported(
     report: Callable[[], SupervisorReport], store: Callable[[bytes], Awaitable[object]]
 ) -> None:
-    """Until cancelled. Runs in the supervisor."""
+    """Store the report every BEAT_SECONDS, until cancelled. Runs in the supervisor."""
     for beat in itertools.count():
         await store(encoded(report(), beat))
         await asyncio.sleep(BEAT_SECONDS)
 
 
 def next_report(read: Callable[[], bytes | None], seconds: float) -> SupervisorReport:
-    """Waits for a report that was stored after the call. `read` returns the one that is stored now. Raises
-    SilentSupervisorError, ValueError, and what `read` raises."""
+    """Return the first report that is stored after the call. `read` returns the one that is stored now.
+
+    Raise SilentSupervisorError, ValueError, and what `read` raises.
+    """
     deadline = time.monotonic() + seconds
     before = read()
     while time.monotonic() < deadline:

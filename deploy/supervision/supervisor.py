@@ -1,12 +1,12 @@
 """Keeps a cluster's workers and routers alive: one detached Ray actor.
 
-Owns who should run, who does, and the pause before another try. Does not own serving: it may die at any moment and Ray
-restarts it (max_restarts=-1); it adopts the running by name, and all that it must not forget is the wish of its
-operators (desired_state.py). Workers and routers are detached actors of max_restarts=0: a death is seen in
-milliseconds, where Ray's own restart takes more than a second.
+Owns which workers and routers should run, which do run, and the pause before a restart. Does not own serving: the
+supervisor may die at any moment, and Ray restarts it (max_restarts=-1). It adopts running actors by name. All that must
+survive its death is the desired state (desired_state.py). Workers and routers are detached actors with max_restarts=0,
+because the supervisor sees a death in milliseconds and Ray's own restart takes more than a second.
 
-The phases of a place are in replicas.py. A worker that was drained and has died is one that its operator took out: it
-is not started again by itself. One that retires because the cluster shrinks drains, ends, and has no place any more.
+The phases of a replica are in replicas.py. A worker that was drained and has ended counts as taken out by its operator:
+it is not restarted by itself. A worker that retires because the cluster shrinks drains, ends, and is removed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from blockyard.deploy.dashboard.announcement import key_of
@@ -27,27 +27,27 @@ from blockyard.deploy.supervision.actors import (
     adopt_or_create,
     all_of,
     answer,
-    death_told,
+    deaths_as_errors,
     end_process,
     is_actor,
     living_names,
     reason,
 )
 from blockyard.deploy.supervision.announcing import keep_announced, put, withdraw
-from blockyard.deploy.supervision.desired_state import RayWishStore, Wish, WishStore
+from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore, RayDesiredStateStore
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
-from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HungError, Pulse
+from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthCheck, HungError
 from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
     ClusterSpec,
     Kind,
-    Place,
+    Replica,
     SupervisorReport,
     backoff_seconds,
     check_code,
     number_of,
-    places_of,
+    replicas_of,
     taken_out_of,
     worker_name,
 )
@@ -55,41 +55,42 @@ from blockyard.deploy.supervision.reports import NAMESPACE, keep_reported
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_failure
 from blockyard.router.actor import StartedRouter
 from blockyard.worker.actor import StartedWorker
 
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 30.0
-"""Who has served so long is forgiven the deaths before."""
+"""A replica that has served for so long starts its failure count again."""
 GOODBYE_SECONDS = 30.0
-"""Beyond its grace, for one that stops: the step under way has to end."""
+"""Time beyond the grace period for a replica to stop, because the current step has to end."""
 
 
 class Supervisor:
-    """The actor. Every loop of its life is a child of one task group that its constructor starts."""
+    """The actor. All its loops are children of one task group, which its constructor starts."""
 
-    def __init__(self, spec: ClusterSpec, store: WishStore | None = None) -> None:
+    def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
         end_at_sigterm()
         configure_logging(spec.router.log)
         self._spec = spec
         self._code = code_version()
-        self._store = store or RayWishStore(spec.namespace)
-        self._wish = self._store.load() or Wish(num_workers=spec.num_workers)
-        self._places = places_of(spec, self._wish.num_workers)
+        self._store = store or RayDesiredStateStore(spec.namespace)
+        self._desired = self._store.load() or DesiredState(num_workers=spec.num_workers)
+        self._replicas = replicas_of(spec, self._desired.num_workers)
         self._actors: dict[str, Any] = {}
-        self._pulses: dict[str, Pulse] = {}
-        """Of those that run or start."""
+        self._health_checks: dict[str, HealthCheck] = {}
+        """Health checks of replicas that run or start, by name."""
         self._changed = asyncio.Event()
-        self._joining = Joining(places=self._places, actors=self._actors, changed=self._changed)
-        self._wanted = {place.name: asyncio.Event() for place in self._places}
-        """Set for one that is to be started again although it was taken out."""
+        self._joining = Joining(replicas=self._replicas, actors=self._actors, changed=self._changed)
+        self._wanted = {replica.name: asyncio.Event() for replica in self._replicas}
+        """Set to start a replica again after it was taken out, by name."""
         self._find_what_was_before()
         self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
         self._loops: asyncio.TaskGroup | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._keeping = asyncio.get_running_loop().create_task(self._keep_all())
-        self._keeping.add_done_callback(_end_unless_cancelled)
+        self._tasks = BackgroundTasks(on_failure=_exit_for_restart)
+        self._tasks.start(self._keep_all(), name="supervision")
 
     def __repr__(self) -> str:
         return f"supervisor({self._spec.num_workers} workers, {self._spec.num_routers} routers)"
@@ -101,16 +102,15 @@ class Supervisor:
         return SupervisorReport(
             pid=os.getpid(),
             code=self._code,
-            places=self._places,
+            replicas=self._replicas,
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             at_seconds=time.monotonic(),
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
-        """Routers finish their streams, workers say goodbye, all end. The caller ends the supervisor."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        """Let routers finish their streams, deregister workers, and end all. The caller ends the supervisor."""
+        await self._tasks.aclose()
         name = self._spec.router.cluster
         await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
@@ -122,121 +122,132 @@ class Supervisor:
             self._kill(actor)
 
     async def restart(self, name: str, grace_seconds: float) -> None:
-        """Drains, stops and starts one afresh; one that was taken out is started. Returns once it is in use again: a
-        worker when every router gives it requests, a router when it has every worker. Raises ValueError for an unknown
-        name, RuntimeError where it does not come back."""
-        place = next((place for place in self._places if place.name == name and not place.is_retiring), None)
-        if place is None:
-            known = ", ".join(place.name for place in self._places)
+        """Drain, stop and start a worker or router. One that was taken out is started.
+
+        Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
+        Raise ValueError for an unknown name, RuntimeError if it does not come back.
+        """
+        replica = next(
+            (replica for replica in self._replicas if replica.name == name and not replica.is_retiring), None
+        )
+        if replica is None:
+            known = ", ".join(replica.name for replica in self._replicas)
             raise ValueError(f"no worker or router is called {name!r}, only {known}")
-        num_starts = place.num_starts
-        await self._stop(place, grace_seconds)
+        num_starts = replica.num_starts
+        await self._stop(replica, grace_seconds)
         self._wanted[name].set()
-        await self._joining.wait_until_in_use(place, num_starts)
+        await self._joining.wait_until_in_use(replica, num_starts)
 
     async def scale(self, num_workers: int, grace_seconds: float) -> None:
-        """To so many workers. Returns once each new one is in use and those beyond, the highest numbers, are gone: they
-        drain first, all at once, so that none hands its requests to another that leaves. One that was taken out counts,
-        and stays out. Raises ValueError for less than one, RuntimeError where a new one does not start: it is tried
-        on."""
+        """Scale to this many workers. Return once new workers are in use and surplus ones, by number, are gone.
+
+        Surplus workers drain first, all at once, so that none hands its requests to another that leaves. A worker that
+        was taken out counts and stays out. Raise ValueError for less than one worker, RuntimeError if a new one does
+        not start. The supervisor keeps trying to start it.
+        """
         if num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
         async with self._one_scaling_at_a_time:
             await self._remember(num_workers=num_workers, grace_seconds=grace_seconds)
             logger.info("the cluster scales to %d workers", num_workers)
-            known = {place.name for place in self._workers()}
+            known = {replica.name for replica in self._workers()}
             for name in map(worker_name, range(num_workers)):
                 if name not in known:
-                    self._add(Place(name=name, kind="worker"))
+                    self._add(Replica(name=name, kind="worker"))
             await self._retire_those_beyond()
-            new = [place for place in self._workers() if place.num_starts == 0 and place.phase != "stopped"]
-            for place in new:  # What failed for who asked before may have been mended.
-                place.num_failures_in_a_row, place.error, place.failed_at = 0, "", None
-        # Without the lock: whoever waits for a node that does not come can shrink the cluster again.
+            new = [
+                replica
+                for replica in self._workers()
+                if replica.num_starts == 0 and replica.phase != "stopped"
+            ]
+            for replica in new:  # The cause of failures before this call may have been fixed.
+                replica.num_failures_in_a_row, replica.error, replica.failed_at = 0, "", None
+        # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
 
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
 
-    def _end_process(self, place: Place) -> None:
-        end_process(place.node_id, place.pid)
+    def _end_process(self, replica: Replica) -> None:
+        end_process(replica.node_id, replica.pid)
 
     def _living(self) -> frozenset[str]:
         return living_names()
 
     def _find_what_was_before(self) -> None:
-        """After a death of ours: those taken out stay out, and those that were leaving go on to leave."""
-        known = {name: addresses for name, *addresses in self._wish.addresses}
-        for place in self._places:
-            if place.name in known:
-                place.address, place.http_address = known[place.name]
+        """Adopt what runs after a death of this actor. Workers that were taken out or were leaving stay so."""
+        known = {name: addresses for name, *addresses in self._desired.addresses}
+        for replica in self._replicas:
+            if replica.name in known:
+                replica.address, replica.http_address = known[replica.name]
         living = self._living()
         self._found = set(living)
-        for place in self._workers():
-            if place.name in self._wish.taken_out and place.name not in living:
-                place.phase = "stopped"
-        for name in sorted(living - {place.name for place in self._places}):
+        for replica in self._workers():
+            if replica.name in self._desired.taken_out and replica.name not in living:
+                replica.phase = "stopped"
+        for name in sorted(living - {replica.name for replica in self._replicas}):
             if name.startswith("worker-"):
                 self._actors[name] = self._adopt(name)
                 self._wanted[name] = asyncio.Event()
-                self._places.append(Place(name=name, kind="worker", phase="draining", is_leaving=True))
+                self._replicas.append(Replica(name=name, kind="worker", phase="draining", is_leaving=True))
 
     def _adopt(self, name: str) -> Any:
         return ray.get_actor(name)
 
-    def _adopt_or_create(self, place: Place) -> Any:
-        return adopt_or_create(self._spec, place)
+    def _adopt_or_create(self, replica: Replica) -> Any:
+        return adopt_or_create(self._spec, replica)
 
     def _node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def _workers(self) -> list[Place]:
-        return [place for place in self._places if place.kind == "worker"]
+    def _workers(self) -> list[Replica]:
+        return [replica for replica in self._replicas if replica.kind == "worker"]
 
-    def _add(self, place: Place) -> None:
-        self._places.insert(len(self._workers()), place)
-        self._wanted[place.name] = asyncio.Event()
+    def _add(self, replica: Replica) -> None:
+        self._replicas.insert(len(self._workers()), replica)
+        self._wanted[replica.name] = asyncio.Event()
         if self._loops is not None:
-            self._keepers[place.name] = self._loops.create_task(self._keep(place))
+            self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _remember(self, **changes: Any) -> None:
         async with self._one_memory_at_a_time:
-            wish = replace(self._wish, **changes)
-            await self._store.save(wish)
-            self._wish = wish
+            desired = replace(self._desired, **changes)
+            await self._store.save(desired)
+            self._desired = desired
 
     async def _remember_addresses(self) -> None:
-        """Of routers: where all of Ray is started again, nobody else knows them."""
-        routers = (place for place in self._places if place.kind == "router" and place.address)
-        addresses = tuple((place.name, place.address, place.http_address) for place in routers)
-        if addresses != self._wish.addresses:
+        """Save the routers' addresses. After a restart of all of Ray they are known nowhere else."""
+        routers = (replica for replica in self._replicas if replica.kind == "router" and replica.address)
+        addresses = tuple((replica.name, replica.address, replica.http_address) for replica in routers)
+        if addresses != self._desired.addresses:
             await self._remember(addresses=addresses)
 
-    async def _stop(self, place: Place, grace_seconds: float) -> None:
-        """Its keeper sees the end."""
-        actor = self._actors.get(place.name)
-        if not place.is_up or actor is None:
+    async def _stop(self, replica: Replica, grace_seconds: float) -> None:
+        """Drain and end a replica. Its `_keep` loop notices the end."""
+        actor = self._actors.get(replica.name)
+        if not replica.is_up or actor is None:
             return
-        place.phase, place.is_leaving = "draining", True
+        replica.phase, replica.is_leaving = "draining", True
         self._changed.set()
         await all_of(answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
         self._kill(actor)
 
     async def _retire_those_beyond(self) -> None:
-        beyond = [place for place in self._workers() if number_of(place.name) >= self._wish.num_workers]
+        beyond = [
+            replica for replica in self._workers() if number_of(replica.name) >= self._desired.num_workers
+        ]
         async with asyncio.TaskGroup() as retirements:
-            for place in beyond:
-                place.is_retiring = True
-                retirements.create_task(self._retire(place, self._wish.grace_seconds))
+            for replica in beyond:
+                replica.is_retiring = True
+                retirements.create_task(self._retire(replica, self._desired.grace_seconds))
 
-    async def _retire(self, place: Place, grace_seconds: float) -> None:
-        await self._stop(place, grace_seconds)
-        if (keeper := self._keepers.pop(place.name, None)) is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
-        if (actor := self._actors.pop(place.name, None)) is not None:
+    async def _retire(self, replica: Replica, grace_seconds: float) -> None:
+        await self._stop(replica, grace_seconds)
+        if (keeper := self._keepers.pop(replica.name, None)) is not None:
+            await cancel_and_wait(keeper)
+        if (actor := self._actors.pop(replica.name, None)) is not None:
             self._kill(actor)
-        self._places.remove(place)
+        self._replicas.remove(replica)
         self._changed.set()
 
     async def _finish_scaling(self) -> None:
@@ -250,137 +261,136 @@ class Supervisor:
             self._loops.create_task(self._finish_scaling())
             self._loops.create_task(self._announce())
             self._loops.create_task(self._store_reports())
-            for place in self._places:
-                if not place.is_leaving:
-                    self._keepers[place.name] = self._loops.create_task(self._keep(place))
+            for replica in self._replicas:
+                if not replica.is_leaving:
+                    self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _announce(self) -> None:
-        await keep_announced(self._spec.router, self._places)
+        await keep_announced(self._spec.router, self._replicas)
 
     async def _store_reports(self) -> None:
         key = key_of(self._spec.router.cluster)
         await keep_reported(self._report, lambda text: put(key, text, NAMESPACE))
 
-    async def _keep(self, place: Place) -> None:
-        if place.phase == "stopped":
-            await self._until_wanted(place)
+    async def _keep(self, replica: Replica) -> None:
+        if replica.phase == "stopped":
+            await self._until_wanted(replica)
         while True:
-            place.phase, place.serving_since = "starting", None
+            replica.phase, replica.serving_since = "starting", None
             try:
-                await self._run_once(place)
-            except Exception as error:  # Whatever went wrong, the answer is the same: another try, later.
-                place.error = "" if place.is_leaving else reason(error)
-                place.failed_at = time.monotonic() if place.error else None
-                logger.warning("%s", ended_line(place.name, place.error))
-                if isinstance(error, HungError | TimeoutError) and place.pid:
-                    self._end_process(place)
-            if place.is_retiring:
+                await self._run_once(replica)
+            except Exception as error:  # Any failure is handled alike: by another start, later.
+                replica.error = "" if replica.is_leaving else reason(error)
+                replica.failed_at = time.monotonic() if replica.error else None
+                logger.warning("%s", ended_line(replica.name, replica.error))
+                if isinstance(error, HungError | TimeoutError) and replica.pid:
+                    self._end_process(replica)
+            if replica.is_retiring:
                 return
-            was_taken_out = place.was_taken_out
-            place.phase, place.num_ready_workers, place.num_missed = "waiting", 0, 0
+            was_taken_out = replica.was_taken_out
+            replica.phase, replica.num_ready_workers, replica.num_missed = "waiting", 0, 0
             self._changed.set()
-            # A call of ours may be what failed, while the actor lives: a new incarnation needs the name.
-            if (actor := self._actors.pop(place.name, None)) is not None:
+            # The actor may live although a call to it failed. The next incarnation needs its name.
+            if (actor := self._actors.pop(replica.name, None)) is not None:
                 self._kill(actor)
             if was_taken_out:
-                await self._until_wanted(place)
-            place.num_failures_in_a_row = self._failures_in_a_row(place)
-            place.is_leaving = False
-            await asyncio.sleep(backoff_seconds(place.num_failures_in_a_row))
+                await self._until_wanted(replica)
+            replica.num_failures_in_a_row = self._failures_in_a_row(replica)
+            replica.is_leaving = False
+            await asyncio.sleep(backoff_seconds(replica.num_failures_in_a_row))
 
-    async def _until_wanted(self, place: Place) -> None:
-        place.phase = "stopped"
-        self._wanted[place.name].clear()
-        await self._wanted[place.name].wait()
+    async def _until_wanted(self, replica: Replica) -> None:
+        replica.phase = "stopped"
+        self._wanted[replica.name].clear()
+        await self._wanted[replica.name].wait()
 
-    def _failures_in_a_row(self, place: Place) -> int:
-        if place.is_leaving:
+    def _failures_in_a_row(self, replica: Replica) -> int:
+        if replica.is_leaving:
             return 0
-        since = place.serving_since
+        since = replica.serving_since
         steady = since is not None and time.monotonic() - since > STEADY_SECONDS
-        return 1 if steady else place.num_failures_in_a_row + 1
+        return 1 if steady else replica.num_failures_in_a_row + 1
 
-    async def _run_once(self, place: Place) -> None:
-        """Adopts the actor of this name or makes it; raises DiedError when it dies, HungError when it hangs."""
-        place.pid, place.node_id = 0, ""
-        actor = self._actors[place.name] = self._adopt_or_create(place)
-        async with self._pulse(place, actor) as pulse, death_told() as death:
-            if place.name in self._found:
-                self._found.discard(place.name)
-                pulse.patience_seconds = STARTING_SECONDS
+    async def _run_once(self, replica: Replica) -> None:
+        """Adopt or create the actor and wait for its end. Raise DiedError when it dies, HungError when it hangs."""
+        replica.pid, replica.node_id = 0, ""
+        actor = self._actors[replica.name] = self._adopt_or_create(replica)
+        async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
+            if replica.name in self._found:
+                self._found.discard(replica.name)
+                health.patience_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
-            place.node_id, place.pid = await pulse.unless_hung(whereabouts)
-            if place.node_id == self._node_id() and is_actor(place.pid):
-                death.watch(place.pid)
-            if place.kind == "worker":
+            replica.node_id, replica.pid = await health.unless_hung(whereabouts)
+            if replica.node_id == self._node_id() and is_actor(replica.pid):
+                death.watch(replica.pid)
+            if replica.kind == "worker":
                 if not Path(self._spec.worker.engine.model).is_absolute():
-                    place.phase = "downloading"
-                await pulse.unless_hung(actor.fetch_model.remote())
-                place.phase = "starting"
-            self._has_started(place, await pulse.unless_hung(answer(actor.start.remote(), START_SECONDS)))
+                    replica.phase = "downloading"
+                await health.unless_hung(actor.fetch_model.remote())
+                replica.phase = "starting"
+            self._has_started(replica, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
-            pulse.patience_seconds = self._spec.hung_seconds
-            await pulse.unless_hung(actor.until_stopped.remote())
+            health.patience_seconds = self._spec.hung_seconds
+            await health.unless_hung(actor.until_stopped.remote())
 
     @contextlib.asynccontextmanager
-    async def _pulse(self, place: Place, actor: Any) -> AsyncIterator[Pulse]:
-        """Looked at by `_watch_all` while its place is in there."""
-        question = actor.is_draining if place.kind == "worker" else actor.ready_incarnations
-        pulse = self._pulses[place.name] = Pulse(question.remote)
+    async def _health_check(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
+        """Have `_watch_all` check this replica's health meanwhile."""
+        question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
+        health = self._health_checks[replica.name] = HealthCheck(question.remote)
         try:
-            yield pulse
+            yield health
         finally:
-            del self._pulses[place.name]
-            await pulse.stop()
+            del self._health_checks[replica.name]
+            await health.stop()
 
-    def _has_started(self, place: Place, started: StartedWorker | StartedRouter) -> None:
-        place.address, place.pid, place.node_id = started.address, started.pid, started.node_id
-        place.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
-        place.dtype = started.dtype if isinstance(started, StartedWorker) else ""
-        place.http_address = "" if isinstance(started, StartedWorker) else started.http_address
-        place.code = started.code
-        check_code(place, self._spec.code)
-        place.num_starts += 1
-        place.phase, place.serving_since = "serving", time.monotonic()
-        logger.info("%s", serves_line(place.name, place.address))
+    def _has_started(self, replica: Replica, started: StartedWorker | StartedRouter) -> None:
+        replica.address, replica.pid, replica.node_id = started.address, started.pid, started.node_id
+        replica.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
+        replica.dtype = started.dtype if isinstance(started, StartedWorker) else ""
+        replica.http_address = "" if isinstance(started, StartedWorker) else started.http_address
+        replica.code = started.code
+        check_code(replica, self._spec.code)
+        replica.num_starts += 1
+        replica.phase, replica.serving_since = "serving", time.monotonic()
+        logger.info("%s", serves_line(replica.name, replica.address))
         self._changed.set()
 
     async def _watch_all(self) -> None:
-        """Who hangs, and which worker drains: a router may have passed on an operator's word."""
+        """Check which replicas hang and which workers drain. A worker may drain through a router's admin call."""
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await all_of(*(self._look(place, pulse) for place, pulse in self._looked_at()))
-            taken_out = taken_out_of(self._workers(), self._wish.taken_out)
-            if taken_out != self._wish.taken_out:
-                # If it fails now, the next look tries again.
+            await all_of(*(self._look(replica, health) for replica, health in self._looked_at()))
+            taken_out = taken_out_of(self._workers(), self._desired.taken_out)
+            if taken_out != self._desired.taken_out:
+                # If this fails, the next check tries again.
                 await all_of(self._remember(taken_out=taken_out))
 
-    def _looked_at(self) -> list[tuple[Place, Pulse]]:
-        """One that leaves has a deadline of its own."""
+    def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
+        """Return replicas and their health checks. A leaving replica has a deadline of its own."""
         return [
-            (place, self._pulses[place.name])
-            for place in self._places
-            if place.name in self._pulses and not place.is_leaving
+            (replica, self._health_checks[replica.name])
+            for replica in self._replicas
+            if replica.name in self._health_checks and not replica.is_leaving
         ]
 
-    async def _look(self, place: Place, pulse: Pulse) -> None:
-        answered = await pulse.look()
-        if self._pulses.get(place.name) is not pulse or place.is_leaving:
+    async def _look(self, replica: Replica, health: HealthCheck) -> None:
+        answered = await health.look()
+        if self._health_checks.get(replica.name) is not health or replica.is_leaving:
             return
-        place.num_missed = pulse.num_missed
-        if place.kind == "worker" and place.is_up and answered is not None:
-            place.phase = "draining" if answered else "serving"
+        replica.num_missed = health.num_missed
+        if replica.kind == "worker" and replica.is_up and answered is not None:
+            replica.phase = "draining" if answered else "serving"
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [
-            self._actors[place.name]
-            for place in self._places
-            if place.kind == kind and place.name in self._actors
+            self._actors[replica.name]
+            for replica in self._replicas
+            if replica.kind == kind and replica.name in self._actors
         ]
 
 
-def _end_unless_cancelled(keeping: asyncio.Task[None]) -> None:
-    """A supervisor that no longer supervises is worse than a dead one, which Ray starts again."""
-    if not keeping.cancelled():
-        logger.error("supervision failed", exc_info=keeping.exception())
-        os._exit(1)
+def _exit_for_restart(name: str, error: BaseException) -> NoReturn:
+    """End this process after a loop has failed, because Ray restarts a dead supervisor but not an idle one."""
+    log_failure(name, error)
+    os._exit(1)

@@ -29,7 +29,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from blockyard.deploy.ray.nodes import RayNode
     from blockyard.deploy.settings.wanted_cluster import UpOptions
-    from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+    from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 
 
 _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
@@ -228,7 +228,7 @@ def metrics_lines(cluster: ClusterState, nodes: Sequence["RayNode"] = ()) -> lis
     )
 
 
-def place_dict(place: "Place") -> dict[str, object]:
+def replica_dict(replica: "Replica") -> dict[str, object]:
     fields = (
         "name",
         "kind",
@@ -241,7 +241,7 @@ def place_dict(place: "Place") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(place, name) for name in fields} | {"phase": place.told_phase}
+    return {name: getattr(replica, name) for name in fields} | {"phase": replica.told_phase}
 
 
 def status_view(
@@ -253,7 +253,7 @@ def status_view(
     """Show the cluster. Without a supervisor's report, show only what the routers know."""
     num_workers = cluster.num_workers
     if report is not None:
-        num_workers = sum(place.kind == "worker" for place in report.places)
+        num_workers = sum(replica.kind == "worker" for replica in report.replicas)
     counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
     if report is None:
         return Group(
@@ -269,13 +269,13 @@ def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Ren
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
-    for place in report.places:
-        phase = Text(place.told_phase, style=_PHASE_STYLES.get(place.told_phase, "yellow"))
-        node = (names.get(place.node_id, "-"),) if node_heading else ()
-        facts = (place.address, str(place.pid or "-"), str(place.num_starts))
-        age_seconds = report.error_age_seconds(place)
-        age = f" ({ago(age_seconds)})" if place.error and age_seconds is not None else ""
-        table.add_row(place.name, phase, *node, *facts, Text(f"{place.error}{age}", style="red"))
+    for replica in report.replicas:
+        phase = Text(replica.told_phase, style=_PHASE_STYLES.get(replica.told_phase, "yellow"))
+        node = (names.get(replica.node_id, "-"),) if node_heading else ()
+        facts = (replica.address, str(replica.pid or "-"), str(replica.num_starts))
+        age_seconds = report.error_age_seconds(replica)
+        age = f" ({ago(age_seconds)})" if replica.error and age_seconds is not None else ""
+        table.add_row(replica.name, phase, *node, *facts, Text(f"{replica.error}{age}", style="red"))
     return table
 
 

@@ -17,7 +17,7 @@ import pytest
 from blockyard.deploy.lifecycle import cluster as clusters
 from blockyard.deploy.machine.processes import STOPPED, is_alive, state_of
 from blockyard.deploy.machine.state import HOME_VARIABLE
-from blockyard.deploy.ray.guardian import DASHBOARD, RAYLET, parts_of
+from blockyard.deploy.ray.guardian import DASHBOARD, RAYLET, programs_of
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError
@@ -182,7 +182,7 @@ def test_a_frozen_supervisor_is_told_and_replaced(cluster: Cluster, measured: di
 @pytest.mark.fault(55)
 def test_a_killed_dashboard_is_started_again(cluster: Cluster, measured: dict[str, Any]) -> None:
     assert cluster.state.head is not None
-    os.kill(parts_of(cluster.state.head.session)[DASHBOARD].process.pid, signal.SIGKILL)
+    os.kill(programs_of(cluster.state.head.session)[DASHBOARD].process.pid, signal.SIGKILL)
 
     def answers() -> bool:
         try:
@@ -201,7 +201,7 @@ def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_
 ) -> None:
     assert cluster.state.head is not None
     before = {place["name"]: place for place in cluster.command.json("status")["places"]}
-    os.kill(parts_of(cluster.state.head.session)[RAYLET].process.pid, signal.SIGKILL)
+    os.kill(programs_of(cluster.state.head.session)[RAYLET].process.pid, signal.SIGKILL)
     begun = time.monotonic()
     _, took = _timed(cluster, "status")
     assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
@@ -216,12 +216,12 @@ def test_after_the_death_of_the_raylet_all_is_started_again_and_serves_where_it_
 def test_a_raylet_whose_event_loop_hangs_is_killed_and_all_is_started_again(cluster: Cluster) -> None:
     assert cluster.state.head is not None
     session = cluster.state.head.session
-    before = parts_of(session)
+    before = programs_of(session)
     with hung_main_thread(before[RAYLET].process.pid):
         assert state_of(before[RAYLET].process.pid) != STOPPED
         assert eventually(lambda: not is_alive(before[RAYLET].process), seconds=HEAL_SECONDS)
     assert eventually(lambda: _is_whole(cluster), seconds=HEAL_SECONDS)
-    after = parts_of(session)
+    after = programs_of(session)
     assert after[RAYLET].process != before[RAYLET].process
     assert after[DASHBOARD].process == before[DASHBOARD].process
     assert _ask(cluster.state.routers[0]) == 4
@@ -245,7 +245,7 @@ def hung_main_thread(pid: int) -> Iterator[None]:
 def test_down_ends_a_cluster_whose_raylet_and_guardian_are_dead_at_once(cluster: Cluster) -> None:
     assert cluster.state.head is not None
     session = cluster.state.head.session
-    raylet = parts_of(session)[RAYLET].process
+    raylet = programs_of(session)[RAYLET].process
     for pid in (session, raylet.pid):  # The guardian leads the session.
         os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not is_alive(raylet), seconds=10.0)

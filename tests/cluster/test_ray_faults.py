@@ -150,7 +150,7 @@ def test_streams_go_on_when_the_head_of_ray_has_died_and_its_end_is_told(
     for status in (told, cluster.command.run("status")):
         assert status.returncode != 0
         assert "no Ray answers" in status.stderr
-        assert "serve on until" in status.stderr
+        assert "keep serving until" in status.stderr
         assert "Traceback" not in status.stderr
     measured["note"] = f"served for {served_seconds:.0f} s more, of {RECONNECT_SECONDS} configured"
     assert served_seconds >= 0.8 * RECONNECT_SECONDS

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import aiohttp.web
-from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, encode
+from blockyard.deploy.dashboard.announcement import AnnouncedReplica, Announcement, encode
 from blockyard.deploy.dashboard.live_page import LivePage
 
 from ..faults.processes import SIMULATED as SIMULATED  # noqa: TID252
@@ -24,20 +24,20 @@ ANNOUNCEMENT = Announcement(
     uses_tls=False,
     wants_certificate=False,
     wants_token=False,
-    places=(),
+    replicas=(),
 )
 
 
-def place_of(process: Process, kind: str) -> AnnouncedPlace:
-    return AnnouncedPlace(
+def replica_of(process: Process, kind: str) -> AnnouncedReplica:
+    return AnnouncedReplica(
         name=process.name, kind=kind, phase="serving", address=process.address, incarnation="", num_starts=1
     )
 
 
 def announcement_of(cluster: Processes) -> Announcement:
-    workers = [place_of(process, "worker") for process in cluster.workers.values()]
-    routers = [place_of(process, "router") for process in cluster.routers.values()]
-    return replace(ANNOUNCEMENT, places=(*workers, *routers))
+    workers = [replica_of(process, "worker") for process in cluster.workers.values()]
+    routers = [replica_of(process, "router") for process in cluster.routers.values()]
+    return replace(ANNOUNCEMENT, replicas=(*workers, *routers))
 
 
 @dataclass(slots=True)

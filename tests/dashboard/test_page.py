@@ -246,7 +246,7 @@ async def test_a_click_on_a_sequence_shows_its_block_table(page: Browser, cluste
         assert shown_table == list(known.block_table)[: len(shown_table)]
         assert len(shown_table) >= len(SYSTEM_PROMPT) // 100
         await keep_picture(page, "sequence")
-    await page.until("document.querySelector('#details-body').textContent.includes('is over')")
+    await page.until("document.querySelector('#details-body').textContent.includes('has ended')")
 
 
 async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_terms(
@@ -280,7 +280,7 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
     assert await page.text(cell) == str(holder.cached_blocks)
     await page.type_into("#prompt", "one two")
     await page.click("#ask button[value=prefix]")
-    assert "is no token id" in await page.text("#answer .trouble")
+    assert "is not a token id" in await page.text("#answer .trouble")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ async def test_a_dead_worker_shows_as_dead_within_seconds_and_its_next_life_as_a
         "document.querySelector('[data-worker=worker-1] .state').textContent === 'dead'", seconds=SECONDS
     )
     print(f"shown as dead after {asyncio.get_running_loop().time() - began:.1f} s")
-    assert "the numbers below are the last that it told" in (await shown(page, "worker-1"))["reason"]
+    assert "the numbers below are its last ones" in (await shown(page, "worker-1"))["reason"]
     figure = "getComputedStyle(document.querySelector('[data-worker=worker-1] [data-field=running]'))"
     assert float(await page.evaluate(f"{figure}.opacity")) < 0.5
     await keep_picture(page, "dead")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from blockyard.deploy.dashboard.announcement import AnnouncedPlace, Announcement, decode, encode
+from blockyard.deploy.dashboard.announcement import AnnouncedReplica, Announcement, decode, encode
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
 from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.history import MAX_POINTS, WINDOW_SECONDS, History, quantile
@@ -24,7 +24,7 @@ from blockyard.proto.v1 import cluster_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-WORKER = AnnouncedPlace(
+WORKER = AnnouncedReplica(
     name="worker-0", kind="worker", phase="serving", address="h:1", incarnation="one", num_starts=1
 )
 ROUTER = replace(WORKER, name="router-0", kind="router", address="h:2", incarnation="")
@@ -34,7 +34,7 @@ ANNOUNCEMENT = Announcement(
     uses_tls=False,
     wants_certificate=False,
     wants_token=False,
-    places=(WORKER, ROUTER),
+    replicas=(WORKER, ROUTER),
 )
 USED, CACHED, FREE = (
     cluster_pb2.BLOCK_STATE_USED,
@@ -179,9 +179,9 @@ async def state_of(page: LivePage) -> Any:
 def test_a_worker_is_shown_by_the_worse_of_what_supervisor_and_router_say(
     phase: str, starts: int, seen: int | None, state: str
 ) -> None:
-    place = replace(WORKER, phase=phase, num_starts=starts)
+    replica = replace(WORKER, phase=phase, num_starts=starts)
     workers = [cluster_pb2.Worker(worker_id="worker-0", state=seen)] if seen is not None else []
-    picture = drawn(replace(ANNOUNCEMENT, places=(place,)), cluster_pb2.ClusterInfo(), workers, {})
+    picture = drawn(replace(ANNOUNCEMENT, replicas=(replica,)), cluster_pb2.ClusterInfo(), workers, {})
     assert [(card["name"], card["state"]) for card in picture["workers"]] == [("worker-0", state)]
 
 
@@ -237,7 +237,7 @@ def test_a_worker_that_no_supervisor_names_is_shown_too() -> None:
 
 def headers_of(document: Any, size: int = 7000) -> dict[str, str]:
     text = base64.b64encode(json.dumps(document).encode()).decode()
-    return {f"{HEADER}{place // size}": text[place : place + size] for place in range(0, len(text), size)}
+    return {f"{HEADER}{start // size}": text[start : start + size] for start in range(0, len(text), size)}
 
 
 def test_a_prompt_comes_in_as_many_headers_as_it_needs() -> None:
@@ -311,7 +311,7 @@ def test_a_page_of_rays_that_is_not_as_it_was_gets_no_link() -> None:
     page = '<html><body><div id="root"></div></body></html>'
     assert with_link(page).count('<a href="blockyard"') == 1
     for other in ("", page + page, page.replace("root", "app")):
-        with pytest.raises(ValueError, match="not as it was"):
+        with pytest.raises(ValueError, match="not as expected"):
             with_link(other)
 
 

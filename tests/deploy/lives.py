@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
-from blockyard.deploy.supervision.replicas import ClusterSpec, Place
+from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
+from blockyard.deploy.supervision.replicas import ClusterSpec, Replica
 from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig
 from blockyard.worker.actor import StartedWorker
@@ -116,19 +116,19 @@ class Router:
 
 @dataclass
 class Outlives:
-    """What a supervisor's death leaves: actors by name, and the wish."""
+    """What a supervisor's death leaves: actors by name, and the desired state."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
-    wish: bytes | None = None
+    desired: bytes | None = None
 
-    def load(self) -> Wish | None:
-        return None if self.wish is None else decoded(self.wish)
+    def load(self) -> DesiredState | None:
+        return None if self.desired is None else decoded(self.desired)
 
-    async def save(self, wish: Wish) -> None:
-        self.wish = encoded(wish)
+    async def save(self, desired: DesiredState) -> None:
+        self.desired = encoded(desired)
 
     async def forget(self) -> None:
-        self.wish = None
+        self.desired = None
 
 
 class WithoutActors(Supervisor):
@@ -151,8 +151,8 @@ class WithoutActors(Supervisor):
         elif isinstance(actor, Router):
             actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
 
-    def _end_process(self, place: Place) -> None:
-        self.ended_processes.append(place.pid)
+    def _end_process(self, replica: Replica) -> None:
+        self.ended_processes.append(replica.pid)
 
     async def _announce(self) -> None:
         """Nobody looks."""
@@ -162,8 +162,7 @@ class WithoutActors(Supervisor):
 
     async def leave(self) -> None:
         """Its death: actors live on."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._tasks.aclose()
 
 
 class Lives(WithoutActors):
@@ -181,27 +180,31 @@ class Lives(WithoutActors):
         self.router = Router(self._ready)
         super().__init__(left)
 
-    async def _run_once(self, place: Place) -> None:
-        if place.kind == "router":
-            self._actors[place.name] = self.router
-            async with self._pulse(place, self.router) as pulse:
-                place.phase, place.address = "serving", "router:1"
-                pulse.patience_seconds = self._spec.hung_seconds
-                await pulse.unless_hung(asyncio.Event().wait())
+    async def _run_once(self, replica: Replica) -> None:
+        if replica.kind == "router":
+            self._actors[replica.name] = self.router
+            async with self._health_check(replica, self.router) as health:
+                replica.phase, replica.address = "serving", "router:1"
+                health.patience_seconds = self._spec.hung_seconds
+                await health.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
         if self.fails_to_start:
             raise RuntimeError("no such model")
-        life = self._adopt_or_make(place.name)
-        place.pid = len(self.lives)
-        async with self._pulse(place, life) as pulse:
+        life = self._adopt_or_make(replica.name)
+        replica.pid = len(self.lives)
+        async with self._health_check(replica, life) as health:
             if self.loads_for_seconds:
-                await pulse.unless_hung(asyncio.sleep(self.loads_for_seconds))
-            place.phase, place.address, place.incarnation = "serving", f"{place.name}:1", life.incarnation
-            place.num_starts += 1
+                await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
+            replica.phase, replica.address, replica.incarnation = (
+                "serving",
+                f"{replica.name}:1",
+                life.incarnation,
+            )
+            replica.num_starts += 1
             self._changed.set()
-            pulse.patience_seconds = self._spec.hung_seconds
-            await pulse.unless_hung(life.ended.wait())
+            health.patience_seconds = self._spec.hung_seconds
+            await health.unless_hung(life.ended.wait())
         raise RuntimeError("it ended")
 
     def _adopt_or_make(self, name: str) -> Worker:
@@ -218,9 +221,11 @@ class Lives(WithoutActors):
             return self.known
         return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
 
-    async def place(self, name: str) -> Place:
+    async def replica(self, name: str) -> Replica:
         """By its name or kind: the first."""
-        return next(place for place in (await self.report()).places if name in (place.name, place.kind))
+        return next(
+            replica for replica in (await self.report()).replicas if name in (replica.name, replica.kind)
+        )
 
 
 class Downloads(Lives):
@@ -231,14 +236,14 @@ class Downloads(Lives):
         self._loads_for_seconds = loads_for_seconds
         super().__init__()
 
-    async def _run_once(self, place: Place) -> None:
-        if place.kind == "router":
-            await super()._run_once(place)
+    async def _run_once(self, replica: Replica) -> None:
+        if replica.kind == "router":
+            await super()._run_once(replica)
         else:
-            await Supervisor._run_once(self, place)
+            await Supervisor._run_once(self, replica)
 
-    def _adopt_or_create(self, place: Place) -> Worker:
-        life = self._adopt_or_make(place.name)
+    def _adopt_or_create(self, replica: Replica) -> Worker:
+        life = self._adopt_or_make(replica.name)
         life.downloads_for_seconds = self._downloads_for_seconds
         life.loads_for_seconds = self._loads_for_seconds
         return life

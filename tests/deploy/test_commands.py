@@ -155,7 +155,7 @@ def test_who_drains_the_last_worker_is_told_and_who_waits_for_one_is_told_what_e
     assert "no other worker takes requests" in refused.output
     assert "--force" in refused.output
     drained = run(cluster, "router-0", "drain", "worker-0", "--force")
-    assert "no worker but worker-0 takes requests" in drained.stderr
+    assert "worker-0 is the only worker that takes requests" in drained.stderr
     assert back in drained.stderr
     resumed = threading.Timer(2 * PATIENCE_SECONDS, run, (cluster, "router-0", "resume", "worker-0"))
     resumed.start()

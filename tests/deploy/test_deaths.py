@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from blockyard.deploy.machine import deaths
 from blockyard.deploy.machine.deaths import DeathWatch, ending
-from blockyard.deploy.supervision.actors import DiedError, death_told, told_by_ray
+from blockyard.deploy.supervision.actors import DiedError, deaths_as_errors, reason_by_ray
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from .lives import until
@@ -66,14 +66,14 @@ async def test_the_signal_that_killed_it_is_named_before_its_parent_takes_note(
     with grandchild(TO_WAIT) as (pid, _), contextlib.closing(DeathWatch()) as death:
         death.watch(pid)
         os.kill(pid, number)
-        assert await death.told() == f"its process was killed by {number.name}"
+        assert await death.reason() == f"its process was killed by {number.name}"
 
 
 async def test_its_exit_code_is_told_after_its_parent_has_taken_note() -> None:
     with grandchild(TO_EXIT) as (pid, parent), contextlib.closing(DeathWatch()) as death:
         death.watch(pid)
         parent.communicate()
-        told = await death.told()
+        told = await death.reason()
         assert told in ("its process exited with code 3", ""), "older kernels do not say"
 
 
@@ -93,13 +93,13 @@ async def test_only_a_kill_for_memory_of_just_now_explains_a_sigkill(
         kills[0], num_looks[0] = 1, 0
         await until(lambda: num_looks[0] >= looks)
         os.kill(pid, signal.SIGKILL)
-        assert await death.told() == f"its process was killed {told}" + (" (SIGKILL)" if not looks else "")
+        assert await death.reason() == f"its process was killed {told}" + (" (SIGKILL)" if not looks else "")
 
 
 async def test_nothing_is_told_of_one_that_lives() -> None:
     with contextlib.closing(DeathWatch()) as death:
         death.watch(os.getpid())
-        assert await death.told() == ""
+        assert await death.reason() == ""
 
 
 async def test_nothing_is_told_of_one_that_had_gone_before() -> None:
@@ -107,7 +107,7 @@ async def test_nothing_is_told_of_one_that_had_gone_before() -> None:
         parent.communicate()
         with contextlib.closing(DeathWatch()) as death:
             death.watch(pid)
-            assert await death.told() == ""
+            assert await death.reason() == ""
 
 
 async def test_an_actors_death_is_told_by_ray_where_ray_knows_more_than_the_kernel() -> None:
@@ -118,10 +118,10 @@ async def test_an_actors_death_is_told_by_ray_where_ray_knows_more_than_the_kern
         (OutOfMemoryError("Task was killed due to the node running low on memory"), "short of memory"),
     ):
         with pytest.raises(DiedError, match=told):
-            async with death_told():
+            async with deaths_as_errors():
                 raise error
     assert (
-        told_by_ray("Worker exit type: NODE_OUT_OF_MEMORY")
+        reason_by_ray("Worker exit type: NODE_OUT_OF_MEMORY")
         == "Ray killed its process: its node was short of memory"
     )
 
@@ -133,7 +133,7 @@ async def test_where_ray_lost_a_connection_the_kernel_tells_of_an_actors_death()
 
 async def killed() -> None:
     with grandchild(TO_WAIT) as (pid, _):
-        async with death_told() as death:
+        async with deaths_as_errors() as death:
             death.watch(pid)
             os.kill(pid, signal.SIGKILL)
             raise RayActorError(error_msg="Worker exit type: SYSTEM_ERROR Worker exit detail: End of file")

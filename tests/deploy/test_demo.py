@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from blockyard.deploy.demo.__main__ import alone_line
 from blockyard.deploy.demo.prompts import DEMO_GROUPS
-from blockyard.deploy.demo.traffic import Alone, chats_of, time_alone
+from blockyard.deploy.demo.traffic import LatencyAlone, chats_of, time_alone
 
 from ..faults.processes import SIMULATED, processes  # noqa: TID252
 
@@ -23,5 +23,7 @@ async def test_a_request_alone_is_timed_with_and_without_its_prompt_in_the_cache
 
 
 def test_both_times_are_told_with_what_was_cached() -> None:
-    told = alone_line(Alone(new_seconds=0.064, cached_seconds=0.0144, prompt_tokens=283, cached_tokens=272))
+    told = alone_line(
+        LatencyAlone(new_seconds=0.064, cached_seconds=0.0144, prompt_tokens=283, cached_tokens=272)
+    )
     assert "after 64 ms with nothing cached, after 14 ms with 272 of its 283 prompt tokens cached" in told

@@ -27,11 +27,11 @@ from blockyard.deploy.ray.guardian import (
     MAX_PAUSE_SECONDS,
     RAYLET,
     STEADY_SECONDS,
-    Part,
+    HeadProgram,
     as_new_node,
     does_answer,
     next_pause_seconds,
-    parts_of,
+    programs_of,
 )
 from blockyard.deploy.ray.head import (
     SUPERVISOR_TITLE,
@@ -112,7 +112,7 @@ def guarded(folder: Path, settings: str = "", *, dashboard: str = SLEEPING) -> I
         guardian = subprocess.Popen(command, start_new_session=True, stdout=log)
     try:
         until(started.exists)
-        until(lambda: len(parts_of(guardian.pid)) == 3)
+        until(lambda: len(programs_of(guardian.pid)) == 3)
         yield guardian.pid
     finally:
         end_session(guardian.pid, session_members(guardian.pid))
@@ -133,11 +133,11 @@ def kill(pid: int) -> None:
 def test_a_raylet_that_died_is_started_as_another_node_without_what_it_left(
     session: int, tmp_path: Path
 ) -> None:
-    before = parts_of(session)[RAYLET]
+    before = programs_of(session)[RAYLET]
     worker = next(one for one in session_members(session) if cmdline(one.pid).startswith(b"ray::"))
     kill(before.process.pid)
     until(lambda: is_other(session, before))
-    after = parts_of(session)[RAYLET]
+    after = programs_of(session)[RAYLET]
     assert not any("=first" in word for word in after.command)
     assert [word.partition("=")[0] for word in after.command] == [
         word.partition("=")[0] for word in before.command
@@ -148,8 +148,8 @@ def test_a_raylet_that_died_is_started_as_another_node_without_what_it_left(
     until(lambda: not is_alive(worker))
 
 
-def is_other(session: int, before: Part) -> bool:
-    now = parts_of(session).get(before.name)
+def is_other(session: int, before: HeadProgram) -> bool:
+    now = programs_of(session).get(before.name)
     return now is not None and now.process != before.process
 
 
@@ -161,32 +161,32 @@ def cmdline(pid: int) -> bytes:
 
 
 def test_a_dashboard_that_died_is_started_again_and_the_raylet_left_alone(session: int) -> None:
-    before = parts_of(session)
+    before = programs_of(session)
     kill(before[DASHBOARD].process.pid)
     until(lambda: is_other(session, before[DASHBOARD]))
-    after = parts_of(session)
+    after = programs_of(session)
     assert after[DASHBOARD].command == before[DASHBOARD].command
     assert after[RAYLET].process == before[RAYLET].process
 
 
 @pytest.mark.parametrize("name", [RAYLET, DASHBOARD])
 def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session: int, name: str) -> None:
-    before = parts_of(impatient_session)
+    before = programs_of(impatient_session)
     os.kill(before[name].process.pid, signal.SIGSTOP)
     until(lambda: is_other(impatient_session, before[name]))
     assert not is_alive(before[name].process)
     (other,) = {RAYLET, DASHBOARD} - {name}
-    assert parts_of(impatient_session)[other].process == before[other].process
+    assert programs_of(impatient_session)[other].process == before[other].process
 
 
 def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
     silent_session: int, tmp_path: Path
 ) -> None:
-    before = parts_of(silent_session)
+    before = programs_of(silent_session)
     until(lambda: is_other(silent_session, before[DASHBOARD]))
     assert not is_alive(before[DASHBOARD].process)
     assert "dashboard does not answer and is killed" in (tmp_path / "log").read_text()
-    assert parts_of(silent_session)[RAYLET].process == before[RAYLET].process
+    assert programs_of(silent_session)[RAYLET].process == before[RAYLET].process
 
 
 def test_a_guardian_that_wakes_late_each_time_kills_no_part_for_its_silence(tmp_path: Path) -> None:
@@ -195,10 +195,10 @@ def test_a_guardian_that_wakes_late_each_time_kills_no_part_for_its_silence(tmp_
         "head_probes.QUESTION_SECONDS, head_probes.HUNG_SECONDS, head_probes.LATE_SECONDS = 0.5, 1.0, -0.1"
     )
     with guarded(tmp_path, settings, dashboard=FALLING_SILENT) as leader:
-        before = parts_of(leader)
+        before = programs_of(leader)
         until(lambda: not does_answer(before[DASHBOARD], seconds=1.0))
         time.sleep(10 * LOOK_SECONDS)
-        assert parts_of(leader)[DASHBOARD].process == before[DASHBOARD].process
+        assert programs_of(leader)[DASHBOARD].process == before[DASHBOARD].process
         assert "does not answer" not in (tmp_path / "log").read_text()
 
 
@@ -209,7 +209,7 @@ def test_what_cannot_be_asked_is_not_held_to_be_silent() -> None:
 
     def answers(name: str, command: list[str], **environment: str) -> bool:
         return does_answer(
-            Part(name=name, process=process, command=command, environment=environment), seconds=1.0
+            HeadProgram(name=name, process=process, command=command, environment=environment), seconds=1.0
         )
 
     try:
@@ -225,7 +225,7 @@ def test_what_cannot_be_asked_is_not_held_to_be_silent() -> None:
 
 
 def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None:
-    before = parts_of(session)
+    before = programs_of(session)
     (tmp_path / RAYLET).unlink()
     kill(before[RAYLET].process.pid)
     until(lambda: (tmp_path / "log").read_text().count("raylet could not be started") == 2)
@@ -239,7 +239,7 @@ def test_a_guardian_whose_log_has_no_room_goes_on(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to("/dev/full")
     with guarded(tmp_path) as leader:
         for _ in range(2):
-            before = parts_of(leader)[DASHBOARD]
+            before = programs_of(leader)[DASHBOARD]
             kill(before.process.pid)
             until(lambda before=before: is_other(leader, before))
 
@@ -250,7 +250,7 @@ def test_a_command_without_a_node_id_is_refused() -> None:
 
 
 def test_a_guardian_ends_with_the_control_service(session: int) -> None:
-    kill(parts_of(session)[GCS].process.pid)
+    kill(programs_of(session)[GCS].process.pid)
     until(lambda: session not in {member.pid for member in session_members(session)})
     with pytest.raises(RayConnectError, match="gcs_server has died"):
         check_alive(session)
@@ -258,7 +258,10 @@ def test_a_guardian_ends_with_the_control_service(session: int) -> None:
 
 def test_a_command_asks_no_ray_whose_raylet_is_stopped(session: int) -> None:
     check_alive(session)
-    with stopped(parts_of(session)[RAYLET].process.pid), pytest.raises(RayletDiedError, match="is stopped"):
+    with (
+        stopped(programs_of(session)[RAYLET].process.pid),
+        pytest.raises(RayletDiedError, match="is stopped"),
+    ):
         check_alive(session)
 
 

@@ -15,7 +15,7 @@ from blockyard.deploy.ray.head_probes import (
     QUESTION_SECONDS,
     RAYLET_METHOD,
     STARTING_SECONDS,
-    Pulse,
+    ProbeHistory,
     does_dashboard_answer,
     does_raylet_answer,
     ray_token,
@@ -34,21 +34,21 @@ QUESTIONS = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=100)
 def test_a_part_hangs_once_it_has_missed_all_that_count_for_as_long_as_its_patience(
     questions: list[tuple[bool, bool]],
 ) -> None:
-    pulse = Pulse()
+    history = ProbeHistory()
     for answered, was_late in questions:
-        pulse = pulse.after(answered=answered, was_late=was_late)
+        history = history.after(answered=answered, was_late=was_late)
     last_answer = max((number for number, (answered, _) in enumerate(questions) if answered), default=None)
     since = questions if last_answer is None else questions[last_answer + 1 :]
     missed_seconds = QUESTION_SECONDS * sum(not was_late for _, was_late in since)
-    assert pulse.hangs == (missed_seconds >= (STARTING_SECONDS if last_answer is None else HUNG_SECONDS))
+    assert history.hangs == (missed_seconds >= (STARTING_SECONDS if last_answer is None else HUNG_SECONDS))
 
 
 @given(questions=QUESTIONS)
 def test_a_guardian_that_was_not_scheduled_kills_nobody(questions: list[tuple[bool, bool]]) -> None:
-    pulse = Pulse()
+    history = ProbeHistory()
     for answered, _ in questions:
-        pulse = pulse.after(answered=answered, was_late=True)
-        assert not pulse.hangs
+        history = history.after(answered=answered, was_late=True)
+        assert not history.hangs
 
 
 def test_no_part_is_killed_within_half_a_minute_and_one_that_starts_has_longer() -> None:

@@ -8,7 +8,7 @@ import pytest
 from blockyard.deploy.lifecycle.log_files import LocalLogs, LogFile, SupervisorLog
 from blockyard.deploy.supervision.incidents import (
     FLOOD_SECONDS,
-    MAX_TOLD,
+    MAX_PRINTED,
     Incidents,
     ended_line,
     serves_line,
@@ -46,7 +46,7 @@ def test_an_end_and_a_return_are_one_line_each_and_a_first_start_is_none(
 
 
 def test_an_end_that_was_asked_for_says_so_and_a_reason_is_one_line() -> None:
-    assert told(Incidents(), 0.0, ended_line("router-0", "")) == ["router-0 has ended: it was told to"]
+    assert told(Incidents(), 0.0, ended_line("router-0", "")) == ["router-0 has ended: it was told to stop"]
     assert ended_line("worker-0", "ValueError: first\nsecond") == "worker-0 ended: ValueError: first second"
 
 
@@ -66,7 +66,7 @@ def test_ends_are_no_flood_and_the_last_word_is_true(pauses: list[float], comes_
         lines = [ended_line("worker-0", KILLED)] + ([serves_line("worker-0", "a:1")] if returns else [])
         said += [(now, line) for line in told(incidents, now, *lines)]
     ends = [at for at, line in said if "has ended" in line]
-    for first, later in zip(ends, ends[MAX_TOLD:], strict=False):
+    for first, later in zip(ends, ends[MAX_PRINTED:], strict=False):
         assert later - first >= FLOOD_SECONDS
     said += [(now, line) for line in incidents.told(now + FLOOD_SECONDS)]
     assert ("serves again" in said[-1][1]) == comes_back[len(pauses) - 1]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.supervision.actors import START_SECONDS
-from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HungError, Pulse
+from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HealthCheck, HungError
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
-from blockyard.deploy.views.views import place_dict
+from blockyard.deploy.views.views import replica_dict
 from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, SupervisorWatch
 
 from simulation.virtual_time import Process, VirtualLoop
@@ -37,14 +37,14 @@ def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[
 async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> None:
     supervisor = Lives()
     await asyncio.sleep(10.0)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     supervisor.lives[0].is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
-    assert place_dict(worker)["phase"] == "not answering"
+    assert replica_dict(worker)["phase"] == "not answering"
     assert not supervisor.lives[0].ended.is_set()
     await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
     assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
-    assert (place_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
+    assert (replica_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
     assert "did not answer for 20 s" in worker.error
     await supervisor.leave()
 
@@ -53,14 +53,14 @@ async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> Non
 async def test_a_frozen_router_is_told_and_replaced() -> None:
     supervisor = Lives()
     await asyncio.sleep(10.0)
-    router = await supervisor.place("router")
+    router = await supervisor.replica("router")
     supervisor.router.is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
-    assert place_dict(router)["phase"] == "not answering"
+    assert replica_dict(router)["phase"] == "not answering"
     await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
     assert "did not answer for 20 s" in router.error
     assert supervisor.router.num_kills == 1
-    assert place_dict(router)["phase"] == "serving"
+    assert replica_dict(router)["phase"] == "serving"
     await supervisor.leave()
 
 
@@ -73,7 +73,7 @@ async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
     assert len(supervisor.lives) == 1
     supervisor.lives[0].answers_after_seconds = 0.0
     await asyncio.sleep(DEFAULT_HUNG_SECONDS)
-    assert place_dict(await supervisor.place("worker"))["phase"] == "serving"
+    assert replica_dict(await supervisor.replica("worker"))["phase"] == "serving"
     await supervisor.leave()
 
 
@@ -84,7 +84,7 @@ async def test_a_worker_that_starts_for_long_is_left_alone() -> None:
     await asyncio.sleep(5 * STARTING_SECONDS)
     supervisor.lives[0].answers_after_seconds = 0.75 * STARTING_SECONDS
     await asyncio.sleep(4 * STARTING_SECONDS)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert (worker.phase, worker.error) == ("starting", "")
     supervisor.lives[0].answers_after_seconds = 0.0
     await asyncio.sleep(2 * STARTING_SECONDS)
@@ -101,7 +101,7 @@ async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
     await asyncio.sleep(STARTING_SECONDS - 2 * QUESTION_SECONDS)
     assert len(supervisor.lives) == 1
     await asyncio.sleep(4 * QUESTION_SECONDS)
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
     assert (worker.phase, len(supervisor.lives)) == ("starting", 2)
     assert "did not answer for 120 s" in worker.error
@@ -167,7 +167,7 @@ async def test_a_worker_that_waits_for_a_node_is_left_alone() -> None:
     assert len(supervisor.lives) == 1
     supervisor.lives[0].is_frozen = False
     await asyncio.sleep(10 * STARTING_SECONDS)
-    assert (len(supervisor.lives), (await supervisor.place("worker")).phase) == (1, "serving")
+    assert (len(supervisor.lives), (await supervisor.replica("worker")).phase) == (1, "serving")
     await supervisor.leave()
 
 
@@ -188,7 +188,7 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
     process.thaw()
     await asyncio.sleep(2 * QUESTION_SECONDS)
     (supervisor,) = made
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert (len(supervisor.lives), supervisor.router.num_kills) == (1, 0)
     assert (worker.phase, worker.error, worker.num_missed) == ("serving", "", 0)
     await supervisor.leave()
@@ -197,21 +197,21 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
 @in_virtual_time
 async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() -> None:
     answers = asyncio.Event()
-    pulse = Pulse(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
-    waited = asyncio.ensure_future(pulse.unless_hung(asyncio.Event().wait()))
+    health = HealthCheck(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
+    waited = asyncio.ensure_future(health.unless_hung(asyncio.Event().wait()))
     for _ in range(2):
-        assert await pulse.look() is None
-    assert pulse.num_missed == 2
+        assert await health.look() is None
+    assert health.num_missed == 2
     answers.set()
-    assert await pulse.look() is True
-    assert pulse.num_missed == 0
+    assert await health.look() is True
+    assert health.num_missed == 0
     answers.clear()
     for _ in range(3):
         assert not waited.done()
-        assert await pulse.look() is None
+        assert await health.look() is None
     with pytest.raises(HungError):
         await waited
-    await pulse.stop()
+    await health.stop()
 
 
 @in_virtual_time

@@ -6,7 +6,7 @@ import pytest
 from blockyard.deploy.lifecycle.cluster import UNLIKE_CPUS, with_one_dtype
 from blockyard.deploy.lifecycle.serving import Progress
 from blockyard.deploy.machine.findings import exit_code
-from blockyard.deploy.ray.nodes import NodeFacts, check_code, findings, told_apart
+from blockyard.deploy.ray.nodes import NodeFacts, check_code, distinct_names, findings
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views.views import finding_line
 from blockyard.proto.naming.code_version import code_version
@@ -68,7 +68,7 @@ def test_other_code_is_refused_before_anything_is_placed() -> None:
 
 def test_nodes_of_one_machine_are_told_apart_by_the_beginning_of_their_ids() -> None:
     addresses = {"3f2a9c1d77": "10.0.0.7", "b81e04aa52": "10.0.0.7", "77aa01c3d9": "10.0.0.8"}
-    names = told_apart(addresses)
+    names = distinct_names(addresses)
     assert names == {
         "3f2a9c1d77": "10.0.0.7 (3f2a9c1d)",
         "b81e04aa52": "10.0.0.7 (b81e04aa)",

@@ -13,7 +13,7 @@ from blockyard.deploy.lifecycle.serving import (
     Progress,
     next_stage,
 )
-from blockyard.deploy.supervision.replicas import Kind, Phase, Place
+from blockyard.deploy.supervision.replicas import Kind, Phase, Replica
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,18 +54,18 @@ def test_a_long_line_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str])
     assert second.rstrip() == f"warning: {warning}".rstrip()
 
 
-def look(*phases: Phase) -> list[Place]:
+def look(*phases: Phase) -> list[Replica]:
     """Workers that run; without a phase, one that has no process yet."""
-    workers = [Place(name="worker-0", kind="worker", phase=phase, pid=7) for phase in phases]
+    workers = [Replica(name="worker-0", kind="worker", phase=phase, pid=7) for phase in phases]
     return [
-        Place(name="router-0", kind="router", pid=8),
-        *(workers or [Place(name="worker-0", kind="worker")]),
+        Replica(name="router-0", kind="router", pid=8),
+        *(workers or [Replica(name="worker-0", kind="worker")]),
     ]
 
 
 def test_a_first_start_says_that_kernels_are_compiled_and_then_that_it_warms_up() -> None:
     stage, stages = STARTING, []
-    for places, is_compiling in (
+    for replicas, is_compiling in (
         (look(), False),
         (look("starting", "downloading"), False),
         (look("starting"), False),
@@ -73,7 +73,7 @@ def test_a_first_start_says_that_kernels_are_compiled_and_then_that_it_warms_up(
         (look("starting"), False),
         (look("serving"), False),
     ):
-        stage = next_stage(stage, places, is_compiling=is_compiling)
+        stage = next_stage(stage, replicas, is_compiling=is_compiling)
         stages.append(stage)
     assert stages == [STARTING, DOWNLOADING, LOADING, COMPILING, WARMING, WARMING]
 
@@ -96,5 +96,5 @@ def test_workers_and_routers_are_counted_apart() -> None:
         ("worker-1", "worker", "starting"),
         ("router-0", "router", "serving"),
     ]
-    places = [Place(name=name, kind=kind, phase=phase) for name, kind, phase in phases]
-    assert serving._who_serves(places) == "1 of 2 workers and 1 of 1 router serve"
+    replicas = [Replica(name=name, kind=kind, phase=phase) for name, kind, phase in phases]
+    assert serving._who_serves(replicas) == "1 of 2 workers and 1 of 1 router serve"

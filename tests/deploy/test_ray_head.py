@@ -42,7 +42,7 @@ def test_a_web_server_is_no_ray_and_that_is_said_at_once() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         Thread(target=web.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{web.server_port}"
-        with pytest.raises(RayConnectError, match=f"what answers at {address} is no Ray"):
+        with pytest.raises(RayConnectError, match=f"the program at {address} is not Ray"):
             check_listening(address)
         web.shutdown()
 

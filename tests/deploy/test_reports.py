@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 from blockyard.deploy.supervision.reports import (
     BEAT_SECONDS,
     SilentSupervisorError,
@@ -22,8 +22,8 @@ SILENT_SECONDS = 0.3
 PATIENCE_SECONDS = 30.0
 
 texts, counts = st.text(max_size=8), st.integers(0, 2**40)
-places = st.builds(
-    Place,
+replicas = st.builds(
+    Replica,
     **dict.fromkeys(("name", "address", "http_address", "node_id", "incarnation", "code", "error"), texts),
     **dict.fromkeys(
         ("pid", "num_ready_workers", "num_starts", "num_failures_in_a_row", "num_missed"), counts
@@ -39,7 +39,7 @@ reports = st.builds(
     SupervisorReport,
     pid=counts,
     code=texts,
-    places=st.lists(places, max_size=4),
+    replicas=st.lists(replicas, max_size=4),
     cpus_per_worker=st.floats(0, 64),
     gpus_per_worker=st.floats(0, 8),
     at_seconds=st.floats(0, 1e9),
@@ -48,7 +48,7 @@ reports = st.builds(
 
 def report_of(pid: int) -> SupervisorReport:
     return SupervisorReport(
-        pid=pid, code="", places=[], cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+        pid=pid, code="", replicas=[], cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
     )
 
 

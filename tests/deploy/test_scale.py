@@ -8,8 +8,13 @@ from dataclasses import replace
 import pytest
 from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 from blockyard.deploy.lifecycle.scaling import Scaled, check_room, scaled_of, workers_of
-from blockyard.deploy.supervision.desired_state import Wish, decoded, encoded
-from blockyard.deploy.supervision.replicas import FIRST_BACKOFF_SECONDS, Place, SupervisorReport, places_of
+from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
+from blockyard.deploy.supervision.replicas import (
+    FIRST_BACKOFF_SECONDS,
+    Replica,
+    SupervisorReport,
+    replicas_of,
+)
 from blockyard.deploy.supervision.reports import NAMESPACE
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +55,7 @@ async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(supe
     assert await names(supervisor) == ("worker-0",)
     await until(lambda: supervisor.router.told[-1] == ["worker-0:1"])
     await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
-    assert len(supervisor.lives) == 3, "nobody was started in place of those that left"
+    assert len(supervisor.lives) == 3, "nobody was started in replica of those that left"
 
 
 async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor: Lives) -> None:
@@ -82,14 +87,14 @@ async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_trie
     supervisor.fails_to_start = False
     async with asyncio.timeout(20):
         await supervisor.scale(2, 0.0)
-    worker = await supervisor.place("worker-1")
+    worker = await supervisor.replica("worker-1")
     assert (worker.phase, worker.error) == ("serving", "")
 
 
 async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: Lives) -> None:
     supervisor.never_starts = True
     growing = asyncio.create_task(supervisor.scale(3, 0.0))
-    await until(lambda: len(supervisor._places) == 4)
+    await until(lambda: len(supervisor._replicas) == 4)
     async with asyncio.timeout(5):
         await supervisor.scale(1, 0.0)
         with pytest.raises(RuntimeError, match=r"worker-\d was taken out meanwhile: the cluster shrinks"):
@@ -138,7 +143,7 @@ async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died(
     left = Outlives()
     first = Lives(left)
     await until(lambda: len(first.lives) == 1)
-    worker = await first.place("worker-0")
+    worker = await first.replica("worker-0")
     first.lives[0].draining = True
     await until(lambda: worker.phase == "draining")
     await until(lambda: left.load() is not None)
@@ -146,12 +151,12 @@ async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died(
     first.lives[0].ended.set()
 
     second = Lives(left)
-    place = await second.place("worker-0")
+    replica = await second.replica("worker-0")
     await until(lambda: bool(second.router.told))
-    assert (place.phase, second.lives) == ("stopped", [])
+    assert (replica.phase, second.lives) == ("stopped", [])
     await second.restart("worker-0", 0.0)
-    assert (place.phase, len(second.lives)) == ("serving", 1)
-    await until(lambda: left.load() == Wish(num_workers=1))
+    assert (replica.phase, len(second.lives)) == ("serving", 1)
+    await until(lambda: left.load() == DesiredState(num_workers=1))
     await second.leave()
 
 
@@ -164,16 +169,16 @@ async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: py
     monkeypatch.setattr("blockyard.deploy.supervision.supervisor.withdraw", withdraw)
     supervisor = Lives()
     await supervisor.scale(2, 0.0)
-    assert supervisor.left.load() == Wish(num_workers=2)
+    assert supervisor.left.load() == DesiredState(num_workers=2)
     supervisor._actors.pop("router-0")
     await supervisor.shut_down(0.0)
     assert supervisor.left.load() is None
     assert withdrawn == [("default", KV_NAMESPACE), ("default", NAMESPACE)]
 
 
-def test_a_wish_comes_back_as_it_was_stored() -> None:
-    wish = Wish(num_workers=3, grace_seconds=1.5, taken_out=frozenset({"worker-2", "worker-0"}))
-    assert decoded(encoded(wish)) == wish
+def test_a_desired_state_comes_back_as_it_was_stored() -> None:
+    desired = DesiredState(num_workers=3, grace_seconds=1.5, taken_out=frozenset({"worker-2", "worker-0"}))
+    assert decoded(encoded(desired)) == desired
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,12 @@ def test_workers_fit_only_whole_on_a_node(
     free: list[dict[str, float]], gpus: float, missing: int, fits: bool
 ) -> None:
     report = SupervisorReport(
-        pid=1, code="", places=places_of(SPEC, 1), cpus_per_worker=1.0, gpus_per_worker=gpus, at_seconds=0.0
+        pid=1,
+        code="",
+        replicas=replicas_of(SPEC, 1),
+        cpus_per_worker=1.0,
+        gpus_per_worker=gpus,
+        at_seconds=0.0,
     )
     if fits:
         check_room(free, report, missing)
@@ -204,7 +214,7 @@ def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gp
     report = SupervisorReport(
         pid=1,
         code="",
-        places=places_of(SPEC, 1),
+        replicas=replicas_of(SPEC, 1),
         cpus_per_worker=cpus,
         gpus_per_worker=gpus,
         at_seconds=0.0,
@@ -229,9 +239,9 @@ def test_who_has_no_room_is_told_what_workers_hold_and_how_to_start_with_less() 
 @given(cpus=st.integers(1, 64), num_running=st.integers(1, 8), missing=st.integers(1, 8))
 def test_the_share_that_a_refusal_names_lets_all_fit(cpus: int, num_running: int, missing: int) -> None:
     each = cpus / num_running
-    places = places_of(SPEC, num_running)
+    replicas = replicas_of(SPEC, num_running)
     report = SupervisorReport(
-        pid=1, code="", places=places, cpus_per_worker=each, gpus_per_worker=0.0, at_seconds=0.0
+        pid=1, code="", replicas=replicas, cpus_per_worker=each, gpus_per_worker=0.0, at_seconds=0.0
     )
     with pytest.raises(ValueError, match="will not fit") as refused:
         check_room([{}], report, missing)
@@ -240,10 +250,10 @@ def test_the_share_that_a_refusal_names_lets_all_fit(cpus: int, num_running: int
 
 
 def test_who_counts_and_is_taken_out_is_said_with_the_way_back() -> None:
-    places = [Place(name="router-0", kind="router", phase="draining"), *places_of(SPEC, 2)]
-    places[2].phase = "stopped"
+    replicas = [Replica(name="router-0", kind="router", phase="draining"), *replicas_of(SPEC, 2)]
+    replicas[2].phase = "stopped"
     report = SupervisorReport(
-        pid=1, code="", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+        pid=1, code="", replicas=replicas, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
     )
     scaled = scaled_of(("worker-0", "worker-1"), report)
     assert (scaled.workers, scaled.taken_out) == (("worker-0", "worker-1"), ("worker-1",))

@@ -5,7 +5,7 @@ import socket
 import pytest
 from blockyard.deploy.machine.shared_port import reserved_port
 from blockyard.deploy.settings.wanted_cluster import UpOptions
-from blockyard.deploy.supervision.replicas import Place, router_config
+from blockyard.deploy.supervision.replicas import Replica, router_config
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import EngineConfig
 
@@ -65,9 +65,9 @@ def test_ports_side_by_side_end_where_ports_end() -> None:
 def test_routers_share_a_port_or_stand_side_by_side_and_come_back_where_they_were(
     port: int, reuse_port: bool, address: str, expected: int
 ) -> None:
-    place = Place(name="router-2", kind="router", address=address)
+    replica = Replica(name="router-2", kind="router", address=address)
     router = RouterConfig(model="m", port=port, reuse_port=reuse_port)
-    assert (router_config(router, place).port, router_config(router, place).http_port) == (expected, None)
-    place = Place(name="router-2", kind="router", address="127.0.0.1:1", http_address=address)
+    assert (router_config(router, replica).port, router_config(router, replica).http_port) == (expected, None)
+    replica = Replica(name="router-2", kind="router", address="127.0.0.1:1", http_address=address)
     gateway = RouterConfig(model="m", http_port=port, reuse_port=reuse_port)
-    assert router_config(gateway, place).http_port == expected
+    assert router_config(gateway, replica).http_port == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.ray.shipping import build_wheel
-from blockyard.deploy.supervision.replicas import OtherCodeError, Place, check_code
+from blockyard.deploy.supervision.replicas import OtherCodeError, Replica, check_code
 from blockyard.proto.naming.code_version import code_version, package_folders
 
 SAY_VERSION = (
@@ -55,11 +55,9 @@ def test_a_shipped_copy_is_the_same_code_and_says_so(installed: Path) -> None:
 
 
 def test_a_shipped_copy_can_be_packed_again(installed: Path, tmp_path: Path) -> None:
-    pack = (
-        "import pathlib; from blockyard.deploy.ray import shipping; "
-        "print(shipping.build_wheel(pathlib.Path(%r)).name)"
-    )
-    assert run_python(pack % str(tmp_path), installed) == [f"blockyard-{code_version()}-py3-none-any.whl"]
+    build = "from blockyard.deploy.ray.shipping import build_wheel; print(build_wheel(pathlib.Path(%r)).name)"
+    (name,) = run_python(f"import pathlib; {build}" % str(tmp_path), installed)
+    assert name == f"blockyard-{code_version()}-py3-none-any.whl"
 
 
 def test_a_shipped_copy_has_all_that_the_package_needs(installed: Path) -> None:
@@ -95,8 +93,8 @@ def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path) ->
 
 
 def test_a_place_on_a_node_with_other_code_is_refused_with_both_versions() -> None:
-    place = Place(name="worker-1", kind="worker", code="0.1.0+aaaa")
-    check_code(place, "0.1.0+aaaa")
-    check_code(place, "")
+    replica = Replica(name="worker-1", kind="worker", code="0.1.0+aaaa")
+    check_code(replica, "0.1.0+aaaa")
+    check_code(replica, "")
     with pytest.raises(OtherCodeError, match=r"0\.1\.0\+aaaa, the cluster runs 0\.1\.0\+bbbb.*--ship-code"):
-        check_code(place, "0.1.0+bbbb")
+        check_code(replica, "0.1.0+bbbb")

@@ -12,7 +12,7 @@ from blockyard.deploy.supervision.replicas import (
     FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
     PUSH_SECONDS,
-    Place,
+    Replica,
     push_pause_seconds,
 )
 
@@ -34,25 +34,25 @@ class Life:
 
 
 class WithoutRay(WithoutActors):
-    """Its places serve until `ended`; its routers are lives of ours."""
+    """Its replicas serve until `ended`; its routers are lives of ours."""
 
     def __init__(self, life: Life) -> None:
         self.ended = asyncio.Event()
         self._life = life
         super().__init__()
 
-    async def _run_once(self, place: Place) -> None:
+    async def _run_once(self, replica: Replica) -> None:
         if self.ended.is_set():
             await asyncio.Event().wait()
-        self._actors[place.name] = self._life
-        place.phase, place.address = "serving", f"{place.name}:1"
+        self._actors[replica.name] = self._life
+        replica.phase, replica.address = "serving", f"{replica.name}:1"
         self._changed.set()
         await self.ended.wait()
-        del self._actors[place.name]
+        del self._actors[replica.name]
         raise RuntimeError("it ended")
 
-    async def router(self) -> Place:
-        return next(place for place in (await self.report()).places if place.kind == "router")
+    async def router(self) -> Replica:
+        return next(replica for replica in (await self.report()).replicas if replica.kind == "router")
 
 
 def ready(num_workers: int) -> "asyncio.Future[int]":
@@ -122,7 +122,7 @@ async def supervisor() -> AsyncIterator[Lives]:
 
 
 async def test_a_restart_drains_first_and_is_no_failure(supervisor: Lives) -> None:
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     await supervisor.restart("worker-0", 7.5)
     assert supervisor.lives[0].stopped_with == [7.5]
     assert (worker.phase, worker.incarnation, worker.num_starts) == ("serving", "life-1", 2)
@@ -151,7 +151,7 @@ async def test_a_restart_that_fails_says_why_and_goes_on_trying(supervisor: Live
 async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_for(
     supervisor: Lives,
 ) -> None:
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     supervisor.lives[0].draining = True
     await until(lambda: worker.phase == "draining")
     supervisor.lives[0].ended.set()
@@ -163,7 +163,7 @@ async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_fo
 
 
 async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(supervisor: Lives) -> None:
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     assert (await supervisor.report()).error_age_seconds(worker) is None
     supervisor.lives[0].ended.set()
     await until(lambda: worker.num_starts == 2)
@@ -175,7 +175,7 @@ async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(super
 
 
 async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(supervisor: Lives) -> None:
-    worker = await supervisor.place("worker")
+    worker = await supervisor.replica("worker")
     supervisor.lives[0].draining = True
     await until(lambda: worker.phase == "draining")
     supervisor.lives[0].draining = False

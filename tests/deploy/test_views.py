@@ -10,7 +10,7 @@ from blockyard.deploy.commands.shown import console
 from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray.nodes import RayNode
-from blockyard.deploy.supervision.replicas import Place, SupervisorReport
+from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 from blockyard.deploy.views.explained import explained_view
 from blockyard.deploy.views.top import Look, rows_of, screen
 from blockyard.deploy.views.views import (
@@ -84,12 +84,12 @@ def test_preemptions_and_swaps_have_columns_once_a_worker_has_some() -> None:
 
 
 def status_on(*nodes: RayNode) -> str:
-    places = [
-        Place(name=f"worker-{number}", kind="worker", node_id=id)
+    replicas = [
+        Replica(name=f"worker-{number}", kind="worker", node_id=id)
         for number, id in enumerate(("aaaa", "bbbb"))
     ]
     report = SupervisorReport(
-        pid=1, code="c", places=places, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
+        pid=1, code="c", replicas=replicas, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
     )
     cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
     return printed(status_view(cluster, report, None, nodes))
@@ -115,9 +115,16 @@ def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> 
     ],
 )
 def test_status_tells_how_long_ago_the_last_error_was(seconds: float, told: str) -> None:
-    killed = Place(name="worker-0", kind="worker", error="its process was killed by SIGKILL", failed_at=50.0)
+    killed = Replica(
+        name="worker-0", kind="worker", error="its process was killed by SIGKILL", failed_at=50.0
+    )
     report = SupervisorReport(
-        pid=1, code="c", places=[killed], cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=50.0 + seconds
+        pid=1,
+        code="c",
+        replicas=[killed],
+        cpus_per_worker=1.0,
+        gpus_per_worker=0.0,
+        at_seconds=50.0 + seconds,
     )
     cluster = ClusterState(cluster="default", model="demo", secret="s")
     shown = printed(status_view(cluster, report, None, ()))

@@ -1,4 +1,4 @@
-// The page's loop: one picture a second, drawn into cards that stay where they are.
+// The page's loop: fetches one picture per second and draws it into cards that keep their place.
 
 import { startAsking } from "./ask.js";
 import { Charts } from "./charts.js";
@@ -14,13 +14,13 @@ const COUNTERS = ["evictions", "preemptions", "generated_tokens"];
 const DAY_MS = 86_400_000;
 const AWAY = new Set(["dead", "stopped", "starting", "downloading", "connecting", "refused"]);
 
-const RATE_TIP = "The rate is that of the last minute";
+const RATE_TIP = "The rate is for the last minute";
 const TIPS = {
-  running: "Sequences in the steps of the engine",
+  running: "Sequences in the engine's running batch",
   waiting: "Sequences without blocks: not admitted yet, or preempted",
-  hit_rate: "Prompt tokens that were found cached, of all, since the worker's start",
-  evictions: `Cached blocks that were given to others for want of free ones. ${RATE_TIP}`,
-  preemptions: `Sequences that had to give way for want of blocks. ${RATE_TIP}`,
+  hit_rate: "Share of prompt tokens that were found cached, since the worker's start",
+  evictions: `Cached blocks that were evicted because no block was free. ${RATE_TIP}`,
+  preemptions: `Sequences that lost their blocks because no block was free. ${RATE_TIP}`,
   generated_tokens: `Tokens generated since the worker's start. ${RATE_TIP}`,
 };
 
@@ -73,7 +73,7 @@ function makeCard(name) {
   const element = el("article", { className: "card", "data-worker": name, ariaLabel: `Worker ${name}` },
     el("div", { className: "row" }, el("h2", {}, name), field("state"), el("span", { className: "spring" }),
       el("span", { className: "quiet" }, field("device"))),
-    el("p", { className: "quiet" }, field("node"), field("address"), " · life ", field("incarnation", "code"), field("starts")),
+    el("p", { className: "quiet" }, field("node"), field("address"), " · incarnation ", field("incarnation", "code"), field("starts")),
     field("reason", "p"), pool);
   return { element, fields, map, pool, host, hostFill };
 }
@@ -89,9 +89,9 @@ function showCard(card, worker) {
   const { fields } = card;
   setText(fields.state, worker.state);
   fields.state.className = `state ${worker.state}`;
-  const silence = worker.pool || AWAY.has(worker.state) ? "" : "it does not tell its pool in time";
+  const silence = worker.pool || AWAY.has(worker.state) ? "" : "it does not report its pool in time";
   if (worker.pool ?? worker.last_pool) showPool(card, worker.pool ?? worker.last_pool);
-  const past = worker.pool || card.pool.hidden ? "" : "the numbers below are the last that it told";
+  const past = worker.pool || card.pool.hidden ? "" : "the numbers below are its last ones";
   setText(fields.reason, [since(worker), worker.reason || silence, past].filter(Boolean).join("; "));
   fields.reason.hidden = !fields.reason.textContent;
   setText(fields.device, worker.device);
@@ -111,7 +111,7 @@ function showPool(card, pool) {
   setText(fields.size, `blocks of ${pool.block_size} tokens (${bytes(pool.total * pool.bytes_per_block)})${cell}`);
   setText(fields.hit_rate, percent(pool.cached_tokens, pool.prompt_tokens));
   card.host.hidden = !pool.host_total;
-  setText(fields.host, `host memory: ${count(pool.host_cached)} of ${count(pool.host_total)} blocks keep what was evicted`);
+  setText(fields.host, `host memory: ${count(pool.host_cached)} of ${count(pool.host_total)} blocks hold evicted prefixes`);
   card.hostFill.style.width = `${pool.host_total ? (100 * pool.host_cached) / pool.host_total : 0}%`;
   card.map.show(pool);
 }
@@ -132,7 +132,7 @@ function showCards(workers) {
   }
 }
 
-// What is above the cards
+// Above the cards
 
 function showTiles(picture) {
   const pools = picture.workers.map((worker) => worker.pool).filter(Boolean);
@@ -140,14 +140,14 @@ function showTiles(picture) {
   const info = picture.info;
   const ready = picture.workers.filter((worker) => worker.state === "ready").length;
   const tiles = [
-    ["workers_ready", "workers ready", `${count(ready)} of ${count(picture.workers.length)}`, "Workers that take requests, of those that should run"],
-    ["running", "sequences running", count(sum("running")), "In the steps of the engines of all workers"],
-    ["waiting", "sequences waiting", count(sum("waiting")), "On all workers, for blocks"],
-    ["requests", "requests run + wait", info ? `${count(info.requests_running)} + ${count(info.requests_waiting)}` : "-", "Those of the router that answered"],
-    ["usage", "of all blocks used", percent(sum("used"), sum("total")), "Blocks that running sequences hold, of all pools"],
-    ["hits", "prefix hit rate", percent(sum("cached_tokens"), sum("prompt_tokens")), "Prompt tokens that were found cached, of all, since the workers' start"],
-    ["index", "prefix index", info ? info.index : "-", "exact: it knows what workers cache. degraded: it is behind. absent: placement goes by load alone"],
-    ["migrations", "migrations", info ? count(info.migrations) : "-", `Requests that lost a worker and went on elsewhere, of the router that answered. ${RATE_TIP}`],
+    ["workers_ready", "workers ready", `${count(ready)} of ${count(picture.workers.length)}`, "Workers that take requests, of all that should run"],
+    ["running", "sequences running", count(sum("running")), "Sequences in the running batches of all workers"],
+    ["waiting", "sequences waiting", count(sum("waiting")), "Sequences that wait for blocks, on all workers"],
+    ["requests", "requests run + wait", info ? `${count(info.requests_running)} + ${count(info.requests_waiting)}` : "-", "Requests of the router that answered"],
+    ["usage", "of all blocks used", percent(sum("used"), sum("total")), "Share of the blocks of all pools that running sequences use"],
+    ["hits", "prefix hit rate", percent(sum("cached_tokens"), sum("prompt_tokens")), "Share of prompt tokens that were found cached, since the workers' start"],
+    ["index", "prefix index", info ? info.index : "-", "exact: it knows what workers cache. degraded: it is behind. absent: placement uses load alone"],
+    ["migrations", "migrations", info ? count(info.migrations) : "-", `Requests that lost their worker and moved to another, of the router that answered. ${RATE_TIP}`],
   ];
   for (const [key, label, value, title] of tiles) {
     let tile = byId("tiles").querySelector(`[data-tile="${key}"]`);
@@ -192,7 +192,7 @@ async function look() {
     const state = await ask("state", parameters());
     showHead(state);
     const picture = state.picture;
-    const none = picture ? "" : "No cluster of Blockyard runs on this Ray. `blockyard up` starts one.";
+    const none = picture ? "" : "No Blockyard cluster runs on this Ray. `blockyard up` starts one.";
     complain(state.trouble, picture?.trouble, none);
     if (picture) {
       showTiles(picture);
@@ -216,7 +216,7 @@ async function tick() {
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  setText(byId("pause"), paused ? "Go on" : "Pause");
+  setText(byId("pause"), paused ? "Resume" : "Pause");
   showPulse(0);
 });
 byId("requests").addEventListener("toggle", () => showRequests(parameters()));

@@ -1,4 +1,4 @@
-// Questions about a prompt: who caches it, and where it would go. The prompt travels in headers, never in an address.
+// Questions about a prompt: which workers cache it, and where it would run. The prompt is in headers, never in a URL.
 
 import { ask, count, counted, decimal, el, percent } from "./dom.js";
 import { table } from "./details.js";
@@ -26,7 +26,7 @@ export function startAsking(parameters, mark) {
   });
 }
 
-// Throws an Error with a sentence.
+// Throws an Error whose message is a sentence for the operator.
 function headers(form) {
   const text = form.querySelector("#prompt").value;
   const question = { public: form.querySelector("#public").checked };
@@ -42,14 +42,14 @@ function headers(form) {
 }
 
 function tokenId(text) {
-  if (!/^\d{1,9}$/.test(text)) throw new Error(`'${text.slice(0, 20)}' is no token id`);
+  if (!/^\d{1,9}$/.test(text)) throw new Error(`'${text.slice(0, 20)}' is not a token id`);
   return Number(text);
 }
 
 function prefix(found, mark) {
   const head = el("p", { "data-field": "prefix" }, `${counted(found.prompt_tokens, "token")}, ${counted(found.prompt_blocks, "full block")}. ` +
     (found.index_available ? "" : "The prefix index does not answer."));
-  if (!found.holders.length) return [head, el("p", {}, "No worker caches its beginning.")];
+  if (!found.holders.length) return [head, el("p", {}, "No worker has cached its beginning.")];
   const rows = found.holders.map((holder) =>
     el("tr", { "data-holder": holder.worker },
       el("td", {}, holder.worker),
@@ -61,12 +61,12 @@ function prefix(found, mark) {
   return [head, table(["worker", "blocks on the GPU", "then in host memory", "of the prompt", ""], rows)];
 }
 
-// Costs that differ by less than the estimates' error are drawn by chance, so the chosen one may not be the least.
+// Among costs that differ by less than the estimates' error the choice is random, so the chosen cost may not be the least.
 function reason({ candidates, chosen }) {
   const least = candidates.reduce((best, other) => (other.cost < best.cost ? other : best));
   const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
   return difference > 0
-    ? `${least.worker_id} costs ${decimal(difference)} less, which is too close to tell: chance decides, or the session's last worker.`
+    ? `${least.worker_id} costs ${decimal(difference)} less, which is too close to tell: the session's last worker wins, or a random one.`
     : "It costs least.";
 }
 
@@ -81,6 +81,6 @@ function placement(found) {
       ...TERMS.map(([, name]) => el("td", { "data-term": name }, decimal(candidate[name]))));
   });
   const head = el("p", { "data-field": "chosen" }, `Policy ${found.policy}: ` + (found.chosen
-    ? `it would go to ${found.chosen}. ${reason(found)}` : "no worker can take it now."));
+    ? `it would run on ${found.chosen}. ${reason(found)}` : "no worker can take it now."));
   return [head, table(["worker", "cached + host tokens", "to compute", ...TERMS.map(([label]) => label)], rows)];
 }

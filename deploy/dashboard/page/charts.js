@@ -1,4 +1,4 @@
-// The last 15 minutes as small line charts. Plain SVG: axes with units, a gap where nothing was measured, a tooltip.
+// Line charts of the last 15 minutes, in plain SVG: axes with units, gaps where nothing was measured, a tooltip.
 
 import { count, el, setText } from "./dom.js";
 
@@ -27,7 +27,7 @@ function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-// The next of 1, 2, 5, 10 ... at or above it: the top of an axis is a number that people read.
+// Rounds up to the next of 1, 2, 5, 10 ..., so that the top of an axis is a round number.
 function ceiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -45,7 +45,7 @@ export class Charts {
   make(chart) {
     const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
     const tip = el("p", { className: "pointed" });
-    const names = chart.lines.map(([, name], place) => el("span", {}, el("i", { className: `chip line-${place}` }), name));
+    const names = chart.lines.map(([, name], index) => el("span", {}, el("i", { className: `chip line-${index}` }), name));
     const made = { ...chart, drawing, tip, pointedAt: null };
     drawing.addEventListener("pointermove", (event) => {
       const box = drawing.getBoundingClientRect();
@@ -86,7 +86,7 @@ export class Charts {
       svg("text", { x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "minutes"),
       svg("text", { transform: `translate(10 ${(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)`, "text-anchor": "middle" }, chart.unit),
     ];
-    const lines = chart.lines.map(([key], place) => svg("path", { class: `line-${place}`, d: this.path(history, key, x, y) }));
+    const lines = chart.lines.map(([key], index) => svg("path", { class: `line-${index}`, d: this.path(history, key, x, y) }));
     chart.drawing.replaceChildren(...axes, ...lines);
     const last = values.length ? chart.lines.map(([key, name]) => `${name} ${this.text(chart, history[key].at(-1))}`).join(", ") : "nothing yet";
     chart.drawing.setAttribute("aria-label", `${chart.title}, the last ${minutes} minutes: ${last}`);
@@ -94,9 +94,9 @@ export class Charts {
 
   path(history, key, x, y) {
     let isDrawn = false;
-    return history[key].map((value, place) => {
-      const here = value === null ? "" : `${x(history.age_seconds[place]).toFixed(1)} ${y(value).toFixed(1)}`;
-      // A point alone, between two gaps, is a dot: a line to where it is.
+    return history[key].map((value, index) => {
+      const here = value === null ? "" : `${x(history.age_seconds[index]).toFixed(1)} ${y(value).toFixed(1)}`;
+      // A single point between two gaps becomes a dot: a line to itself.
       const step = value === null ? "" : isDrawn ? `L${here}` : `M${here}L${here}`;
       isDrawn = value !== null;
       return step;
@@ -111,9 +111,9 @@ export class Charts {
     const { history } = this;
     if (chart.pointedAt === null || !history?.age_seconds.length) return setText(chart.tip, "");
     const off = history.age_seconds.map((age) => Math.abs(chart.x(age) - chart.pointedAt));
-    const place = off.indexOf(Math.min(...off));
-    if (off[place] > NEAR_PX) return setText(chart.tip, "nothing was measured then");
-    const told = chart.lines.map(([key, name]) => `${name} ${this.text(chart, history[key][place])}`);
-    return setText(chart.tip, `${ago(history.age_seconds[place])}: ${told.join(", ")}`);
+    const index = off.indexOf(Math.min(...off));
+    if (off[index] > NEAR_PX) return setText(chart.tip, "nothing was measured then");
+    const told = chart.lines.map(([key, name]) => `${name} ${this.text(chart, history[key][index])}`);
+    return setText(chart.tip, `${ago(history.age_seconds[index])}: ${told.join(", ")}`);
   }
 }

@@ -1,12 +1,12 @@
-// The panel beside the map: a block, some blocks, a worker's sequences, or one of them. Asked anew each second.
+// The panel beside the map: one block, several blocks, a worker's sequences, or one sequence. Refreshed each second.
 
 import { ask, count, counted, el, seconds, setText } from "./dom.js";
 
 const MOST_BUTTONS = 400;
 
 export class Details {
-  // `mark(worker, blocks)` marks blocks on that worker's map, and nothing anywhere else. A view answers with a key, its
-  // children and what to mark, which counts only while it is the one that is open.
+  // `mark(worker, blocks)` marks blocks on that worker's map and clears all other marks. A view returns a key, its
+  // children and what to mark. Its result is used only while the view is open.
   constructor(parameters, mark) {
     this.parameters = parameters;
     this.mark = mark;
@@ -54,7 +54,7 @@ export class Details {
     if (key !== this.shown) this.replace(key, children);
   }
 
-  // Whoever has moved the focus into the panel keeps it where it was.
+  // Keeps the focus on the same element if it is in the panel.
   replace(key, children) {
     this.shown = key;
     const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.key : null;
@@ -81,7 +81,7 @@ export class Details {
     return this.open(title, async () => {
       const [key, { blocks }] = await this.answer("blocks", worker, which);
       const marked = { worker, blocks: blocks.map((block) => block.id) };
-      if (!blocks.length) return [key, [el("p", {}, "The pool has no such block any more.")], marked];
+      if (!blocks.length) return [key, [el("p", {}, "The pool no longer has this block.")], marked];
       return [key, blocks.length > 1 ? [this.blockTable(worker, blocks)] : this.oneBlock(worker, blocks[0]), marked];
     });
   }
@@ -121,7 +121,7 @@ export class Details {
     this.mark("", []);
     return this.open(`${worker}: sequences`, async () => {
       const [key, { sequences }] = await this.answer("sequences", worker);
-      if (!sequences.length) return [key, [el("p", {}, "Nothing runs and nothing waits here.")]];
+      if (!sequences.length) return [key, [el("p", {}, "No sequence runs or waits here.")]];
       const rows = sequences.slice(0, MOST_BUTTONS).map((sequence) =>
         el("tr", {},
           el("td", {}, el("button", { className: "link mono", "data-key": `sequence-${sequence.id}`, onclick: () => this.sequence(worker, sequence.id) },
@@ -140,10 +140,10 @@ export class Details {
       const [key, { sequence }] = await this.answer("sequence", worker, { id });
       if (!sequence) {
         const back = el("button", { "data-key": "back", onclick: () => this.sequences(worker) }, "Other sequences");
-        return [key, [el("p", {}, "This sequence is over."), back], { worker: "", blocks: [] }];
+        return [key, [el("p", {}, "This sequence has ended."), back], { worker: "", blocks: [] }];
       }
-      const chips = sequence.block_table.slice(0, MOST_BUTTONS).map((block, place) =>
-        el("button", { "data-key": `table-${place}`, ariaLabel: `block ${block}`, onclick: () => this.block(worker, { first: block }) }, String(block)));
+      const chips = sequence.block_table.slice(0, MOST_BUTTONS).map((block, index) =>
+        el("button", { "data-key": `table-${index}`, ariaLabel: `block ${block}`, onclick: () => this.block(worker, { first: block }) }, String(block)));
       const left = sequence.num_blocks - chips.length;
       return [key, [
         facts([

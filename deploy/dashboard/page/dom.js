@@ -1,4 +1,4 @@
-// Small helpers: elements, numbers as people read them, and one question to the server with a deadline.
+// Helpers: elements, formatted numbers, and a request to the server with a deadline.
 
 const DEADLINE_MS = 9000;
 
@@ -13,7 +13,7 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Only what has changed is touched: a screen reader is not told the same again.
+// Changes the element only if the text differs, so that a screen reader does not repeat it.
 export function setText(element, text) {
   if (element.textContent !== String(text)) element.textContent = text;
 }
@@ -44,7 +44,7 @@ export async function ask(path, parameters = {}, headers = {}) {
   try {
     response = await fetch(`blockyard/api/${path}?${query}`, { headers, signal: AbortSignal.timeout(DEADLINE_MS) });
   } catch (error) {
-    throw new Error(error.name === "TimeoutError" ? "the dashboard did not answer in time" : "the dashboard is not reached");
+    throw new Error(error.name === "TimeoutError" ? "the dashboard did not answer in time" : "the dashboard cannot be reached");
   }
   if (response.status === 401 || response.status === 403)
     throw new Error("You are signed out: `blockyard open` prints or opens the URL that signs in");

@@ -1,6 +1,6 @@
-// How the page looks in a frame of Ray's dashboard: with the theme that is chosen there, and as much of it as is asked for.
+// The page in a frame of Ray's dashboard: takes that dashboard's theme, and shows only the view in the URL.
 
-// The token of a URL that signs in, opened by one who is signed in already.
+// Removes the token of a sign-in URL from the address bar, if the user is signed in already.
 if (location.hash) history.replaceState(null, "", location.pathname + location.search);
 
 const asked = new URLSearchParams(location.search);

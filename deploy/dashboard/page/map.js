@@ -1,4 +1,4 @@
-// One pool as a map: a cell for each block, or for several blocks of a large pool. By mouse, by finger or by keys.
+// A pool as a map: a cell for each block, or for several blocks of a large pool. Works by mouse, touch and keyboard.
 
 import { count } from "./dom.js";
 
@@ -93,7 +93,7 @@ export class PoolMap {
     }
   }
 
-  // From the bottom up: shared, used by one, cached; what is left is free.
+  // Fills a cell from the bottom: shared, used by one sequence, cached. The rest is free.
   drawCell(context, paint, cell, x, y, size) {
     const { cell_used: used, cell_shared: shared, cell_cached: cached, cell_holders: holders } = this.pool;
     const blocks = this.blocksOf(cell).count;

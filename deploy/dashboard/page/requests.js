@@ -1,4 +1,4 @@
-// The requests that all routers hold, oldest first. Asked for only while the table is unfolded.
+// The requests of all routers, oldest first. They are fetched only while the table is unfolded.
 
 import { ask, count, el, seconds, setText } from "./dom.js";
 
@@ -10,7 +10,7 @@ function row(request) {
   const cells = [request.id, request.tenant || "-", request.worker || "-", request.state, count(request.prompt_tokens), cached,
     count(request.generated_tokens), seconds(request.age_seconds)];
   return el("tr", { "data-request": request.id, title: `held by router ${request.router}` },
-    ...cells.map((text, place) => el("td", { "data-column": COLUMNS[place], className: place ? "" : "mono" }, text)));
+    ...cells.map((text, index) => el("td", { "data-column": COLUMNS[index], className: index ? "" : "mono" }, text)));
 }
 
 export async function showRequests(parameters) {
@@ -19,7 +19,7 @@ export async function showRequests(parameters) {
   try {
     const { requests, total, silent } = await ask("requests", parameters);
     const shown = total > requests.length ? `the oldest ${count(requests.length)} of ${count(total)}` : count(total);
-    told = [`${shown} on all routers`, silent.length && `no answer of ${silent.join(", ")}`].filter(Boolean).join(" · ");
+    told = [`${shown} on all routers`, silent.length && `no answer from ${silent.join(", ")}`].filter(Boolean).join(" · ");
     const head = el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)));
     byId("requests-table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...requests.map(row)));
   } catch (error) {

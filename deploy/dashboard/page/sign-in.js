@@ -1,10 +1,10 @@
-// Exchanges the token in the URL's fragment for a cookie that scripts cannot read. The token leaves the address bar first.
+// Exchanges the token in the URL's fragment for a cookie that scripts cannot read. Clears the address bar first.
 
 const trouble = document.getElementById("trouble");
 const here = location.pathname + location.search;
 const tokenOf = (text) => text.split("#token=").pop().trim();
 
-// A navigation of this page, not a reload: a reload after a link from elsewhere would not send the cookie.
+// Navigates instead of reloading, because a reload after a link from another site would not send the cookie.
 const enter = () => location.replace(here);
 
 function complain(sentence) {
@@ -17,9 +17,9 @@ async function signIn(token) {
     const headers = { Authorization: `Bearer ${token}` };
     const response = await fetch("blockyard/sign-in", { method: "POST", headers });
     if (response.ok) enter();
-    else complain("This token is not the one of this page. After a new start of the cluster, run `blockyard open` again.");
+    else complain("This is not the token of this page. Run `blockyard open` again after each start of the cluster.");
   } catch {
-    complain("The dashboard is not reached, or the token has characters that no token has.");
+    complain("The dashboard cannot be reached, or the token has invalid characters.");
   }
 }
 
@@ -32,5 +32,5 @@ document.querySelector("#sign-in button").disabled = false;
 const fragment = location.hash;
 if (fragment) history.replaceState(null, "", here);
 if (fragment.startsWith("#token=")) await signIn(tokenOf(fragment));
-// A link from elsewhere comes without the cookie, although there may be one.
+// A link from another site comes without the cookie, even if there is one.
 else if ((await fetch("blockyard/app.js")).ok) enter();
