@@ -1,6 +1,6 @@
 """What each role may do in Redis, as rules of an ACL (Redis >= 6.2): routers read the index, workers write their part.
 
-Owns the rules; the scripts that need them are in scripts.py and walks.py. Each command here is sent or
+Owns the rules; the scripts that need them are in lua/. Each command here is sent or
 called from a script, and each that is sent is here: tests/security/test_redis_roles.py tries every command there is.
 
 Routers, which read what clients send, may not load scripts. Workers may: a Redis that was restarted has none, and

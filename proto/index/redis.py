@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from blockyard.proto.index import schema as index_schema
 from blockyard.proto.index import scripts as index_scripts
-from blockyard.proto.index import walks as index_walks
 from blockyard.proto.index.contract import (
     MAX_BERTHS,
     MAX_LISTED,
@@ -54,11 +53,6 @@ MAX_BLOCK_SIZE_DIGITS = 9
 MAX_ERROR_CHARACTERS = 300
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _DATABASE = re.compile(r"(/[0-9]*)?")
-_SCRIPTS = (
-    *(index_scripts.REGISTER, index_scripts.APPLY, index_scripts.RENEW, index_scripts.RETIRE),
-    *(index_scripts.CLAIM, index_scripts.UNCLAIM),
-    *(index_scripts.LOOKUP, index_scripts.DIRECTORY, index_walks.PURGE, index_walks.INFO),
-)
 
 
 def check_url(url: str) -> None:
@@ -209,7 +203,7 @@ class RedisPrefixIndex:
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         reply = await self._call(
-            index_walks.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
+            index_scripts.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
         )
         with _of_our_scripts():
             active, cursor, changed = _counts(reply[:3], 3)
@@ -221,7 +215,7 @@ class RedisPrefixIndex:
         for first in range(0, index_schema.NUM_BUCKETS, index_schema.INFO_SLICE_BUCKETS):
             stop = min(first + index_schema.INFO_SLICE_BUCKETS, index_schema.NUM_BUCKETS)
             sample = index_schema.INFO_SAMPLE_EVERY
-            reply = await self._call(index_walks.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
+            reply = await self._call(index_scripts.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
             with _of_our_scripts():
                 counts = _counts(reply, 5)
             names += counts[0]
@@ -248,7 +242,7 @@ class RedisPrefixIndex:
         """All, in one round trip: a reader's too."""
         with _failures_told():
             async with self._client.pipeline(transaction=False) as pipe:
-                for script in _SCRIPTS:
+                for script in index_scripts.ALL:
                     pipe.script_load(script)
                 await pipe.execute()
 

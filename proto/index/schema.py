@@ -1,6 +1,6 @@
 """How the prefix index lies in Redis (>= 6.2, or Valkey): keys and packing.
 
-Owns the layout and its version. Does not own the scripts that work on it (scripts.py, walks.py) nor a
+Owns the layout and its version. Does not own the scripts that work on it (lua/) nor a
 connection (redis.py).
 
 Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`

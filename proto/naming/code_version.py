@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGES = ("proto", "kernels", "worker", "router", "deploy")
 _HASH_DIGITS = 12
-_SUFFIXES = (".py", ".cpp", ".h")
+_SUFFIXES = (".py", ".cpp", ".h", ".lua")
 
 
 def package_folders() -> dict[str, Path]:

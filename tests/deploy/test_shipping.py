@@ -14,7 +14,9 @@ from blockyard.deploy.ray.shipping import build_wheel
 from blockyard.deploy.supervision.replicas import OtherCodeError, Place, check_code
 from blockyard.proto.naming.code_version import code_version, package_folders
 
-SAY_VERSION = "from blockyard.proto import code_version as c; print(c.__file__); print(c.code_version())"
+SAY_VERSION = (
+    "from blockyard.proto.naming import code_version as c; print(c.__file__); print(c.code_version())"
+)
 
 
 def run_python(code: str, *path: Path) -> list[str]:
@@ -53,7 +55,10 @@ def test_a_shipped_copy_is_the_same_code_and_says_so(installed: Path) -> None:
 
 
 def test_a_shipped_copy_can_be_packed_again(installed: Path, tmp_path: Path) -> None:
-    pack = "import pathlib; from blockyard.deploy import shipping; print(shipping.build_wheel(pathlib.Path(%r)).name)"
+    pack = (
+        "import pathlib; from blockyard.deploy.ray import shipping;"
+        " print(shipping.build_wheel(pathlib.Path(%r)).name)"
+    )
     assert run_python(pack % str(tmp_path), installed) == [f"blockyard-{code_version()}-py3-none-any.whl"]
 
 
@@ -79,11 +84,15 @@ def test_every_file_of_the_wheel_is_recorded_with_its_hash(tmp_path: Path) -> No
             assert (digest, int(size)) == (f"sha256={expected}", len(content))
 
 
-def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("worker/sampling/sampler.py", "# changed\n"), ("proto/index/lua/apply.lua", "-- changed\n")],
+)
+def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path, source: str, line: str) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(installed, changed)
-    with (changed / "blockyard/worker/sampling/sampler.py").open("a") as source:
-        source.write("# changed\n")
+    with (changed / "blockyard" / source).open("a") as file:
+        file.write(line)
     _, version = run_python(SAY_VERSION, changed)
     assert version != code_version()
     assert version.partition("+")[0] == code_version().partition("+")[0]

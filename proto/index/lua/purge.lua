@@ -1,14 +1,5 @@
-"""The Lua that walks over all buckets of the prefix index, a slice of them in each call: purging and counting.
+-- include prelude
 
-Owns who is dead, and how large the index is. A slice is atomic and holds Redis up for about a millisecond; between two
-slices the index changes. Does not own the layout (schema.py) nor single names (scripts.py).
-"""
-
-from blockyard.proto.index.scripts import PRELUDE
-
-PURGE = (
-    PRELUDE
-    + """
 local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local condemned = prefix .. 'condemned'
 
@@ -111,33 +102,3 @@ end
 if cursor == num_buckets then return {0, 0, changed, release()} end
 redis.call('HSET', state, 'cursor', cursor)
 return {1, cursor, changed, {}}
-"""
-)
-
-INFO = (
-    PRELUDE
-    + """
-local first, stop, sample_every = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-
--- What is not of our making counts as nothing. A managed Redis may refuse MEMORY.
-local function number_of(...)
-  local reply = redis.pcall(...)
-  return type(reply) == 'number' and reply or 0
-end
-
-local names, filled, sampled_names, sampled_bytes = 0, 0, 0, 0
-for number = first, stop - 1 do
-  local bucket = bucket_key(number)
-  local size = number_of('HLEN', bucket)
-  if size > 0 then
-    if filled % sample_every == 0 then
-      local bytes = number_of('MEMORY', 'USAGE', bucket)
-      if bytes > 0 then sampled_names, sampled_bytes = sampled_names + size, sampled_bytes + bytes end
-    end
-    names, filled = names + size, filled + 1
-  end
-end
-local live = number_of('ZCOUNT', leases, '(' .. now_ms(), '+inf')
-return {names, sampled_names, sampled_bytes, live, number_of('ZCARD', leases) - live}
-"""
-)

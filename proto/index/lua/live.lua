@@ -1,0 +1,5 @@
+local live = {}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do
+  local berth = tonumber(member)
+  if berth then live[berth] = true end
+end
