@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import get_args
 
 from blockyard.proto.index.redis import check_url
-from blockyard.proto.metrics.prometheus import MAX_PORT, metrics_endpoint
+from blockyard.proto.limits import MAX_PORT
+from blockyard.proto.metrics.prometheus import metrics_endpoint
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
 from blockyard.proto.security.tls_files import server_tls, session_tls

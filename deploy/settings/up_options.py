@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import click
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
-from blockyard.deploy.machine.shared_port import MAX_PORT
 from blockyard.deploy.settings.config_file import config_option
 from blockyard.deploy.settings.limits import limit_options, router_limits, worker_limits
 from blockyard.deploy.settings.options import (
@@ -26,6 +25,7 @@ from blockyard.deploy.settings.security import security, security_options
 from blockyard.deploy.settings.setting import Command, checked_by, setting, wrong_values_are_usage
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.runtime.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.proto.security.loopback import LOOPBACK, with_brackets, without_brackets

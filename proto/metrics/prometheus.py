@@ -12,13 +12,13 @@ from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Reading, Readings, Source, numbers
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-MAX_PORT = 65535
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SCRAPES = 16
 """Connections at once, each of which has a thread. Beyond it new ones are closed at once."""

@@ -6,6 +6,8 @@ router/admission/fair_queue.py).
 
 import re
 
+TENANT_KEY = "blockyard-tenant"
+"""The key of a call's metadata that names its tenant."""
 MAX_NAME_CHARS = 128
 NAME_RULE = f"[A-Za-z0-9._:-] with at most {MAX_NAME_CHARS} characters"
 _NAME = re.compile(r"[A-Za-z0-9._:-]*")

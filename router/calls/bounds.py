@@ -13,12 +13,13 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Protocol
 from urllib.parse import unquote
 
+from blockyard.proto.naming.identifiers import TENANT_KEY
 from blockyard.router.admission.auth import PRINCIPAL, Role
 from blockyard.router.admission.fair_queue import ADDRESS_SIGN
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.admission.rate_limits import NO_LIMIT, Limited, RateCharge, RateLimit, RateLimits
 from blockyard.router.errors import DeadlinePassed, Forbidden, Overloaded
-from blockyard.router.request.validation import TENANT_KEY, valid_tenant
+from blockyard.router.request.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """A longer one is clamped: nobody waits for it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, is_id
+from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, TENANT_KEY, is_id
 from blockyard.router.client.errors import (
     BlockyardError,
     NotFoundError,
@@ -123,7 +123,7 @@ def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str
         raise ValueError(
             f"tenant: must be 1 to {MAX_NAME_CHARS} letters, digits or any of . _ : -, not {tenant[:40]!r}"
         )
-    return (*metadata, ("blockyard-tenant", tenant))
+    return (*metadata, (TENANT_KEY, tenant))
 
 
 def _checked_token(token: str) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
+from blockyard.proto.limits import MAX_PRIORITY
+from blockyard.proto.naming.identifiers import NAME_RULE, TENANT_KEY, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.admission.ledger import estimate_tokens, text_bytes
@@ -39,10 +40,6 @@ MAX_NAMES_TOLD = 8
 """Names of the served model in the answer to a request for another model."""
 MAX_TOLD = 5
 """Violations in the text of an error; its details have all of them."""
-TENANT_KEY = "blockyard-tenant"
-"""Of a call's metadata."""
-MAX_PRIORITY = 100
-"""Either sign."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
 CONTEXTS_ENCODED = 2
 """A prompt of more contexts than this is refused before all of it is encoded."""

@@ -7,30 +7,24 @@ can be compiled (the grammar's compiler).
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 
+from blockyard.proto.limits import COUNTS, MAX_PRIORITY
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
+from blockyard.proto.naming.identifiers import is_name
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.session_pb2 import EngineSampling, RejectReason, Submit
 from blockyard.worker.engine_types import Continuation, EngineRequest
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
-MAX_PRIORITY = 100
-"""Either sign."""
 MAX_LIST = {
-    "stop_token_ids": 64,
+    **{name: COUNTS[name] for name in ("stop_token_ids", "bad_token_ids", "logit_bias", "allowed_token_ids")},
     "eos_token_ids": 64,
-    "bad_token_ids": 1024,
-    "logit_bias": 1024,
-    "allowed_token_ids": 65_536,
 }
-"""Entries; the public API has the same bounds."""
+"""Most entries of each list."""
 MAX_CONTINUATIONS = 4096
 """More than any engine has places for, which is what really bounds them."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
-"""As the public API has it: operators see it beside the blocks of a request."""
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: "heuristic",
     inference_pb2.EARLY_STOPPING_HEURISTIC: "heuristic",
@@ -77,7 +71,7 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
 
 
 def _check_lengths(submit: Submit, block_size: int, max_model_len: int) -> None:
-    if _REQUEST_ID.fullmatch(submit.request_id) is None:
+    if not is_name(submit.request_id):
         raise ValueError("request_id is not one that a router lets through")
     if submit.prompt_tokens > max_model_len:
         raise ValueError(f"a prompt of {submit.prompt_tokens} tokens, the context has {max_model_len}")
