@@ -44,8 +44,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def settles_all_nuclei(self) -> bool:
-        """Whether every row with top-k or top-p is for `settle_nuclei`, as it is quicker than a look at the likeliest
+    def thresholds_all_rows(self) -> bool:
+        """Whether every row with top-k or top-p is for `top_k_top_p_thresholds`, as it is quicker than a look at the likeliest
         few."""
         ...
 
@@ -127,15 +127,15 @@ class Backend(Protocol):
         not, any token."""
         ...
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        """Writes the smallest weight that each unsettled row keeps: of those that are among its `top_k_F` (int64)
+        """Writes the smallest weight that each pending row keeps: of those that are among its `top_k_F` (int64)
         largest and have less than `top_p_F` (fp64) of their sum before them. Weights are fp32 and at least 0; a row
         whose top-k is the vocabulary has no such filter, and a sum of 1. Any number for a row that holds NaN. The
         vectors are contiguous, `weights_FV` in its rows."""

@@ -203,7 +203,7 @@ def plan_rows(
     if with_items:
         shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
         items = items_of_step(query_R, context_R, None, shared, num_kv_heads, group, target_programs)
-    place = torch.device(device)
+    target = torch.device(device)
     arrays: dict[str, IntArray] = {
         "slots": _padded(slots_T, padding, PADDING_SLOT),
         "positions": _padded(positions_T, padding, 0),
@@ -212,9 +212,9 @@ def plan_rows(
         "table": table_RB,
     }
     if with_items:
-        tensors = _to_device({**arrays, **items}, place)
+        tensors = _to_device({**arrays, **items}, target)
     else:
-        tensors = {**_to_device(arrays, place), **_no_items(place)}
+        tensors = {**_to_device(arrays, target), **_no_items(target)}
     return AttentionPlan(
         block_size=block_size,
         num_kv_heads=num_kv_heads,

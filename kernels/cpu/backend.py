@@ -53,7 +53,7 @@ class CpuBackend(TorchBackend):
     """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
 
     name = "cpu"
-    settles_all_nuclei = True
+    thresholds_all_rows = True
     mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
@@ -297,15 +297,15 @@ class CpuBackend(TorchBackend):
         self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return tokens_S, is_finite_S
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        check_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        check_nuclei(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
         num_rows, vocab_size = weights_FV.shape
         threads = torch.get_num_threads()
         members = torch.empty(threads, vocab_size)
@@ -313,14 +313,14 @@ class CpuBackend(TorchBackend):
             weights=weights_FV.data_ptr(),
             top_k=top_k_F.data_ptr(),
             top_p=top_p_F.data_ptr(),
-            unsettled=unsettled_F.data_ptr(),
+            pending=pending_F.data_ptr(),
             threshold=threshold_F.data_ptr(),
             members=members.data_ptr(),
             stride=weights_FV.stride(0),
             num_rows=num_rows,
             vocab_size=vocab_size,
         )
-        self._library.settle_nuclei(False, threads, work)
+        self._library.top_k_top_p_thresholds(False, threads, work)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):

@@ -108,7 +108,7 @@ def check_nuclei(
     weights_FV: torch.Tensor,
     top_k_F: torch.Tensor,
     top_p_F: torch.Tensor,
-    unsettled_F: torch.Tensor,
+    pending_F: torch.Tensor,
     threshold_F: torch.Tensor,
 ) -> None:
     need(
@@ -124,7 +124,7 @@ def check_nuclei(
     vectors = (
         (top_k_F, torch.int64),
         (top_p_F, torch.float64),
-        (unsettled_F, torch.bool),
+        (pending_F, torch.bool),
         (threshold_F, torch.float32),
     )
     for vector, dtype in vectors:

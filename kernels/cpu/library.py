@@ -75,7 +75,7 @@ class Nuclei(ctypes.Structure):
     """`Nuclei` of native/nucleus.cpp."""
 
     _fields_: ClassVar[Any] = [
-        *((name, _Address) for name in ("weights", "top_k", "top_p", "unsettled", "threshold", "members")),
+        *((name, _Address) for name in ("weights", "top_k", "top_p", "pending", "threshold", "members")),
         *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
     ]
 
@@ -101,7 +101,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
     "likeliest": ("by_likeliest", Likeliest),
-    "settle_nuclei": ("by_settle_nuclei", Nuclei),
+    "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
     "gather": ("by_gather", Gather),
@@ -117,7 +117,7 @@ class CpuLibrary:
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
     likeliest: Callable[..., None]
-    settle_nuclei: Callable[..., None]
+    top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
     gather: Callable[..., None]

@@ -18,7 +18,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, likeliest, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.torch.huge_pages import collapse_packed
-from blockyard.kernels.torch.nucleus import settle_by_sorting
+from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
 
 # Rows are attended together while the shortest is at least this share of the longest: less is padding.
@@ -89,7 +89,7 @@ class TorchBackend:
 
     name = "torch"
     reads_items = False
-    settles_all_nuclei = False
+    thresholds_all_rows = False
     mlp_rows: int | None = None
     widens_bfloat16 = False
 
@@ -188,15 +188,15 @@ class TorchBackend:
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        settle_by_sorting(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        thresholds_by_sorting(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         dtype = weight_OI.dtype

@@ -1,7 +1,7 @@
 """What top-k and top-p keep of a row: all tokens at least as likely as a threshold, which is looked for here.
 
-It is nearly always among the likeliest few tokens. Rows where it is not are unsettled, and every backend settles them
-among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, or by halving (triton/nucleus.py).
+It is nearly always among the likeliest few tokens. Rows where it is not are pending, and every backend settles them
+among the whole vocabulary (`Backend.top_k_top_p_thresholds`): by sorting it, which is here, or by halving (triton/nucleus.py).
 Where that is quicker than to look for the likeliest few all rows are settled: by bins (native/nucleus.cpp).
 Tokens as likely as the threshold all stay, so no order among equals has to be invented.
 
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 NUCLEUS_CANDIDATES = 1024
 """Among so many tokens a nucleus is nearly always."""
-SettleNuclei = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""As `Backend.settle_nuclei`."""
+FindThresholds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""As `Backend.top_k_top_p_thresholds`."""
 
 
 def thresholds(
@@ -34,57 +34,57 @@ def thresholds(
     to 1; `top_k_F` is the size of the vocabulary where there is none. `may_be_wide` says whether, as far as the host
     knows, a row may keep more than `num_candidates`: only then any is settled, but where the search settles all."""
     num_rows, vocab_size = weights_FV.shape
-    if nuclei.settles_all:
+    if nuclei.all_rows:
         threshold_F = weights_FV.new_empty(num_rows)
         every_F = torch.ones(num_rows, dtype=torch.bool, device=weights_FV.device)
-        nuclei.settle(weights_FV, top_k_F, top_p_F, every_F, threshold_F)
+        nuclei.find(weights_FV, top_k_F, top_p_F, every_F, threshold_F)
         return threshold_F
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
     threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
     if may_be_wide:
         # Of a top-k beyond the candidates they do not tell the sum, of which top-p is a share.
-        unsettled_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
-        nuclei.settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        pending_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
+        nuclei.find(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
     return threshold_F
 
 
-def settle_by_sorting(
+def thresholds_by_sorting(
     weights_FV: torch.Tensor,
     top_k_F: torch.Tensor,
     top_p_F: torch.Tensor,
-    unsettled_F: torch.Tensor,
+    pending_F: torch.Tensor,
     threshold_F: torch.Tensor,
 ) -> None:
     """By PyTorch, on any device. Waits for it, and sorts only if there is a row to be settled."""
-    if bool(unsettled_F.any()):
-        sorted_FV = weights_FV[unsettled_F].sort(dim=-1, descending=True).values
-        threshold_F[unsettled_F], _ = _smallest_kept(
-            sorted_FV, top_k_F[unsettled_F], top_p_F[unsettled_F], weights_FV.shape[1]
+    if bool(pending_F.any()):
+        sorted_FV = weights_FV[pending_F].sort(dim=-1, descending=True).values
+        threshold_F[pending_F], _ = _smallest_kept(
+            sorted_FV, top_k_F[pending_F], top_p_F[pending_F], weights_FV.shape[1]
         )
 
 
-class CanSettle(Protocol):
+class FindsThresholds(Protocol):
     """What of `Backend` a search needs."""
 
     @property
-    def settles_all_nuclei(self) -> bool: ...
+    def thresholds_all_rows(self) -> bool: ...
 
     @property
-    def settle_nuclei(self) -> SettleNuclei: ...
+    def top_k_top_p_thresholds(self) -> FindThresholds: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NucleusSearch:
     """How a backend finds what is kept."""
 
-    settle: SettleNuclei = settle_by_sorting
-    settles_all: bool = False
-    """As `Backend.settles_all_nuclei`."""
+    find: FindThresholds = thresholds_by_sorting
+    all_rows: bool = False
+    """As `Backend.thresholds_all_rows`."""
 
     @classmethod
-    def of(cls, backend: CanSettle) -> Self:
-        return cls(settle=backend.settle_nuclei, settles_all=backend.settles_all_nuclei)
+    def of(cls, backend: FindsThresholds) -> Self:
+        return cls(find=backend.top_k_top_p_thresholds, all_rows=backend.thresholds_all_rows)
 
 
 BY_SORTING = NucleusSearch()

@@ -25,7 +25,7 @@ from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from blockyard.kernels.triton.nucleus import settle_nuclei_kernel
+from blockyard.kernels.triton.nucleus import top_k_top_p_kernel
 from blockyard.kernels.triton.placing_launch import (
     check_dense_rows,
     check_pool,
@@ -49,7 +49,7 @@ class TritonBackend:
 
     name = "triton"
     reads_items = True
-    settles_all_nuclei = False
+    thresholds_all_rows = False
     mlp_rows = None
     widens_bfloat16 = False
 
@@ -273,23 +273,23 @@ class TritonBackend:
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
         num_rows, vocab_size = weights_FV.shape
-        check_dense_rows(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        check_dense_rows(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
         if not num_rows:
             return
-        settle_nuclei_kernel[(num_rows,)](
+        top_k_top_p_kernel[(num_rows,)](
             weights_FV,
             top_k_F,
             top_p_F,
-            unsettled_F,
+            pending_F,
             threshold_F,
             weights_FV.stride(0),
             vocab_size,

@@ -15,24 +15,24 @@ import triton.language as tl
 
 
 @triton.jit
-def settle_nuclei_kernel(
+def top_k_top_p_kernel(
     weights_ptr,  # [F, V], fp32, strides (weights_stride_f, 1), at least 0
     top_k_ptr,  # [F], int64; vocab_size where there is none
     top_p_ptr,  # [F], fp64
-    unsettled_ptr,  # [F], bool
+    pending_ptr,  # [F], bool
     threshold_ptr,  # [F], fp32
     weights_stride_f,
     vocab_size,
     TILE: tl.constexpr,
 ):
     """threshold = the smallest weight that is among the k largest and has less than p of their sum before it; only of
-    rows that are unsettled. Without top-k the sum is taken for 1. Any threshold for a row that holds NaN.
+    rows that are pending. Without top-k the sum is taken for 1. Any threshold for a row that holds NaN.
 
-    Grid (F,). Of each unsettled row, with top-k or top-p alone, and with both: bytes 4 * V * 33, or 4 * V * 64; FLOPs,
+    Grid (F,). Of each pending row, with top-k or top-p alone, and with both: bytes 4 * V * 33, or 4 * V * 64; FLOPs,
     comparisons among them, 2 * V * 31, or 2 * V * 63.
     """
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(unsettled_ptr + row) == 0:
+    if tl.load(pending_ptr + row) == 0:
         return
     weights_ptr += row * weights_stride_f
     top_k = tl.load(top_k_ptr + row)

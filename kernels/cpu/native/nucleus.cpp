@@ -16,7 +16,7 @@ struct Nuclei {
     const float* weights;  // [F, V], at least 0
     const int64_t* top_k;  // V where there is none
     const double* top_p;
-    const bool* unsettled;
+    const bool* pending;
     float* threshold;
     float* members;  // [threads, V], to work in
     int64_t stride, num_rows, vocab_size;
@@ -92,16 +92,16 @@ class Bins {
     }
 };
 
-static void settle_row(const Nuclei& n, int64_t row) {
+static void find_threshold(const Nuclei& n, int64_t row) {
     Bins bins(n.weights + row * n.stride, n.vocab_size, n.members + omp_get_thread_num() * n.vocab_size);
     const int64_t top_k = n.top_k[row];
     const double mass = top_k < n.vocab_size ? bins.largest(top_k, INFINITY).mass : 1.0;
     n.threshold[row] = bins.largest(top_k, n.top_p[row] * mass).least;
 }
 
-extern "C" void by_settle_nuclei(int, int threads, const Nuclei* n) {
+extern "C" void by_top_k_top_p_thresholds(int, int threads, const Nuclei* n) {
     const bool is_worth_it = n->num_rows > 1 && n->num_rows * n->vocab_size >= PARALLEL_ELEMENTS;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (is_worth_it)
     for (int64_t row = 0; row < n->num_rows; row++)
-        if (n->unsettled[row]) settle_row(*n, row);
+        if (n->pending[row]) find_threshold(*n, row);
 }
