@@ -16,10 +16,10 @@ def choose_backend(
     deterministic: bool = False,
     linears: LinearsName = "full",
 ) -> Backend:
-    """Triton wherever CUDA is, the C++ kernels on a CPU that has a compiler, torch elsewhere, unless asked otherwise.
-    Linears in int8 are the C++ kernels' alone.
+    """Return the backend for a device: Triton on CUDA, C++ on a CPU with a compiler, PyTorch elsewhere, unless
+    `requested` names one. Only the C++ kernels have int8 linears.
 
-    ValueError for what cannot be had.
+    Raises ValueError for a combination that no backend serves.
     """
     if deterministic and (device.type != "cpu" or requested in ("triton", "cpu")):
         raise ValueError(
@@ -42,7 +42,7 @@ def choose_backend(
 def _build(
     device: torch.device, requested: BackendName, deterministic: bool, linears: LinearsName
 ) -> tuple[Backend, str]:
-    # Imported here so that a CPU worker never loads triton.
+    # Imported lazily: a CPU worker never loads triton.
     if deterministic:
         from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 
@@ -59,7 +59,7 @@ def _build(
 
 
 def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, str]:
-    """torch where the C++ kernels cannot be had and nobody asked for them or what only they do."""
+    """Return the PyTorch backend if the C++ kernels are unavailable and neither they nor int8 linears are wanted."""
     from blockyard.kernels.cpu.backend import CpuBackend
     from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
     from blockyard.kernels.torch.backend import TorchBackend

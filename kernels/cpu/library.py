@@ -1,6 +1,6 @@
-"""The C interface of the CPU kernels: the structs and functions of `native/` as Python sees them.
+"""The C interface of the CPU kernels: the structs and functions of native/ as Python sees them.
 
-Owns that fields and arguments agree with the C++ sources. Addresses are the caller's to have checked.
+Owns that fields and arguments agree with the C++ sources. The caller checks addresses.
 """
 
 import ctypes
@@ -106,11 +106,11 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "int8_linear": ("by_int8_linear", Linear),
     "gather": ("by_gather", Gather),
 }
-"""Of the library, by their names here, and what each works on."""
+"""Functions of the library by their names here, with the struct that each works on."""
 
 
 class CpuLibrary:
-    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its work."""
+    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its struct."""
 
     attend: Callable[..., None]
     place: Callable[..., None]
@@ -130,11 +130,11 @@ class CpuLibrary:
         self._has_linear = library.by_has_linear
 
     def has_linear(self, *, is_bf16: bool) -> bool:
-        """Whether `linear` is there, and the best that this CPU can do."""
+        """Return whether `linear` exists and is the fastest on this CPU."""
         return bool(self._has_linear(int(is_bf16)))
 
     def replay(self, threads: int, calls: "ctypes.Array[Call]") -> None:
-        """One after the other."""
+        """Run the calls one after the other."""
         self.loaded.by_replay(ctypes.c_int(threads), calls, ctypes.c_int64(len(calls)))
 
 

@@ -1,12 +1,11 @@
-"""Host side of the Triton kernels: checks shapes, picks tile sizes, launches. The backend wherever CUDA is.
+"""Host side of the Triton kernels: checks shapes, picks tile sizes and launches. The backend on CUDA.
 
-Allocates nothing a layer: the partial results of split decodes live in a workspace that only grows. Never
-synchronises. Importing this module imports triton; on a CPU that needs TRITON_INTERPRET=1 in the environment
-beforehand.
+Allocates nothing a layer: the partial results of split decodes lie in a workspace that only grows. Never synchronises.
+Importing this module imports triton. On a CPU that needs TRITON_INTERPRET=1 in the environment beforehand.
 
-Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
-size, I input or intermediate size, O output size, S partial slots or positions of the rotary table, C block
-copies, F rows whose draw is filtered, V vocabulary.
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size. P tokens a block, B blocks in the pool, C block
+copies. H hidden size, I input or intermediate size, O output size. S partial slots or positions of the rotary table. F
+rows whose draw is filtered, V vocabulary.
 """
 
 # Triton ships no types.
@@ -37,7 +36,7 @@ from blockyard.kernels.triton.shared_attention import attend_shared_kernel
 from blockyard.kernels.triton.tiles import Tiles, decode_tiles, launch_options, prefill_tiles, widens
 
 MERGE_SPLITS = 16
-# Elements of one program: enough that every thread of four warps issues wide loads.
+# Elements of one program, enough that every thread of four warps issues wide loads.
 COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
@@ -45,7 +44,7 @@ NUCLEUS_TILE, NUCLEUS_WARPS = 4096, 8
 
 
 class TritonBackend:
-    """Launches on the current stream. Not thread-safe: the workspace serves one step at a time."""
+    """Launches kernels on the current stream. Not thread-safe: the workspace serves one step at a time."""
 
     name = "triton"
     reads_items = True
@@ -206,7 +205,7 @@ class TritonBackend:
         )
 
     def _reserve(self, num_partials: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        """Grow the workspace, by half at least so that slowly growing contexts do not allocate each step."""
+        """Grow the workspace, by half at least, so that slowly growing contexts do not allocate in each step."""
         rows = max(1, num_partials) * num_heads
         if self._lse.numel() < rows or self._lse.device != device:
             rows += rows // 2
