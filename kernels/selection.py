@@ -50,11 +50,11 @@ def _build(
     if requested == "triton" or (requested == "auto" and device.type == "cuda"):
         from blockyard.kernels.triton.backend import TritonBackend
 
-        return TritonBackend(), "asked for" if requested == "triton" else "CUDA is there"
+        return TritonBackend(), "requested" if requested == "triton" else "CUDA is available"
     if requested == "torch" or device.type != "cpu":
         from blockyard.kernels.torch.backend import TorchBackend
 
-        return TorchBackend(), "asked for" if requested == "torch" else "neither CUDA nor a CPU"
+        return TorchBackend(), "requested" if requested == "torch" else "neither CUDA nor a CPU"
     return _build_for_cpu(is_wanted=requested == "cpu", linears=linears)
 
 
@@ -68,9 +68,9 @@ def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, s
         library = load_extension()
     except ExtensionUnavailable as error:
         if is_wanted or linears == "int8":
-            raise ValueError(f"the cpu backend cannot be had: {error}") from error
-        return TorchBackend(), f"slower than it could be, because {error}"
+            raise ValueError(f"the cpu backend is unavailable: {error}") from error
+        return TorchBackend(), f"slower than the cpu backend, which is unavailable: {error}"
     if linears == "int8" and not library.has_int8:
         raise ValueError("linears in int8 need a CPU with AVX-512 VNNI or AVX2; this one has neither")
-    reason = "asked for" if is_wanted else "no CUDA here"
+    reason = "requested" if is_wanted else "no CUDA"
     return CpuBackend(library, linears=linears), reason if linears == "full" else f"{reason}, linears in int8"

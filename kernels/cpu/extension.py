@@ -140,7 +140,7 @@ def _own_folder(folder: Path) -> Path:
     if status.st_uid not in (os.getuid(), 0) or (
         status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     ):
-        raise ExtensionUnavailable(f"everybody may write to {base}, so nothing is loaded from it")
+        raise ExtensionUnavailable(f"any user may write to {base}, so nothing is loaded from it")
     return folder
 
 
@@ -196,14 +196,14 @@ def _run(command: list[str]) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, told = process.communicate(timeout=BUILD_SECONDS)
+            _, output = process.communicate(timeout=BUILD_SECONDS)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # the compiler driver's own children too
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ExtensionUnavailable(f"{command[0]} took longer than {BUILD_SECONDS:g} s") from None
             raise
     if process.returncode:
-        errors = [line for line in told.splitlines() if "error" in line] or [told.strip()]
+        errors = [line for line in output.splitlines() if "error" in line] or [output.strip()]
         raise ExtensionUnavailable(
             f"{command[0]} ended with {process.returncode}: {errors[0][:ERROR_CHARACTERS]}"
         )

@@ -1,8 +1,8 @@
 """Conversions of a quantised pool for Triton kernels: heads to numbers and scales, and numbers to operands.
 
-kv_pool.py says what the numbers mean. The element type of the pool's pointer names them: int8, or
-uint8 for the bits of e4m3. Arithmetic makes and reads that format, so one source serves every GPU. Triton converts e4m3
-on some GPUs only, and its interpreter rounds it incorrectly.
+kv_pool.py says what the numbers mean. The element type of the pool's pointer names them: int8, or uint8 for the bits of
+e4m3. Arithmetic makes and reads that format, so one source serves every GPU. Triton converts e4m3 on some GPUs only,
+and its interpreter rounds it incorrectly.
 
 Shapes: K kv heads, H part of a head, J keys of a tile, D head size.
 """

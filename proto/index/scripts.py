@@ -1,7 +1,7 @@
 """The Lua scripts that work on the prefix index inside Redis, one for each operation of PrefixIndex.
 
-Owns which scripts there are and how their text is put together. The scripts lie in lua/, and they own atomicity and
-every rule about berths and leases. Does not own the layout (schema.py).
+Owns the list of scripts and how their texts are put together. The scripts lie in lua/, and own atomicity and every rule
+about berths and leases. Does not own the layout (schema.py).
 """
 
 import re
@@ -28,4 +28,4 @@ DIRECTORY = _read("directory")
 PURGE = _read("purge")
 INFO = _read("info")
 ALL = (REGISTER, APPLY, RENEW, RETIRE, CLAIM, UNCLAIM, LOOKUP, DIRECTORY, PURGE, INFO)
-"""A client loads all of them at once."""
+"""All scripts. A client loads them at once."""

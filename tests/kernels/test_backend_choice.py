@@ -14,15 +14,15 @@ CPU = torch.device("cpu")
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_a_cpu_gets_the_kernels_in_cpp_and_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "cpu"
-    assert "kernel backend cpu on cpu: no CUDA here" in caplog.text
+    assert "kernel backend cpu on cpu: no CUDA" in caplog.text
 
 
 def test_torch_is_had_for_the_asking(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU, requested="torch").name == "torch"
-    assert "kernel backend torch on cpu: asked for" in caplog.text
+    assert "kernel backend torch on cpu: requested" in caplog.text
 
 
 def test_the_kernels_in_cpp_serve_no_gpu_and_no_deterministic_mode() -> None:
@@ -54,7 +54,7 @@ def test_cuda_gets_triton() -> None:
 def test_a_cpu_worker_never_imports_triton() -> None:
     program = (
         "import sys, torch\n"
-        "from blockyard.kernels.interface import choose_backend\n"
+        "from blockyard.kernels.selection import choose_backend\n"
         "choose_backend(torch.device('cpu')); choose_backend(torch.device('cpu'), deterministic=True)\n"
         "sys.exit('triton' in sys.modules)\n"
     )

@@ -73,10 +73,10 @@ def test_a_machine_without_a_compiler_is_served_by_torch_and_told_why(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "torch"
     assert "no C++ compiler: 'no-such-compiler' is not on the PATH" in caplog.text
-    with pytest.raises(ValueError, match="the cpu backend cannot be had: no C"):
+    with pytest.raises(ValueError, match="the cpu backend is unavailable: no C"):
         choose_backend(CPU, requested="cpu")
 
 
@@ -84,7 +84,7 @@ def test_a_build_that_fails_says_the_compilers_first_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "sh -c 'echo a note; echo cpu.cpp:3: error: no such type >&2; exit 3'")
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "torch"
     assert "sh ended with 3: cpu.cpp:3: error: no such type" in caplog.text
     assert not [path.name for path in cache.glob("*/*") if path.name != "lock"]
@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "torch"
     assert "the C++ kernels cannot be kept or loaded" in caplog.text
 
@@ -200,7 +200,7 @@ def test_whatever_is_wrong_a_worker_serves_with_torch(
         monkeypatch.setattr(os, "getuid", lambda: 54321)  # of no entry in passwd
     else:
         monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.INFO, logger="blockyard.kernels.interface"):
+    with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "torch"
     assert told in caplog.text
 
