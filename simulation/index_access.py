@@ -97,7 +97,7 @@ class IndexServer:
         if self.network.chance.random() < self.lost_replies:
             self._reply(future, error=PrefixIndexError(ErrorKind.CONNECTION, "the answer was lost"))
         else:
-            self.network.later(self._delay(), lambda: _reply(future, reply))
+            self.network.later(self._delay(), lambda: _set_reply(future, reply))
 
     def _reply(self, future: "asyncio.Future[Reply]", *, error: PrefixIndexError) -> None:
         self.network.later(self._delay(), lambda: _fail(future, error))
@@ -106,7 +106,7 @@ class IndexServer:
         return self.latency_seconds + self.jitter_seconds * self.network.chance.random()
 
 
-def _reply(future: "asyncio.Future[Reply]", reply: Reply) -> None:
+def _set_reply(future: "asyncio.Future[Reply]", reply: Reply) -> None:
     """Set the reply, unless the caller is gone."""
     if not future.done():
         future.set_result(reply)

@@ -32,9 +32,9 @@ def thresholds(
 ) -> torch.Tensor:
     """Return the smallest weight [F] that each row keeps.
 
-    Weights are fp32 and not negative. A row without top-k has the vocabulary's size as `top_k_F`, and weights of sum 1
-    as softmax makes them. `may_be_wide` says whether, as far as the host knows, a row may keep more than
-    `num_candidates`. Only then can rows be pending, unless the search takes all rows.
+    Weights are fp32 and not negative. A row without top-k has the vocabulary's size as `top_k_F`. Its weights add up to
+    one. `may_be_wide` says whether, as far as the host knows, a row may keep more than `num_candidates`. Only then can
+    rows be pending, unless the search takes all rows.
     """
     num_rows, vocab_size = weights_FV.shape
     if nuclei.all_rows:
