@@ -1,3 +1,6 @@
+-- Applies one batch of a worker: removals, then additions.
+-- ARGV: berth, second berth or 0, epoch, sequence, then packed names: removed, removed anywhere, added anywhere, added.
+-- Returns OK, UNKNOWN, DUPLICATE or GAP.
 -- include prelude
 
 local berth, anywhere, epoch, sequence = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -7,7 +10,7 @@ local last = tonumber(redis.call('HGET', berth_key(berth), 'sequence')) or -1
 if sequence <= last then return 'DUPLICATE' end
 if sequence > last + 1 then return 'GAP' end
 
--- What is not of our making would stop this script half way, for good: it goes.
+-- Remove a value that none of our scripts wrote: it would stop this script half way, every time.
 local function read(bucket, field)
   local value = redis.pcall('HGET', bucket, field)
   if type(value) == 'table' then redis.call('DEL', bucket) return '' end
@@ -33,7 +36,7 @@ local function add(names, number)
   local packed, is_new = string.char(number % 256, math.floor(number / 256)), false
   for index = 1, #names / 8 do
     local bucket, field = locate(names, index)
-    -- Below a name that nobody held nobody holds the next one either, as a rule: one call instead of two.
+    -- If a new name had no holder, the next one of the chain usually has none either: one call instead of two.
     is_new = is_new and redis.pcall('HSETNX', bucket, field, packed) == 1
     if not is_new then
       local value = read(bucket, field)

@@ -1,3 +1,5 @@
+-- Claims the cluster's name for one `up`. A claim that runs longer than ours ever do does not count.
+-- ARGV: holder, lease (ms). Returns {1}, or {0} while another holder's claim runs.
 -- include prelude
 
 local claim, now, lease_ms = prefix .. 'claim', now_ms(), tonumber(ARGV[2])

@@ -1,3 +1,6 @@
+-- Lists the records of live berths, a page at a time, in the order of berths.
+-- ARGV: berth to begin after, highest berth, most records, most bytes of a field, most bytes of a page.
+-- Returns {berth to go on after, records}; 0 on the last page.
 -- include prelude
 
 -- include live
@@ -11,7 +14,7 @@ for berth in pairs(live) do
 end
 table.sort(berths)
 
--- Nothing for what is no record of ours. The proof may be missing.
+-- Return nil for a record that our scripts did not write. The proof may be missing.
 local function size_of(record)
   local size = 0
   for index = 1, 6 do

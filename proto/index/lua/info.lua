@@ -1,8 +1,11 @@
+-- Counts a slice of the buckets, and measures a sample of them.
+-- ARGV: first bucket, end bucket, one in how many is measured.
+-- Returns {names, sampled names, sampled bytes, live berths, dead berths}.
 -- include prelude
 
 local first, stop, sample_every = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 
--- What is not of our making counts as nothing. A managed Redis may refuse MEMORY.
+-- Count a value that our scripts did not write as 0. A managed Redis may refuse MEMORY.
 local function number_of(...)
   local reply = redis.pcall(...)
   return type(reply) == 'number' and reply or 0

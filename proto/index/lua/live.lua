@@ -1,3 +1,5 @@
+-- The set of berths whose lease runs.
+
 local live = {}
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do
   local berth = tonumber(member)

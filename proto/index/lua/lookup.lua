@@ -1,14 +1,17 @@
+-- Finds how many leading blocks of a chain each live berth holds. It bisects: see schema.py.
+-- ARGV: packed names, most entries of a compact hash, most holders, most bytes of an identity.
+-- Returns identity, depth, identity, depth, and so on.
 -- include prelude
 
 -- include live
 
 local names, max_compact = ARGV[1], tonumber(ARGV[2])
 local max_holders, max_identity_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])
-local total, nobody, parsed, depths = #names / 8, {}, {}, {}
+local total, no_holders, parsed, depths = #names / 8, {}, {}, {}
 
 local function holders(index)
   local value = redis.pcall('HGET', locate(names, index))
-  if type(value) ~= 'string' or #value > max_value_bytes then return nobody end
+  if type(value) ~= 'string' or #value > max_value_bytes then return no_holders end
   if parsed[value] then return parsed[value] end
   local found = {}
   for position = 1, math.floor(#value / 2) do
@@ -19,7 +22,7 @@ local function holders(index)
   return found
 end
 
--- `at_low` hold block `low`, `at_high` hold block `high`: who is in the first alone ends between the two.
+-- `at_low` hold block `low`, `at_high` hold block `high`. A berth in the first alone ends between the two.
 local function narrow(low, high, at_low, at_high)
   if #at_low == #at_high then return end
   if high - low > 1 then
@@ -45,13 +48,13 @@ while low < total and #at_low > 0 do
 end
 for _, berth in ipairs(at_low) do depths[berth] = low end
 
--- A compact hash walks to each field that is asked for: many of them cost more than all.
+-- A compact hash searches linearly for each field that is asked for. Many fields cost more than all of them.
 local function identities(berths)
   local names, found = prefix .. 'names', {}
   local size = redis.pcall('HLEN', names)
   if #berths >= 48 and type(size) == 'number' and size <= max_compact then
-    local everyone = redis.pcall('HGETALL', names)
-    for index = 1, #everyone, 2 do found[tonumber(everyone[index]) or 0] = everyone[index + 1] end
+    local entries = redis.pcall('HGETALL', names)
+    for index = 1, #entries, 2 do found[tonumber(entries[index]) or 0] = entries[index + 1] end
     return found
   end
   for first = 1, #berths, 512 do
@@ -62,7 +65,7 @@ local function identities(berths)
   return found
 end
 
--- Whoever may write here may have written far more, and longer, than any cluster has.
+-- A foreign writer may have stored more and longer entries than any cluster has.
 local berths, reply = {}, {}
 for berth in pairs(depths) do
   if #berths == max_holders then break end

@@ -1,7 +1,12 @@
+-- Helpers of every script. KEYS[1] is the prefix of all keys of the cluster.
+--
+-- Stored data may be damaged or of a foreign writer. Look-ups skip such data, and writers remove it. A registration
+-- recreates the keys that whole scripts need (`leases`, `state`).
+
 local prefix = KEYS[1]
 local leases, state = prefix .. 'leases', prefix .. 'state'
 
--- What is no number to count with is none: `nan` raises where it indexes a table, and no comparison ends a loop of it.
+-- Only finite numbers count. `nan` raises an error as a table index, and no comparison with it ends a loop.
 local any_number = tonumber
 local function tonumber(text)
   local number = any_number(text)
@@ -15,7 +20,7 @@ end
 
 local function berth_key(berth) return prefix .. 'berth:' .. berth end
 
--- Three hexadecimal digits by hand: string.format for each name is an eighth of a batch's time.
+-- Three hexadecimal digits by hand: string.format for each name takes an eighth of a batch's time.
 local function digit(value) return string.sub('0123456789abcdef', value + 1, value + 1) end
 
 local bucket_prefix = prefix .. 'b:'
@@ -37,7 +42,7 @@ end
 
 local max_value_bytes = 2 * 65535
 
--- Where a berth stands, or would stand, among those that hold a name; and whether it does.
+-- Return the position of a berth among the holders of a name, or where it would stand, and whether it is there.
 local function search(value, number)
   local low, high = 1, math.floor(#value / 2)
   while low <= high do
@@ -49,13 +54,13 @@ local function search(value, number)
   return low, false
 end
 
--- What a worker owns: the berth for its GPU and, where it is not 0, the one for anywhere.
+-- Return a worker's berths: the one for its GPU, and the one for anywhere if it is not 0.
 local function pair(berth, anywhere)
   if tonumber(anywhere) == 0 then return {berth} end
   return {berth, anywhere}
 end
 
--- A berth without a lease entry is refused too: the purge strikes out whoever is not in `leases`.
+-- A berth without a lease entry is refused too, because the purge removes every berth that is not in `leases`.
 local function owns(berths, epoch)
   for _, berth in ipairs(berths) do
     if redis.pcall('HGET', berth_key(berth), 'epoch') ~= epoch then return false end
@@ -64,8 +69,8 @@ local function owns(berths, epoch)
   return true
 end
 
--- Any worker's sign of life proves that Redis served. A silence longer than a lease was an outage, or its clock was set
--- forward. Set back, the clock would keep the dead alive until it is where it was.
+-- Any worker's heartbeat proves that Redis served. A silence longer than a lease was an outage, or the clock was set
+-- forward. A clock that was set back would keep dead workers alive until it has caught up.
 local function beat(now, lease_ms)
   local last = tonumber(redis.call('HGET', state, 'beat')) or 0
   if math.abs(now - last) > lease_ms then redis.call('HSET', state, 'since', now) end

@@ -1,9 +1,12 @@
+-- Advances the purge by one slice: removes berths whose worker is dead, and frees their numbers at the end.
+-- A slice is atomic and takes Redis about a millisecond. The index changes between slices.
+-- ARGV: most buckets, most entries, number of buckets. Returns {active, next bucket, changed entries, freed berths}.
 -- include prelude
 
 local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local condemned = prefix .. 'condemned'
 
--- From here the epoch is gone, so nothing can be written under the number while the walk lasts.
+-- A condemned berth has no epoch, so nothing can be written under its number during the purge.
 local function condemn()
   local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
   local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
@@ -13,7 +16,7 @@ local function condemn()
     redis.call('HSET', state, 'since', now)
   end
   local serving = now - last_beat <= beat_lease
-  -- No worker of ours wrote a lease that is longer than a lease. Alive until then, it would never be struck out.
+  -- No worker of ours writes a lease this far ahead. Live until then, its berth would never be purged.
   for _, berth in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now + 2 * beat_lease, '+inf')) do
     local lease_ms = tonumber(redis.pcall('HGET', berth_key(berth), 'lease')) or beat_lease
     if redis.call('ZSCORE', leases, berth) - now > 2 * lease_ms then
@@ -42,7 +45,7 @@ local function release()
     redis.call('HDEL', prefix .. 'names', berth)
     redis.call('DEL', berth_key(berth))
     redis.call('ZREM', leases, berth)
-    -- What is no number was never a berth.
+    -- A member that is no number was never a berth.
     if string.match(berth, '^%d+$') then
       redis.call('SADD', prefix .. 'free', berth)
       freed[#freed + 1] = berth
@@ -55,7 +58,7 @@ end
 
 local cursor = redis.call('HGET', state, 'cursor')
 if cursor then
-  -- One that is not of our making would never come to the end: everything is walked over.
+  -- A cursor that our scripts did not write would never reach the end: begin again.
   cursor = tonumber(cursor) or 0
   if cursor < 0 or cursor > num_buckets or cursor % 1 ~= 0 then cursor = 0 end
 else
@@ -68,7 +71,7 @@ local keep = {}
 for _, berth in ipairs(redis.call('ZRANGE', leases, 0, -1)) do keep[tonumber(berth) or 0] = true end
 for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do keep[tonumber(berth) or 0] = nil end
 
--- Odd or out of order it is not of our making, whatever it says: whom it belongs to will find that it is not there.
+-- An odd or unsorted value was not written by our scripts. Drop it: its owners will find that it is missing.
 local function survivors(field, value)
   local kept, last = {}, 0
   if #field ~= 7 or #value % 2 == 1 or #value > max_value_bytes then return '' end

@@ -1,10 +1,13 @@
+-- Gives a worker a fresh berth, and a second one for a host cache. Retires earlier berths of the same incarnation.
+-- ARGV: epoch, lease (ms), highest berth, worker id, incarnation, address, fingerprint, block size, has a host cache
+-- (1 or 0), suffix of the second identity, proof. Returns {berth, second berth}; 0 is none.
 -- include prelude
 
 local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local worker_id, incarnation, has_host_cache, suffix = ARGV[4], ARGV[5], ARGV[9] == '1', ARGV[10]
 local now, identity = now_ms(), worker_id .. '\0' .. incarnation
 
--- A key of another type would stop every script from now on. Where there was one the next purge walks over everything.
+-- A key of another type would fail every later script. After such damage the next purge covers the whole index.
 local is_damaged = false
 local function repair(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -13,19 +16,19 @@ local function repair(key, kind)
   is_damaged = true
 end
 
-local function retire_earlier(whose)
-  local earlier = tonumber(redis.call('HGET', prefix .. 'identities', whose))
+local function retire_earlier(owner)
+  local earlier = tonumber(redis.call('HGET', prefix .. 'identities', owner))
   if earlier then retire(earlier) end
 end
 
--- Whatever is left of an earlier use of the number, however it came there, would be taken for the new one's.
+-- Entries left from an earlier use of the number would be taken for those of the new worker.
 local function is_unused(number)
   if number < 1 or number > max_berths or number % 1 ~= 0 then return false end
   repair(berth_key(number), 'hash')
   return redis.call('EXISTS', berth_key(number)) == 0 and not redis.call('ZSCORE', leases, number)
 end
 
-local function take()
+local function take_berth()
   local number = tonumber(redis.call('SPOP', prefix .. 'free'))
   while number do
     if is_unused(number) then return number end
@@ -41,10 +44,10 @@ local function take()
   return number
 end
 
-local function stand(berth, whose, ...)
+local function enter(berth, owner, ...)
   redis.call('HSET', berth_key(berth), 'epoch', epoch, 'lease', lease_ms, ...)
-  redis.call('HSET', prefix .. 'identities', whose, berth)
-  redis.call('HSET', prefix .. 'names', berth, whose)
+  redis.call('HSET', prefix .. 'identities', owner, berth)
+  redis.call('HSET', prefix .. 'names', berth, owner)
   redis.call('ZADD', leases, now + lease_ms, berth)
 end
 
@@ -53,12 +56,12 @@ for _, key in ipairs({'free', 'condemned'}) do repair(prefix .. key, 'set') end
 repair(leases, 'zset')
 retire_earlier(identity)
 retire_earlier(identity .. suffix)
-local berth = take()
+local berth = take_berth()
 if not berth then return {0, 0} end
-stand(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', incarnation,
+enter(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', incarnation,
   'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8], 'proof', ARGV[11])
-local anywhere = has_host_cache and take() or 0
-if anywhere ~= 0 then stand(anywhere, identity .. suffix) end
+local anywhere = has_host_cache and take_berth() or 0
+if anywhere ~= 0 then enter(anywhere, identity .. suffix) end
 if is_damaged then redis.call('HSET', state, 'cursor', 0) end
 beat(now, lease_ms)
 return {berth, anywhere}

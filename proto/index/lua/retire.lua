@@ -1,3 +1,5 @@
+-- Ends the lease of a worker's berths at once.
+-- ARGV: berth, epoch, second berth or 0.
 -- include prelude
 
 local berths = pair(ARGV[1], ARGV[3])

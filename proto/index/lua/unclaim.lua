@@ -1,3 +1,5 @@
+-- Gives up a claim of this holder.
+-- ARGV: holder.
 -- include prelude
 
 local claim = prefix .. 'claim'
