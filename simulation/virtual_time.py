@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 START_SECONDS = 1000.0
-MOST_TURNS_AT_ONCE = 100_000
+MAX_TICKS_AT_ONCE = 100_000
 OUTSIDE = Context()
 """The context of code that belongs to no process: the network, the plan of a run."""
 
@@ -115,15 +115,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._selector = self
         self._is_to_sift = False
-        self.num_turns = 0
-        self._first_turn_now = 0
+        self.num_ticks = 0
+        self._first_tick_now = 0
         self.set_task_factory(_task_of_process)
 
     def time(self) -> float:
         return self._now
 
     def select(self, timeout: float | None) -> list[object]:
-        self.num_turns += 1
+        self.num_ticks += 1
         if self._is_to_sift:
             self._is_to_sift = False
             waiting = list(self._ready)
@@ -131,14 +131,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
             for handle in waiting:
                 self._ready.append(handle)
         elif timeout is None:
-            raise Stalled("nothing will ever happen")
+            raise Stalled("tasks wait, and no timer is left")
         else:
             self._now += timeout
         if timeout is not None and timeout > self._clock_resolution:
-            self._first_turn_now = self.num_turns
-        elif self.num_turns - self._first_turn_now > MOST_TURNS_AT_ONCE:
-            self._first_turn_now = self.num_turns
-            raise Stalled("time stands still")
+            self._first_tick_now = self.num_ticks
+        elif self.num_ticks - self._first_tick_now > MAX_TICKS_AT_ONCE:
+            self._first_tick_now = self.num_ticks
+            raise Stalled("callbacks run without end, and no time passes")
         return []
 
     def sift(self) -> None:

@@ -49,7 +49,7 @@ class ExtensionUnavailable(RuntimeError):
 
 def load_extension() -> CpuLibrary:
     """Return the library, and build it first if needed, which takes some seconds. Raises ExtensionUnavailable."""
-    with _whatever_is_wrong_is_told():
+    with _mapped_errors():
         folder = _own_folder(cache_folder() / build_name())
         if not _is_whole(folder):
             with _lock(folder) as held:
@@ -61,7 +61,7 @@ def load_extension() -> CpuLibrary:
 def prospect() -> str:
     """Return in a few words how `load_extension` would get the library, without building or writing anything. Raises
     ExtensionUnavailable if it would clearly fail."""
-    with _whatever_is_wrong_is_told():
+    with _mapped_errors():
         folder = cache_folder() / build_name()
         if folder.exists() and _is_whole(_own_folder(folder)):
             return "built before"
@@ -78,7 +78,7 @@ def is_being_built() -> bool:
 
 
 @contextmanager
-def _whatever_is_wrong_is_told() -> Iterator[None]:
+def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

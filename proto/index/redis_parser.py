@@ -48,10 +48,10 @@ class BoundedParser(_AsyncRESP3Parser):
         """Read a line. `_pos` counts the bytes that were read of the reply, at least two a line."""
         self._num_items = num_items = self._num_items + 1 if self._pos else 1
         if self._pos > MAX_REPLY_BYTES or not num_items % ITEMS_PER_TICK:
-            return self._readline_in_turn()
+            return self._readline_after_yielding()
         return _AsyncRESP3Parser._readline(self)
 
-    async def _readline_in_turn(self) -> bytes:
+    async def _readline_after_yielding(self) -> bytes:
         if self._pos > MAX_REPLY_BYTES or self._num_items >= MAX_REPLY_ITEMS:
             raise InvalidResponse("a reply is longer than any of ours")
         await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-LIFE = timedelta(days=8)
+CERTIFICATE_LIFE = timedelta(days=8)
 """Life of a certificate. Processes issue new ones each day, and check one only at connection time."""
 CLOCK_SKEW = timedelta(days=1)
 """Largest difference of the clocks of two nodes: a certificate is valid from this long before it is issued."""
@@ -44,7 +44,7 @@ class Identity:
 
 
 def issue_identity(secret: str, cluster: str, *, dns_name: str, now: datetime | None = None) -> Identity:
-    """Return a fresh identity for either side of a connection, valid for `LIFE`."""
+    """Return a fresh identity for either side of a connection, valid for `CERTIFICATE_LIFE`."""
     authority_key, authority = _authority(secret, cluster)
     key = ec.generate_private_key(_CURVE)
     issued = now or datetime.now(UTC)
@@ -53,7 +53,7 @@ def issue_identity(secret: str, cluster: str, *, dns_name: str, now: datetime | 
         _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns_name)]), key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(issued - CLOCK_SKEW)
-        .not_valid_after(issued + LIFE)
+        .not_valid_after(issued + CERTIFICATE_LIFE)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)

@@ -38,14 +38,14 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
 
     files = Reloaded(_paths(tls.cert, tls.key, client_ca), read)
-    shown = files.current()
+    current = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal shown
-        before, shown = shown, files.current()
-        return None if shown is before else shown
+        nonlocal current
+        before, current = current, files.current()
+        return None if current is before else current
 
-    return _dynamic(shown, changed, asks_for_certificate=client_ca is not None)
+    return _dynamic(current, changed, asks_for_certificate=client_ca is not None)
 
 
 def _dynamic(
