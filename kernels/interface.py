@@ -4,7 +4,7 @@ Does not own which backend is used (selection.py).
 
 Shapes: T tokens in the step, N query heads, K kv heads, D head size. P tokens a block, B blocks in the pool, C block
 copies. X = N + 2 K heads of queries, keys and values. H hidden size, I input (or intermediate) size, O output size. S
-positions in the rotary table, or rows of logits. V vocabulary, F rows whose draw top-k or top-p filters.
+positions in the rotary table, or rows of logits. V vocabulary, F rows with a top-k or top-p filter.
 """
 
 from dataclasses import dataclass
@@ -146,9 +146,9 @@ class Backend(Protocol):
         """Write the smallest weight that each pending row keeps.
 
         A row keeps the weights among its `top_k_F` (int64) largest which have less than `top_p_F` (fp64) of their sum
-        before them. Weights are fp32 and at least 0. A row whose top-k is the vocabulary has no such filter, and a sum
-        of 1. The threshold of a row that holds NaN is arbitrary. The vectors are contiguous, `weights_FV` is contiguous
-        within its rows.
+        before them. Weights are non-negative fp32 numbers. A row with the whole vocabulary as top-k has no such filter,
+        and a sum of 1. The threshold of a row that holds NaN is arbitrary. The vectors are contiguous, `weights_FV` is
+        contiguous within its rows.
         """
         ...
 

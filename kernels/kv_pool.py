@@ -1,7 +1,7 @@
 """The KV pool of a layer: its shape, and how keys and values are quantised to 8 bits.
 
-A pool is one tensor whose first dimension is blocks, so code that moves blocks moves them whole and ignores the layout.
-In the model's data type its shape is [B, 2, K, P, D].
+A pool is one tensor with blocks as its first dimension, so code that moves blocks moves them whole and ignores the
+layout. In the model's data type its shape is [B, 2, K, P, D].
 
 Quantised, its shape is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn, which gives the size alone. Each block stores the
 keys, or the values, of one kv head as P heads of D numbers. P fp32 scales follow, one for each token. So heads stay

@@ -31,7 +31,7 @@ SPLIT_ALIGNMENT_TOKENS = 64
 DEFAULT_TARGET_PROGRAMS = 528
 # Query heads of a kv head where the caller gives none. It sets the number of decodes in an item, not their results.
 DEFAULT_GROUP = 4
-# The items of a step whose work is not cut.
+# The items of a step that is not cut into work items.
 NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
     {
         "decode": np.zeros((0, 6), dtype=np.int32),

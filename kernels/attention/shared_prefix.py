@@ -1,4 +1,4 @@
-"""Shared prefixes of a step: groups of decode rows whose first blocks are the same, read once for the whole group
+"""Shared prefixes of a step: groups of decode rows with the same first blocks, read once for the whole group
 (cascade).
 
 Prefix-aware routing gathers requests with one system prompt on one worker. That alone saves computing the prompt again,
@@ -81,7 +81,7 @@ class SharedPrefixes:
 
 
 def find_shared_prefixes(table_RB: Int32Array, context_D: Int64Array, block_size: int) -> SharedPrefixes:
-    """Find groups of at least MIN_SHARERS decode rows whose first MIN_SHARED_TOKENS lie in the same blocks."""
+    """Find groups of at least MIN_SHARERS decode rows with their first MIN_SHARED_TOKENS in the same blocks."""
     depth = -(-MIN_SHARED_TOKENS // block_size)
     candidates_C = np.flatnonzero(context_D > depth * block_size)
     if len(candidates_C) < MIN_SHARERS:

@@ -259,7 +259,7 @@ def _write(
 
 def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> _Prepared:
     num_kv_heads = kv_pool_B2KPD.shape[2]
-    # 8-bit numbers are widened by way of fp32, whose copy lies beside the result.
+    # 8-bit numbers are widened by way of fp32, and that copy lies beside the result.
     number_bytes = dtype.itemsize + (4 if is_quantised(kv_pool_B2KPD) else 0)
     block_bytes = 2 * num_kv_heads * plan.block_size * head_dim_of(kv_pool_B2KPD) * number_bytes
     decode_groups = tuple(

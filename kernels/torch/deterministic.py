@@ -142,7 +142,7 @@ def _first_chunk(tile_position: int, window: int | None) -> int:
 
 
 def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_heads: int) -> torch.Tensor:
-    """Return rows of whole chunks. Beyond the row's own blocks a chunk repeats block 0, whose slots are stale."""
+    """Return rows of whole chunks. Beyond the row's own blocks a chunk repeats block 0, as stale slots."""
     context_len = plan.context_lens[row]
     first_block = first_chunk * CHUNK_TOKENS // plan.block_size
     owned = -(-context_len // plan.block_size)

@@ -2,7 +2,7 @@
 
 The threshold is nearly always among a few most likely tokens (NUCLEUS_CANDIDATES). Rows where it is not are pending.
 Every backend searches the whole vocabulary for those (`Backend.top_k_top_p_thresholds`): by sorting, which is here, or
-by bisection (triton/nucleus.py). A backend whose search is faster than the candidates uses it for all rows (bins in
+by bisection (triton/nucleus.py). A backend with a search faster than the candidates uses it for all rows (bins in
 cpu/native/nucleus.cpp). All tokens as likely as the threshold stay, so equals need no order.
 
 Shapes: F rows with top-k or top-p, V vocabulary, W most likely tokens.

@@ -54,7 +54,7 @@ def attention(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    """Set out = softmax(scale * q k^T + mask) v for each row, whose queries are its last positions.
+    """Set out = softmax(scale * q k^T + mask) v for each row. Its queries are its last positions.
 
     The mask hides what comes after a query, and under a window of W tokens what lies W or more before it. A hidden
     value weighs 0, and may be NaN.

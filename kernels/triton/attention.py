@@ -146,7 +146,7 @@ def attend_items_kernel(
     packed rows: first all tiles that every row sees, without a mask, then the diagonal (of a decode: the tail). A split
     (partial slot >= 0, one query token only) leaves its normalised result and log-sum-exp for the merge.
 
-    WINDOWED is for items of several query tokens, whose windows begin one key after the other. A program skips the keys
+    WINDOWED is for items of several query tokens. Their windows begin one key after the other. A program skips the keys
     that none of its rows sees. It masks the tiles in which one row's window begins after another's. An item of one
     query token begins with its window, as the plan cut it, and needs neither.
 

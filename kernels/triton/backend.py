@@ -5,7 +5,7 @@ Importing this module imports triton. On a CPU that needs TRITON_INTERPRET=1 in 
 
 Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size. P tokens a block, B blocks in the pool, C block
 copies. H hidden size, I input or intermediate size, O output size. S partial slots or positions of the rotary table. F
-rows whose draw is filtered, V vocabulary.
+rows with a filtered draw, V vocabulary.
 """
 
 # Triton ships no types.

@@ -40,11 +40,11 @@ class WorkerRecord:
     address: str
     """`host:port` of the engine session."""
     fingerprint: str
-    """Hex digest of the model. Routers refuse a worker whose fingerprint differs."""
+    """Hex digest of the model. Routers refuse a worker with another fingerprint."""
     block_size: int
     proof: str = ""
     """Signature of the other fields by the cluster's secret (security/cluster_identity.py). Routers connect to no
-    worker whose record lacks it, because anybody with write access to the index could have made up the record."""
+    worker without it in its record, because anybody with write access to the index could have made up the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SpotCheck:
     held: tuple[bytes, ...] = ()
     """Names that were published under the berth's number."""
     gone: tuple[bytes, ...] = ()
-    """Names whose removal was published."""
+    """Names that were published as removed."""
     anywhere_held: tuple[bytes, ...] = ()
     """The same for the berth's second number. Without one it is ignored."""
     anywhere_gone: tuple[bytes, ...] = ()
@@ -140,7 +140,7 @@ class IndexInfo:
     bytes: int
     """Bytes that the names take, estimated from a sample. 0 if the index cannot tell."""
     live_berths: int
-    """Numbers whose lease runs: two for a worker with a host cache."""
+    """Numbers with a running lease: two for a worker with a host cache."""
     dead_berths: int
     """Numbers that have lapsed or retired and are not purged yet."""
 
@@ -233,8 +233,8 @@ class PrefixIndex(Protocol):
         ...
 
     async def directory(self) -> list[WorkerRecord]:
-        """Return the incarnations whose lease runs, MAX_LISTED at most. Two of one worker may stand side by side for
-        one lease. Takes one round trip for each page."""
+        """Return the incarnations with a running lease, MAX_LISTED at most. Two of one worker may stand side by side
+        for one lease. Takes one round trip for each page."""
         ...
 
     async def directory_page(self, after: int = 0) -> DirectoryPage:
@@ -245,7 +245,7 @@ class PrefixIndex(Protocol):
         """Advance the purge by one slice, and remove dead berths from the index.
 
         A berth is dead if it retired, or if its lease stayed lapsed for two leases while the index served without a
-        break. Any number of janitors may call this. They advance one shared purge, whose slices are atomic.
+        break. Any number of janitors may call this. They advance one shared purge, and each slice is atomic.
         """
         ...
 

@@ -22,12 +22,12 @@ A look-up bisects. Two facts make that legal:
 
 - The cache of each live worker is prefix-closed. So the live sets along a chain are nested, and equal size means equal
   set.
-- Each value is first filtered by the berths whose lease runs. So holes that dead workers leave cannot be seen.
+- Each value is first filtered by the berths with a running lease. So holes that dead workers leave cannot be seen.
 
 For the same reason the purge may go bucket by bucket, in no order of the chains: it removes only what no look-up
 counts. It needs no journal of what a berth once added. A dead worker costs the same few bytes until the purge passes.
 
-A worker with a host cache has a second berth, whose identity ends in "anywhere". Every rule above treats it as any
+A worker with a host cache has a second berth. Its identity ends in "anywhere". Every rule above treats it as any
 other berth: what is anywhere in a worker is prefix-closed too, so the live sets stay nested. It has the epoch of the
 first berth and no record. Both leases are written at the same moments, so both lapse, retire and are purged together.
 Readers that do not know of second berths take one for an unknown incarnation.

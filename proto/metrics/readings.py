@@ -134,7 +134,7 @@ def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One process whose metrics are exported: its metrics, and the labels of all its series."""
+    """One process that exports metrics: its metrics, and the labels of all its series."""
 
     table: Sequence[Metric]
     labels: Mapping[str, str]

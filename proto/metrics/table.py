@@ -103,7 +103,7 @@ WORKER_METRICS = (
     _counter(
         "prompt_tokens",
         "tokens",
-        "Prompt tokens of requests whose first token came from this worker. A replay after it adds none.",
+        "Prompt tokens of requests that had their first token from this worker. A replay after it adds none.",
     ),
     _counter("cached_tokens", "tokens", "Prompt tokens of those that were reused from the prefix cache."),
     _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client received them."),

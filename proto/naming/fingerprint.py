@@ -38,7 +38,7 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: str) -> str:
-    """Return a hexadecimal digest that is equal for workers whose KV blocks and tokens are interchangeable.
+    """Return a hexadecimal digest that is equal for workers with interchangeable KV blocks and tokens.
 
     The seed counts only if it draws the weights (`load_format` "random"), the shards only if they are read. Raises
     ValueError for a folder without config.json, or for a shard that is not safetensors or changes meanwhile.

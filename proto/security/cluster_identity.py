@@ -1,9 +1,9 @@
 """Proofs that a process knows the cluster's secret, which itself never leaves the process.
 
-Owns the certificate authority whose key follows from the secret, and the signatures of the records by which workers
-introduce themselves. All processes of a cluster derive the same authority, and each issues certificates to itself. So
-TLS with certificates on both sides proves that both know the secret, before either sends a byte of content. Does not
-own which ports ask for it (tls.py) or where the records are kept (index/contract.py).
+Owns the certificate authority, with a key that follows from the secret, and the signatures of the records by which
+workers introduce themselves. All processes of a cluster derive the same authority, and each issues certificates to
+itself. So TLS with certificates on both sides proves that both know the secret, before either sends a byte of content.
+Does not own which ports ask for it (tls.py) or where the records are kept (index/contract.py).
 """
 
 import hashlib

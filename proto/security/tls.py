@@ -100,7 +100,7 @@ def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
 
 
 class _HttpsContext(ssl.SSLContext):
-    """A server's context whose connections each take the context that the files make at that time.
+    """A server's context. Each of its connections takes the context that the files make at that time.
 
     A resumed session is not verified again: neither the dates of its certificate, nor a CA that was replaced since.
     Where clients show certificates, a connection therefore begins in a context of its own, which knows no earlier

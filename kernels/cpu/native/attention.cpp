@@ -8,7 +8,7 @@
 // it, with the weights rounded to bf16. Elsewhere they are widened, one half after the other.
 //
 // Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one kv head. An
-// item goes through tiles of 64 keys with an online softmax in fp32. Decodes whose first blocks are the same form one
+// item goes through tiles of 64 keys with an online softmax in fp32. Decodes with the same first blocks form one
 // item (cascade). Their shared keys are read once for all of them, then each reads on alone. The tiles of a row, and so
 // its bits, do not depend on the rows that it shares with. Hidden keys are masked by selection, so slots that no query
 // sees may hold anything, NaN too.
@@ -51,7 +51,7 @@ struct Attention {
 };
 
 // `count` tokens of each of `num_rows` rows, from a row's query `first` on. They are many tokens of one row, or one
-// token each of many decodes, whose first `shared` keys lie in the same blocks. Neither number is 0.
+// token each of many decodes that have their first `shared` keys in the same blocks. Neither number is 0.
 struct Item {
     const int* rows;
     int num_rows, first, count, head;

@@ -91,7 +91,7 @@ static inline void add_products(const bf16* x, int64_t stride, const bf16* weigh
 }
 #endif
 
-// A piece of a panel, whose groups lie `apart`, and the part of the next piece that a tile fetches: `share` inputs of
+// A piece of a panel, with groups that lie `apart`, and the part of the next piece that a tile fetches: `share` inputs of
 // each of two groups, or of none. For the last piece this is the memory behind it, which does no harm.
 template <class W>
 struct Piece {
@@ -214,7 +214,7 @@ static void linear(Linear l, int threads) {
         }
         static thread_local std::vector<float> sums;
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
-        // Dynamic: a thread whose core is busy with another program leaves items to the others.
+        // Dynamic: a thread on a core that is busy with another program leaves items to the others.
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < panels * parts; item++) {
             const int64_t output = item / parts * PANEL, wanted = std::min<int64_t>(PANEL, l.num_outputs - output);

@@ -1,4 +1,4 @@
--- The set of berths whose lease runs.
+-- The set of berths with a running lease.
 
 local live = {}
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now_ms(), '+inf')) do

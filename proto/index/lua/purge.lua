@@ -1,4 +1,4 @@
--- Advances the purge by one slice: removes berths whose worker is dead, and frees their numbers at the end.
+-- Advances the purge by one slice: removes the berths of dead workers, and frees their numbers at the end.
 -- A slice is atomic and takes Redis about a millisecond. The index changes between slices.
 -- ARGV: most buckets, most entries, number of buckets. Returns {active, next bucket, changed entries, freed berths}.
 -- include prelude
