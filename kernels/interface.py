@@ -1,8 +1,10 @@
-"""The interface every kernel backend has, and the one place that chooses a backend.
+"""The interface of every kernel backend.
 
-Shapes: T tokens in the step, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool,
-X = N + 2 K heads of queries, keys and values, H hidden size, I input (or intermediate) size, O output size, S positions
-in the rotary table, C block copies, V vocabulary, S also rows of logits, F rows whose draw top-k or top-p filters.
+Does not own which backend is used (selection.py).
+
+Shapes: T tokens in the step, N query heads, K kv heads, D head size. P tokens a block, B blocks in the pool, C block
+copies. X = N + 2 K heads of queries, keys and values. H hidden size, I input (or intermediate) size, O output size. S
+positions in the rotary table, or rows of logits. V vocabulary, F rows with a top-k or top-p filter.
 """
 
 from dataclasses import dataclass
@@ -29,33 +31,36 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """torch, cpu or triton."""
+        """Return torch, cpu or triton."""
         ...
 
     @property
     def reads_items(self) -> bool:
-        """Whether its attention reads the plan's work items; if not, they need not be made."""
+        """Return whether attention reads the plan's work items. If not, the plan needs none."""
         ...
 
     @property
     def mlp_rows(self) -> int | None:
-        """How many tokens go through an MLP at once: what lies between its linears is the widest of a step, and for so
-        many stays in the CPU's caches. None: all."""
+        """Return how many tokens go through an MLP at once, or None for all.
+
+        What lies between the MLP's linears is the widest tensor of a step. For so many tokens it stays in the CPU's
+        caches.
+        """
         ...
 
     @property
-    def settles_all_nuclei(self) -> bool:
-        """Whether every row with top-k or top-p is for `settle_nuclei`, as it is quicker than a look at the likeliest
-        few."""
+    def thresholds_all_rows(self) -> bool:
+        """Return whether `top_k_top_p_thresholds` is called for every filtered row. It is then faster than a top-k over
+        a few candidates."""
         ...
 
     @property
     def widens_bfloat16(self) -> bool:
-        """Whether bfloat16 is as fast as float32 on a CPU that does not multiply it."""
+        """Return whether bfloat16 is as fast as float32 on a CPU that has no bfloat16 multiplication."""
         ...
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        """The table's rows [T, H] of these tokens, for the caller to write to."""
+        """Return the table's rows [T, H] of these tokens. The caller may write to them."""
         ...
 
     def place_heads(
@@ -66,15 +71,18 @@ class Backend(Protocol):
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """`rms_norm` of each query and key head if the model has it, `rotary`, `write_kv`: all that a layer does
-        between its first projection and attention. The queries for `attention`; `heads_TXD` may be overwritten."""
+        """Do everything between a layer's first projection and its attention, and return the queries.
+
+        Applies `rms_norm` to each query and key head if the model has it, then `rotary`, then `write_kv`. May overwrite
+        `heads_TXD`.
+        """
         ...
 
     def write_kv(
         self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
     ) -> None:
-        """Store keys and values at the plan's slots; padding slots are skipped. How they lie within a block is
-        the backend's: what moves blocks moves them whole."""
+        """Store keys and values at the plan's slots, and skip padding slots. The backend chooses the layout within a
+        block, because blocks move only as a whole."""
         ...
 
     def attention(
@@ -86,8 +94,8 @@ class Backend(Protocol):
         scale: float,
         out_TND: torch.Tensor,
     ) -> None:
-        """Causal attention of all rows of the plan, within its window if it has one, over the pool, after this
-        step's `write_kv`."""
+        """Compute causal attention over the pool for all rows of the plan, within the plan's window if it has one. Call
+        `write_kv` of this step first."""
         ...
 
     def rms_norm(
@@ -105,59 +113,63 @@ class Backend(Protocol):
         *,
         out_TH: torch.Tensor,
     ) -> None:
-        """residual += x in place, then out = norm(residual). `out_TH` may be `x_TH`."""
+        """Add x to the residual in place, then set out = norm(residual). `out_TH` may be `x_TH`."""
         ...
 
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
-        """Rotate halves in place; `cos_sin_SD` is fp32, its first D/2 columns cosines, the others sines."""
+        """Rotate halves in place. `cos_sin_SD` is fp32: its first D/2 columns are cosines, the others sines."""
         ...
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
-        """out = silu(first half) * second half."""
+        """Set out = silu(first half) * second half."""
         ...
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
-        """Copy whole blocks; destinations are distinct and none is also a source."""
+        """Copy whole blocks. Destinations are distinct, and none is also a source."""
         ...
 
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row the likeliest token [S], any of equals, and whether all its logits are finite [S]; where they are
-        not, any token."""
+        """Return the argmax token of each row [S], any of equals, and whether all its logits are finite [S]. Where they
+        are not, the token is arbitrary."""
         ...
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        """Writes the smallest weight that each unsettled row keeps: of those that are among its `top_k_F` (int64)
-        largest and have less than `top_p_F` (fp64) of their sum before them. Weights are fp32 and at least 0; a row
-        whose top-k is the vocabulary has no such filter, and a sum of 1. Any number for a row that holds NaN. The
-        vectors are contiguous, `weights_FV` in its rows."""
+        """Write the smallest weight that each pending row keeps.
+
+        A row keeps the weights among its `top_k_F` (int64) largest which have less than `top_p_F` (fp64) of their sum
+        before them. Weights are non-negative fp32 numbers. A row with the whole vocabulary as top-k has no such filter,
+        and a sum of 1. The threshold of a row that holds NaN is arbitrary. The vectors are contiguous, `weights_FV` is
+        contiguous within its rows.
+        """
         ...
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """The weight as this backend's `linear` likes it best: itself, or a copy that only `linear` can read.
+        """Return the weight in the layout that `linear` of this backend reads fastest: the weight itself, or a copy
+        that only `linear` can read.
 
-        Who owns the weight and has no other use for it should let it go, or it is in memory twice.
+        A caller that owns the weight and has no other use for it should drop it. Otherwise it is in memory twice.
         """
         ...
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x @ weight^T + bias, for a weight as it is or from `pack_linear`."""
+        """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
         ...
 
 
 def likeliest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By PyTorch, on any device."""
-    # The same as argmax, which takes four times as long for bf16 on a CPU.
+    """Compute `Backend.likeliest` with PyTorch, on any device."""
+    # argmax gives the same, and takes four times as long for bf16 on a CPU.
     largest_S, tokens_S = logits_SV.max(dim=-1)
     return tokens_S, torch.isfinite(largest_S) & torch.isfinite(logits_SV.amin(dim=-1))
 
@@ -165,7 +177,7 @@ def likeliest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def split_heads(
     heads_TXD: torch.Tensor, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values, as views of what a layer's first projection gave."""
+    """Split the output of a layer's first projection into queries, keys and values, as views."""
     counts = [heads_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
     q_TND, k_TKD, v_TKD = heads_TXD.split_with_sizes(counts, dim=1)
     return q_TND, k_TKD, v_TKD

@@ -1,15 +1,17 @@
-"""What a layer's KV pool is, and how keys and values are kept in 8 bits.
+"""The KV pool of a layer: its shape, and how keys and values are quantised to 8 bits.
 
-A pool is one tensor whose first dimension is blocks, so that whatever moves blocks moves them whole and need not know
-the rest. In the model's data type it is [B, 2, K, P, D]. Quantised it is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn,
-by size alone: the bytes that a block has for the keys, or the values, of one kv head are P heads of D numbers and then
-P fp32 scales, one for each token. Heads stay aligned so, and the scales of a block's tokens lie side by side.
+A pool is one tensor with blocks as its first dimension, so code that moves blocks moves them whole and ignores the
+layout. In the model's data type its shape is [B, 2, K, P, D].
 
-head = numbers * scale, with scale = largest magnitude / LARGEST, rounded to the nearest number, ties to even. The scale
-of a head in which anything is not finite is NaN, so that who reads it fails, as without quantising.
+Quantised, its shape is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn, which gives the size alone. Each block stores the
+keys, or the values, of one kv head as P heads of D numbers. P fp32 scales follow, one for each token. So heads stay
+aligned, and the scales of a block's tokens lie side by side.
 
-Shapes: B blocks in the pool, K kv heads, P tokens a block, D head size, T tokens, W rows, each one
-(block, key or value, kv head).
+head = numbers * scale, with scale = largest magnitude / LARGEST, rounded to the nearest number, ties to even. A head
+that is not finite gets the scale NaN, so that a reader fails as it does without quantising.
+
+Shapes: B blocks in the pool, K kv heads, P tokens a block, D head size, T tokens. W rows, each one (block, key or
+value, kv head).
 """
 
 from typing import Literal
@@ -19,9 +21,9 @@ import torch
 QuantisedName = Literal["int8", "fp8"]
 SCALE_BYTES = 4
 QUANTISED_DTYPES: dict[QuantisedName, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# What the largest magnitude of a head becomes.
+# The number that the largest magnitude of a head becomes.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Of a head with a smaller peak what is read back is too small, down to zero: LARGEST divided by it stays finite.
+# The smallest peak for which LARGEST / peak is finite. Heads with a smaller peak are read back too small, down to zero.
 SMALLEST_PEAK = 1e-30
 
 
@@ -41,24 +43,24 @@ def pool_shape(
 
 
 def movable(kv_pool: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that PyTorch copies by index on every device: not all of them take fp8."""
+    """Return the same memory in a type that PyTorch copies by index on every device. Some devices do not take fp8."""
     return kv_pool.view(torch.int8) if is_quantised(kv_pool) else kv_pool
 
 
 def numbers_of(kv_pool: torch.Tensor) -> torch.Tensor:
-    """The heads [B, 2, K, P, D] of a quantised pool without their scales, as a view."""
+    """Return a view of a quantised pool's heads [B, 2, K, P, D] without their scales."""
     block_size, head_dim = kv_pool.shape[3], head_dim_of(kv_pool)
     rows = kv_pool.flatten(3)[..., : block_size * head_dim]
     return rows.view(*rows.shape[:3], block_size, head_dim)
 
 
 def scales_of(kv_pool: torch.Tensor) -> torch.Tensor:
-    """The fp32 scales [B, 2, K, P] of a quantised pool, as a view."""
+    """Return a view of a quantised pool's fp32 scales [B, 2, K, P]."""
     return movable(kv_pool).flatten(3)[..., kv_pool.shape[3] * head_dim_of(kv_pool) :].view(torch.float32)
 
 
 def quantise(heads_TKD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [T, K, D] of `dtype` and their fp32 scales [T, K]."""
+    """Return numbers [T, K, D] of `dtype` and their fp32 scales [T, K]."""
     wide_TKD = heads_TKD.float()
     peak_TK = wide_TKD.abs().amax(dim=-1)
     numbers_TKD = wide_TKD * (LARGEST[dtype] / peak_TK.clamp(min=SMALLEST_PEAK))[..., None]
@@ -71,7 +73,7 @@ def quantise(heads_TKD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 def store(
     kv_pool: torch.Tensor, kind: int, blocks_T: torch.Tensor, offsets_T: torch.Tensor, heads_TKD: torch.Tensor
 ) -> None:
-    """Keys (kind 0) or values (1) of some tokens to offsets within blocks, quantised where the pool is."""
+    """Write keys (kind 0) or values (1) of some tokens to offsets within blocks. Quantises if the pool is quantised."""
     if not is_quantised(kv_pool):
         kv_pool[blocks_T, kind, :, offsets_T] = heads_TKD
         return
@@ -81,7 +83,7 @@ def store(
 
 
 def gather(kv_pool: torch.Tensor, rows_W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Heads [W, P, D] in `dtype`, copied, of rows of the pool seen as [B * 2 * K, P, D]."""
+    """Copy heads [W, P, D] in `dtype` from rows of the pool seen as [B * 2 * K, P, D]."""
     block_size, head_dim = kv_pool.shape[3], head_dim_of(kv_pool)
     flat = movable(kv_pool).view(-1, block_size * kv_pool.shape[4])
     gathered = flat.index_select(0, rows_W)

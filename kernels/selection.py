@@ -16,10 +16,10 @@ def choose_backend(
     deterministic: bool = False,
     linears: LinearsName = "full",
 ) -> Backend:
-    """Triton wherever CUDA is, the C++ kernels on a CPU that has a compiler, torch elsewhere, unless asked otherwise.
-    Linears in int8 are the C++ kernels' alone.
+    """Return the backend for a device: Triton on CUDA, C++ on a CPU with a compiler, PyTorch elsewhere, unless
+    `requested` names one. Only the C++ kernels have int8 linears.
 
-    ValueError for what cannot be had.
+    Raises ValueError for a combination that no backend serves.
     """
     if deterministic and (device.type != "cpu" or requested in ("triton", "cpu")):
         raise ValueError(
@@ -42,7 +42,7 @@ def choose_backend(
 def _build(
     device: torch.device, requested: BackendName, deterministic: bool, linears: LinearsName
 ) -> tuple[Backend, str]:
-    # Imported here so that a CPU worker never loads triton.
+    # Imported lazily: a CPU worker never loads triton.
     if deterministic:
         from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 
@@ -50,16 +50,16 @@ def _build(
     if requested == "triton" or (requested == "auto" and device.type == "cuda"):
         from blockyard.kernels.triton.backend import TritonBackend
 
-        return TritonBackend(), "asked for" if requested == "triton" else "CUDA is there"
+        return TritonBackend(), "requested" if requested == "triton" else "CUDA is available"
     if requested == "torch" or device.type != "cpu":
         from blockyard.kernels.torch.backend import TorchBackend
 
-        return TorchBackend(), "asked for" if requested == "torch" else "neither CUDA nor a CPU"
+        return TorchBackend(), "requested" if requested == "torch" else "neither CUDA nor a CPU"
     return _build_for_cpu(is_wanted=requested == "cpu", linears=linears)
 
 
 def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, str]:
-    """torch where the C++ kernels cannot be had and nobody asked for them or what only they do."""
+    """Return the PyTorch backend if the C++ kernels are unavailable and neither they nor int8 linears are wanted."""
     from blockyard.kernels.cpu.backend import CpuBackend
     from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
     from blockyard.kernels.torch.backend import TorchBackend
@@ -68,9 +68,9 @@ def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, s
         library = load_extension()
     except ExtensionUnavailable as error:
         if is_wanted or linears == "int8":
-            raise ValueError(f"the cpu backend cannot be had: {error}") from error
-        return TorchBackend(), f"slower than it could be, because {error}"
+            raise ValueError(f"the cpu backend is unavailable: {error}") from error
+        return TorchBackend(), f"slower than the cpu backend, which is unavailable: {error}"
     if linears == "int8" and not library.has_int8:
         raise ValueError("linears in int8 need a CPU with AVX-512 VNNI or AVX2; this one has neither")
-    reason = "asked for" if is_wanted else "no CUDA here"
+    reason = "requested" if is_wanted else "no CUDA"
     return CpuBackend(library, linears=linears), reason if linears == "full" else f"{reason}, linears in int8"

@@ -1,4 +1,4 @@
-"""What router, worker and commands agree on: messages, names, the prefix index, metrics and security.
+"""The contract between router, worker and commands: messages, names, limits, the prefix index, metrics and security.
 
 Imports none of the other packages.
 """

@@ -14,12 +14,12 @@ PROTOS = ("inference.proto", "cluster.proto", "admin.proto", "session.proto")
 
 
 def generate(target: Path) -> None:
-    """Writes `blockyard/proto/v1/*_pb2*` below `target`. Raises RuntimeError where protoc fails."""
+    """Write `blockyard/proto/v1/*_pb2*` below `target`. Raises RuntimeError if protoc fails."""
     run_protoc(f"--python_out={target}", f"--pyi_out={target}", f"--grpc_python_out={target}")
 
 
 def run_protoc(*outputs: str) -> None:
-    """Of all protos. Raises RuntimeError where protoc fails."""
+    """Run protoc on all .proto files. Raises RuntimeError if it fails."""
     include = Path(protoc.__file__).parent / "_proto"
     paths = [f"blockyard/proto/v1/{name}" for name in PROTOS]
     code = protoc.main(["protoc", f"-Iblockyard/proto={ROOT}", f"-I{include}", *outputs, *paths])

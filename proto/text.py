@@ -1,8 +1,8 @@
-"""From tokens to text, piece by piece: one rule for what the router streams and the offline engine returns.
+"""Turns tokens into text, piece by piece. The router's streams and the offline engine share these rules.
 
-Owns loading a tokenizer, incremental decoding that never splits a character, stop strings that may span pieces, and
-what of an output's tokens is shown. Does not own prompts (see router/tokenizing/prompts.py) nor which tokens end an
-output (the engine knows those).
+Owns loading a tokenizer, and incremental decoding that never splits a character. Owns stop strings that may span
+pieces, and which of an output's tokens are shown. Does not own prompts (router/tokenizing/prompts.py) or which tokens
+end an output (the engine).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no character, or not yet."""
+"""The character that a decoder writes for bytes that are no character, or not yet one."""
 
 _QUIET_VARIABLE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-"""It would say that there is no torch."""
+"""The switch against transformers' warning that torch is missing."""
 _MAX_HELD_TOKENS = 64
-"""So many without a whole character at their end are garbage: the window is cut, or it would grow on."""
+"""So many tokens without a whole character at their end are garbage. The window is then cut, so that it stays
+bounded."""
 _CHARACTER_TOKENS = 4
 """A character takes at most 4 bytes, so at most 4 tokens."""
 
@@ -33,10 +34,10 @@ _CHARACTER_TOKENS = 4
 def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local checkpoint folder, or of a hub name that is already in the local cache.
 
-    `chat_template` is the text of a Jinja template that replaces its own. Reaches no network and runs no code from the
-    checkpoint. Raises OSError or ValueError where there is none.
+    `chat_template` is the text of a Jinja template that replaces the tokenizer's own. Reaches no network and runs no
+    code from the checkpoint. Raises OSError or ValueError if there is no tokenizer.
     """
-    # Here, because importing transformers takes seconds, and checking stop strings needs none of it.
+    # Imported here: transformers takes seconds to import, and checking stop strings does not need it.
     with _torch_out_of_sight():
         from transformers import AutoTokenizer
 
@@ -47,7 +48,7 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
     except OSError:
         raise
     except Exception as error:
-        # A broken file ends in whatever its reader trips over, and the one in Rust raises bare Exceptions.
+        # A broken file raises whatever its reader raises, and the reader in Rust raises bare Exceptions.
         raise ValueError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -56,8 +57,11 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
 
 @contextmanager
 def _torch_out_of_sight() -> Iterator[None]:
-    """transformers loads torch wherever it finds it: seconds and 160 MiB of each process, and no tokenizer needs it. A
-    process that has torch, or transformers, by now keeps them as they are. No other thread may load torch meanwhile."""
+    """Hide torch while transformers is imported. transformers loads torch wherever it finds it, which costs each
+    process seconds and 160 MiB, and no tokenizer needs it.
+
+    A process that has already imported torch or transformers keeps them. No other thread may import torch meanwhile.
+    """
     if {"torch", "transformers"} & sys.modules.keys():
         yield
         return
@@ -82,7 +86,8 @@ class _Vocabulary:
 
 @lru_cache(maxsize=4)
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
-    """What decoding needs of a tokenizer; listing hundreds of added tokens for each request would show."""
+    """Return what decoding needs of a tokenizer. Cached, because listing hundreds of added tokens for each request is
+    slow."""
     added = tokenizer.added_tokens_decoder.items()
     return _Vocabulary(
         decode=_plain_decode(tokenizer),
@@ -92,21 +97,22 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
 
 def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     if tokenizer.is_fast:
-        # The wrapper round the same call takes eight times as long, and this runs for each token served.
+        # The wrapper around the same call takes eight times as long, and this runs for each token served.
         backend = tokenizer.backend_tokenizer
         return lambda token_ids: str(backend.decode(token_ids, skip_special_tokens=False))
     return lambda token_ids: str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens, as deltas; special tokens have no text unless it is asked for.
+    """Returns the text of a growing list of tokens as deltas. Special tokens have no text unless it is asked for.
 
     The deltas add up to `tokenizer.decode(all, skip_special_tokens=skip_special)`. Bytes that do not yet make a
-    character are held back. Where a byte-fallback tokenizer (sentencepiece) is fed bytes that never make one,
-    decoding as a whole would also take back valid characters right before them, which a stream has shown.
+    character are held back. There is one exception: a byte-fallback tokenizer (sentencepiece) with bytes that never
+    make a character. Decoding as a whole would then also drop valid characters right before them, which a stream has
+    already shown.
 
-    Only a window is decoded: the tokens last emitted, as context (whether a leading space is written depends
-    on what stands before), and the new ones. A token is decoded about three times, however long the output.
+    Only a window is decoded: the tokens last emitted, as context, and the new ones. The context decides whether a
+    leading space is written. A token is decoded about three times, however long the output.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
@@ -119,7 +125,7 @@ class IncrementalDetokenizer:
         """Characters of the window's text that were emitted."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete, maybe none."""
+        """Return the text that these tokens complete, maybe none."""
         skipped_ids = self._skipped_ids
         self._window += [token_id for token_id in token_ids if token_id not in skipped_ids]
         if len(self._window) == self._context_tokens:
@@ -135,7 +141,7 @@ class IncrementalDetokenizer:
         return delta
 
     def finish(self) -> str:
-        """What was held back: no more tokens will come."""
+        """Return the text that was held back. No more tokens will come."""
         delta = self._vocabulary.decode(self._window)[self._emitted_chars :]
         self._window = []
         self._context_tokens = self._emitted_chars = 0
@@ -148,7 +154,7 @@ class IncrementalDetokenizer:
             self._window, self._context_tokens, self._emitted_chars = context, len(context), num_chars
 
     def _cut_garbage(self, text: str) -> str:
-        """Emits the window's head up to a place that no character spans, if there is one near the end."""
+        """Emit the window's head up to a position that no character spans, if there is one near the end."""
         decode = self._vocabulary.decode
         last_cut = len(self._window) - _CHARACTER_TOKENS
         for cut in range(last_cut, last_cut - 4 * _CHARACTER_TOKENS, -1):
@@ -163,13 +169,13 @@ class IncrementalDetokenizer:
 
 @dataclass(slots=True)
 class _Scan:
-    """How far one stop string is refuted: no occurrence of it starts before `start`."""
+    """The search for one stop string: no occurrence of it starts before `start`."""
 
     stop: str
     start: int = 0
 
     def advance(self, text: str) -> bool:
-        """Moves to the first place where the stop string stands or may come to stand. True if it stands."""
+        """Move to the first position where the stop string stands, or may come to stand. Return True if it stands."""
         while self.start < len(text):
             if text.startswith(self.stop, self.start):
                 return True
@@ -181,11 +187,11 @@ class _Scan:
 
 
 class StopChecker:
-    """Cuts a text that comes in pieces right before the first stop string in it.
+    """Cuts a text that comes in pieces right before its first stop string.
 
-    First is where it begins; of two that begin at one place, the one listed first. How the text was split
-    never matters: a piece is held back as long as it could begin a stop string. Raises ValueError for an
-    empty one.
+    The first is the one that begins earliest. Of two that begin at one position, it is the one listed first. The split
+    into pieces does not matter: a piece is held back as long as it could begin a stop string. Raises ValueError for an
+    empty stop string.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -196,7 +202,8 @@ class StopChecker:
         self._matched: str | None = None
 
     def push(self, delta: str) -> tuple[str, str | None]:
-        """(text that is safe to emit, the stop string that ended it or None); after a match no more text."""
+        """Return (text that is safe to emit, the stop string that ended it or None). After a match there is no more
+        text."""
         if self._matched is not None or not self._scans:
             return ("" if self._scans else delta), self._matched
         self._held += delta
@@ -205,7 +212,7 @@ class StopChecker:
         return self._emit(self._scans[first].start, self._scans[first].stop if stands[first] else None)
 
     def finish(self) -> tuple[str, str | None]:
-        """The text held back, up to a stop string that stands in it."""
+        """Return the text held back, up to a stop string in it."""
         complete = [scan for scan in self._scans if self._held.startswith(scan.stop, scan.start)]
         if not complete or self._matched is not None:
             return self._emit(len(self._held), self._matched)
@@ -222,19 +229,19 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The text that some tokens gave, safe to show, and those of the tokens that count."""
+    """Text that is safe to show, and the tokens among those pushed that count."""
 
     text: str
     token_ids: list[int]
     stop: str | None = None
-    """The stop string that ends the output here: no token after these belongs to it."""
+    """The stop string that ends the output here. Later tokens do not belong to the output."""
 
 
 class TextOutput:
     """The text of one output as it grows.
 
-    Stop strings are looked for in the text that follows the first `min_tokens` tokens. They and stop tokens are shown
-    where `include_stop` says so. Raises ValueError for an empty stop string.
+    Stop strings are searched in the text that follows the first `min_tokens` tokens. `include_stop` says whether stop
+    strings and stop tokens are shown. Raises ValueError for an empty stop string.
     """
 
     def __init__(
@@ -257,8 +264,8 @@ class TextOutput:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int], *, is_last: bool, stop_token: int | None = None) -> Piece:
-        """`stop_token` is the last of `token_ids` where that one ended the output. After a last piece, or one with a
-        stop string, no more may come."""
+        """Return the next piece. `stop_token` is the last of `token_ids` if it ended the output. Do not call this after
+        a last piece, or a piece with a stop string."""
         shown = token_ids[:-1] if self._hides(stop_token) else token_ids
         piece = self._push(token_ids, shown, is_last=is_last)
         if piece.stop is None or not self._include_stop:
@@ -266,7 +273,8 @@ class TextOutput:
         return Piece(text=piece.text + piece.stop, token_ids=piece.token_ids, stop=piece.stop)
 
     def _hides(self, stop_token: int | None) -> bool:
-        """A stop token has no text, unless it is asked for; an end-of-sequence token is a special one besides."""
+        """Return whether to hide a stop token. It has no text unless asked for. An end-of-sequence token is also a
+        special token."""
         if stop_token is None:
             return False
         is_text = stop_token in self._stop_token_ids or not self._skip_special

@@ -82,7 +82,7 @@ class Connections:
         self.on_message: Callable[[str, str, str, bytes], None] = lambda host, address, way, data: None
 
     def died(self, process: Process) -> None:
-        """Closes what a dead process had open, as a kernel does. Messages in flight may be lost."""
+        """Close what a dead process had open, as a kernel does. Messages in flight may be lost."""
         for address, listener in tuple(self.listeners.items()):
             if listener.process is process:
                 del self.listeners[address]
@@ -94,7 +94,7 @@ class Connections:
                 call.hang_up(is_torn=is_torn)
 
     def reset(self, host: str, address: str) -> None:
-        """Ends every call of this path; both ends see it."""
+        """End every call of this path. Both ends see it."""
         for call in tuple(self.calls):
             if (call.client.name, call.address) == (host, address):
                 call.reset()
@@ -199,13 +199,13 @@ class Call:
     # Both halves
 
     def hang_up(self, *, is_torn: bool) -> None:
-        """The client's side closes."""
+        """Close the client's side."""
         if is_torn:
             self._up.tear()
         self._up.send(HANG_UP)
 
     def end(self, code: grpc.StatusCode, *, is_torn: bool = False) -> None:
-        """The server's side closes."""
+        """Close the server's side."""
         self._is_server_done = True
         self._has_window.set()
         if is_torn:
@@ -217,7 +217,7 @@ class Call:
         self.end(grpc.StatusCode.UNAVAILABLE, is_torn=True)
 
     def _found_dead(self) -> None:
-        """Ends the call where keepalive finds it dead. Only servers use keepalive: clients watch for silence."""
+        """End the call where keepalive finds it dead. Only servers use keepalive: clients watch for silence."""
         if self.server is not None and not self._is_server_done:
             self.reset()
 
@@ -296,7 +296,7 @@ class Call:
 
 
 class UnaryCall:
-    """Awaitable, with a deadline."""
+    """A call with one reply: awaitable, with a deadline."""
 
     def __init__(self, call: Call, request: Any, timeout_seconds: float | None) -> None:
         self._call, self._request, self._timeout_seconds = call, request, timeout_seconds

@@ -1,7 +1,7 @@
-"""A process's calls to the index twin: late, refused, hung, or with the reply lost.
+"""A process's calls to the index twin: delayed, refused, hung, or with the reply lost.
 
-As on a real server, a call may still be executed after its caller hung up, later and in another order. Does not own
-the rules of the index (proto/index/twin.py).
+As on a real server, a call may still be executed after its caller hung up, later and in another order. Does not own the
+rules of the index (proto/index/twin.py).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ Reply = TypeVar("Reply")
 class IndexState(Enum):
     UP = auto()
     DOWN = auto()
-    """Refuses at once."""
+    """Refuses calls at once."""
     HUNG = auto()
     """Accepts calls and executes them once it is up again."""
 
@@ -72,7 +72,7 @@ class IndexServer:
                 action()
 
     async def ask(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Raises PrefixIndexError."""
+        """Execute a call as a server would, and return its reply. Raises PrefixIndexError."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.network.later(self._delay(), lambda: self._arrived(work, future))
         return await future
@@ -97,7 +97,7 @@ class IndexServer:
         if self.network.chance.random() < self.lost_replies:
             self._reply(future, error=PrefixIndexError(ErrorKind.CONNECTION, "the answer was lost"))
         else:
-            self.network.later(self._delay(), lambda: _settle(future, reply))
+            self.network.later(self._delay(), lambda: _set_reply(future, reply))
 
     def _reply(self, future: "asyncio.Future[Reply]", *, error: PrefixIndexError) -> None:
         self.network.later(self._delay(), lambda: _fail(future, error))
@@ -106,8 +106,8 @@ class IndexServer:
         return self.latency_seconds + self.jitter_seconds * self.network.chance.random()
 
 
-def _settle(future: "asyncio.Future[Reply]", reply: Reply) -> None:
-    """Does nothing where the caller is gone."""
+def _set_reply(future: "asyncio.Future[Reply]", reply: Reply) -> None:
+    """Set the reply, unless the caller is gone."""
     if not future.done():
         future.set_result(reply)
 

@@ -1,4 +1,4 @@
-"""Wires between hosts, with faults on demand: late, cut, cut in one direction, and torn.
+"""Wires between hosts, with faults on demand: delayed, cut, cut in one direction, and torn.
 
 A wire keeps the order of its messages, as TCP does. Messages sent while a direction is cut arrive after it is healed,
 unless one side has hung up meanwhile. Owns paths (a pair of hosts) and wires (one direction of one connection). Does
@@ -15,7 +15,7 @@ from typing import Any
 from simulation.virtual_time import OUTSIDE, VirtualLoop
 
 KEEPALIVE_SECONDS = 3.0
-"""A worker's gRPC server ends a connection that answers no ping for so long: 2 s and 1 s."""
+"""A worker's gRPC server ends a connection that answers no ping for this long: 2 s and 1 s."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +41,7 @@ class Network:
     """Owns all paths of one run."""
 
     def __init__(self, loop: VirtualLoop, chance: random.Random, *, latency_seconds: float = 0.0005) -> None:
-        """`latency_seconds` is what a new path takes one way."""
+        """Create the network. `latency_seconds` is what a new path takes one way."""
         self.loop = loop
         self.chance = chance
         self._latency_seconds = latency_seconds
@@ -100,7 +100,7 @@ class Wire:
         self.flow()
 
     def tear(self) -> None:
-        """Loses every message in flight."""
+        """Lose every message in flight."""
         self._carried.clear()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """One incarnation of a router: the real fleet, placer, relay, look-up, ledger and registry, in a simulated process.
 
 Joins them as router/server.py and router/generation/generation.py do, without gRPC's server and without text. Owns the
-order of admission, placement and relay. Does not own what a client makes of its tokens.
+order of admission, placement and relay. Does not own what a client does with its tokens.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from simulation.worker_process import SECRET, TOKENIZER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSetup:
-    """What all routers of a run have in common."""
+    """Settings that all routers of a run share."""
 
     policy: PolicyName = "prefix"
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -55,7 +55,7 @@ class RouterSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a client asks of a router."""
+    """A client's request to a router."""
 
     request_id: str
     prompt: Sequence[int]
@@ -67,14 +67,14 @@ class Call:
 
 
 class Client(Protocol):
-    """Hears of one call. Times are seconds since the start of the run."""
+    """Receives the events of one call. Times are seconds since the start of the run."""
 
     def take(self, chunk: TokenChunk, progress: Progress, now: float) -> bool:
-        """Takes tokens. True ends their output, as a stop string does."""
+        """Take tokens. Return True to end their output, as a stop string does."""
         ...
 
     def end(self, outcome: str, now: float) -> None:
-        """`outcome` is "finished", "CANCELLED" or the reason of an error."""
+        """End the call. `outcome` is "finished", "CANCELLED" or the reason of an error."""
         ...
 
 
@@ -88,7 +88,7 @@ class _CountingPlacer(Placer):
 
 
 class RouterProcess:
-    """Made on the loop; `start`, then requests by `accept`."""
+    """A router. Create it on the loop, call `start`, then send requests by `accept`."""
 
     def __init__(
         self,

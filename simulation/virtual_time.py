@@ -13,9 +13,9 @@ from enum import Enum, auto
 from typing import Any
 
 START_SECONDS = 1000.0
-MOST_TURNS_AT_ONCE = 100_000
+MAX_TICKS_AT_ONCE = 100_000
 OUTSIDE = Context()
-"""The context of what belongs to no process: the network, the plan of a run."""
+"""The context of code that belongs to no process: the network, the plan of a run."""
 
 
 class ProcessState(Enum):
@@ -25,11 +25,11 @@ class ProcessState(Enum):
 
 
 class Stalled(AssertionError):
-    """A task waits and no timer is left, or callbacks run without end and no time passes."""
+    """Raised if a task waits without any timer left, or callbacks run without end while no time passes."""
 
 
 class Process:
-    """Made and used on one VirtualLoop; its name is unique there."""
+    """A simulated process of one VirtualLoop. Its name is unique there."""
 
     def __init__(self, name: str, loop: "VirtualLoop") -> None:
         self.name = name
@@ -69,7 +69,7 @@ class Process:
         self._loop.sift()
 
     def thaw(self) -> None:
-        """Does nothing to a process that was killed meanwhile."""
+        """Run what came due while it was frozen. Does nothing to a process that was killed meanwhile."""
         if self.state is ProcessState.FROZEN:
             self.state = ProcessState.RUNNING
             self._release()
@@ -106,7 +106,7 @@ class _Ready(deque[asyncio.Handle]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that is its own selector: to wait is to move the clock."""
+    """An event loop that is its own selector: waiting moves the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,15 +115,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._selector = self
         self._is_to_sift = False
-        self.num_turns = 0
-        self._first_turn_now = 0
+        self.num_ticks = 0
+        self._first_tick_now = 0
         self.set_task_factory(_task_of_process)
 
     def time(self) -> float:
         return self._now
 
     def select(self, timeout: float | None) -> list[object]:
-        self.num_turns += 1
+        self.num_ticks += 1
         if self._is_to_sift:
             self._is_to_sift = False
             waiting = list(self._ready)
@@ -131,18 +131,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
             for handle in waiting:
                 self._ready.append(handle)
         elif timeout is None:
-            raise Stalled("nothing will ever happen")
+            raise Stalled("tasks wait, and no timer is left")
         else:
             self._now += timeout
         if timeout is not None and timeout > self._clock_resolution:
-            self._first_turn_now = self.num_turns
-        elif self.num_turns - self._first_turn_now > MOST_TURNS_AT_ONCE:
-            self._first_turn_now = self.num_turns
-            raise Stalled("time stands still")
+            self._first_tick_now = self.num_ticks
+        elif self.num_ticks - self._first_tick_now > MAX_TICKS_AT_ONCE:
+            self._first_tick_now = self.num_ticks
+            raise Stalled("callbacks run without end, and no time passes")
         return []
 
     def sift(self) -> None:
-        """From the next turn on nothing runs of a process that is frozen or dead."""
+        """From the next tick on, run nothing of a process that is frozen or dead."""
         if not isinstance(self._ready, _Ready):
             # A plain queue is faster and serves until the first such process.
             self._ready = _Ready(self._ready)
@@ -152,10 +152,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.append(handle)
 
     def _process_events(self, event_list: list[object]) -> None:
-        """There is no I/O."""
+        """Do nothing: there is no I/O."""
 
     def _write_to_self(self) -> None:
-        """There are no other threads."""
+        """Do nothing: there are no other threads."""
 
 
 class _Task(asyncio.Task[Any]):
@@ -173,7 +173,7 @@ def _task_of_process(
 
 
 def bury(loop: VirtualLoop, processes: Iterable[Process]) -> None:
-    """Ends and closes the loop. No pending task outlives it, nor anything that the garbage collector would finish."""
+    """End and close the loop. No pending task outlives it, nor anything that the garbage collector would finish."""
     loop.set_exception_handler(lambda *_: None)
     tasks = [task for process in processes for task in process.bury()]
     tasks += asyncio.all_tasks(loop)

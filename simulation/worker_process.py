@@ -39,7 +39,7 @@ RunnerT = TypeVar("RunnerT", bound=Runner)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup(Generic[RunnerT]):
-    """What all workers of a run have in common."""
+    """Settings that all workers of a run share."""
 
     scheduler: SchedulerConfig
     num_blocks: int
@@ -53,7 +53,7 @@ class WorkerSetup(Generic[RunnerT]):
 
 
 class WorkerProcess(Generic[RunnerT]):
-    """Made on the loop; serves from `start`."""
+    """A worker. Create it on the loop. It serves from `start` on."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class WorkerProcess(Generic[RunnerT]):
         index: IndexServer,
         rng: random.Random,
     ) -> None:
-        """`number` counts the incarnations of this name."""
+        """Create a worker. `number` counts the incarnations of this name."""
         self.name, self.address = name, address
         self.incarnation = f"{name}#{number}"
         self.process = Process(self.incarnation, loop)
@@ -123,12 +123,12 @@ class WorkerProcess(Generic[RunnerT]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether its process listens already."""
+        """Return whether its process listens already."""
         return self.address in self._connections.listeners
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the current step has run. The step may have begun while the worker was slow."""
+        """Return how long the current step has run. The step may have begun while the worker was slow."""
         return self._thread.stalled_seconds
 
     @property
@@ -136,7 +136,7 @@ class WorkerProcess(Generic[RunnerT]):
         return self._thread.busy_seconds
 
     def is_idle(self) -> bool:
-        """Whether it holds nothing for any request."""
+        """Return whether it holds nothing for any request."""
         engine = self.engine
         return not engine.has_work and not engine.pool.num_used and not self.service._routes
 
@@ -163,7 +163,7 @@ class WorkerProcess(Generic[RunnerT]):
         self.publisher.rebuild()
 
     def leave(self) -> asyncio.Task[None]:
-        """Ends a worker that has drained, or one in a cluster that ends."""
+        """End a worker that has drained, or one in a cluster that ends."""
         return self.process.start(self._leave())
 
     async def _leave(self) -> None:

@@ -86,17 +86,18 @@ def _docstrings(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield runs of comment lines as one text each."""
+    """Yield runs of comment lines as one text each. A comment behind code is a text by itself."""
     first, last, lines = 0, -1, list[str]()
     for token in tokenize.generate_tokens(StringIO(source).readline):
         if token.type != tokenize.COMMENT or token.string.startswith(("#!", "# noqa", "# type:")):
             continue
         row, text = token.start[0], token.string.lstrip("#").strip()
-        if row != last + 1 and lines:
+        is_alone = not token.line[: token.start[1]].strip()
+        if lines and not (row == last + 1 and is_alone):
             yield first, "\n".join(lines), False
             lines = []
         first = first if lines else row
-        last = row
+        last = row if is_alone else -1
         lines.append(text)
     if lines:
         yield first, "\n".join(lines), False

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc.aio
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.limits import MAX_MESSAGE_BYTES
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.tasks import BackgroundTasks
@@ -41,7 +42,6 @@ from blockyard.worker.startup.trial import try_out
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_CONNECTIONS = 1024
 """Each router has one. Further connections are closed at once."""
 MAX_STREAMS = 256

@@ -9,9 +9,8 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.security.loopback import without_brackets
-
-MAX_PORT = 65535
 
 
 def next_free(first: int, num_ports: int, is_free: Callable[[int], bool]) -> int:

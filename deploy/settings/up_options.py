@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import click
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
-from blockyard.deploy.machine.shared_port import MAX_PORT
 from blockyard.deploy.settings.config_file import config_option
 from blockyard.deploy.settings.config_options import (
     engine_config,
@@ -33,6 +32,7 @@ from blockyard.deploy.settings.setting import (
 )
 from blockyard.deploy.settings.wanted_cluster import SERVE_PORTS as SERVE_PORTS
 from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.runtime.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogConfig, LogFormat, LogLevel
 from blockyard.proto.security.loopback import with_brackets, without_brackets
 from blockyard.router.config import RouterConfig, RouterLimits

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.redis_server import configured_redis_url
-from blockyard.deploy.machine.shared_port import MAX_PORT
 from blockyard.deploy.ray.head import host_and_port
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.proto.index.redis import check_url
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.runtime.logs import LogConfig

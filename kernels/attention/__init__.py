@@ -1,4 +1,4 @@
-"""Attention of one step as work items: who reads which keys, and which prefix is read once for many rows.
+"""The plan of one step's attention: which row reads which keys, and which prefix is read once for many rows.
 
-Plans alone. Does not own any kernel (../triton/, ../cpu/, ../torch/).
+Owns index arithmetic alone. Does not own any kernel (../triton/, ../cpu/, ../torch/).
 """

@@ -1,18 +1,18 @@
-"""How the attention of one step is cut into work items: who reads which keys, in how many programs.
+"""The work items of one step's attention: which program reads which keys.
 
 Attention is a list of work items. An item is six integers:
 
     row, first query token, end query token, first key, end key, partial slot
 
-The query tokens count from the row's first query, keys are positions in the row's context. A decode row of a
-long context becomes several items, each with a partial slot, and one merge joins them; partial slot -1 means
-that the item sees all keys it needs and writes the output itself. A prefill row becomes items of
-`PREFILL_ITEM_TOKENS` queries. What many decode rows read alike becomes items over several rows (`shared_prefix`);
-their own items begin behind it, and the same merge joins both.
+Query tokens count from the row's first query. Keys are positions in the row's context. A decode row of a long context
+becomes several items, each with a partial slot, and one merge joins them. Partial slot -1 means that the item sees all
+keys that it needs and writes the output itself. A prefill row becomes items of `PREFILL_ITEM_TOKENS` queries. A prefix
+that many decode rows share becomes items over several rows (shared_prefix.py). The rows' own items begin after it, and
+the same merge joins both.
 
-Owns the balance between programs. Knows no blocks, no tensors and no backend: pure arithmetic in numpy.
+Owns the balance between programs. Pure arithmetic in numpy: knows no blocks, tensors or backends.
 
-Shapes: R sequences (rows), W decode items, X prefill items, Y shared items, D decode rows, Q prefill rows, M members of
+Shapes: R sequences (rows), D decode rows, Q prefill rows. W decode items, X prefill items, Y shared items, M members of
 shared items.
 """
 
@@ -23,15 +23,15 @@ import numpy as np
 from blockyard.kernels.attention.shared_prefix import Int32Array, Int64Array, SharedPrefixes, members_of_item
 
 PREFILL_ITEM_TOKENS = 128
-# A split reads at least this many keys: below it the merge costs more than the parallelism gains.
+# A split reads at least this many keys. Below it, the merge costs more than the parallelism gains.
 MIN_SPLIT_TOKENS = 256
-# Splits are multiples of the kernels' largest key tile: only the last tile of a row is masked.
+# Splits are multiples of the kernels' largest key tile, so only the last tile of a row is masked.
 SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528
-# Query heads of a kv head where nobody says: how many decodes an item has goes by it, not what comes of them.
+# Query heads of a kv head where the caller gives none. It sets the number of decodes in an item, not their results.
 DEFAULT_GROUP = 4
-# Of a step whose work is not cut.
+# The items of a step that is not cut into work items.
 NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
     {
         "decode": np.zeros((0, 6), dtype=np.int32),
@@ -52,10 +52,11 @@ def items_of_step(
     group: int,
     target_programs: int,
 ) -> Mapping[str, Int32Array]:
-    """The items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their members, and
-    where each decode row's partial slots start.
+    """Return the items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their
+    members. `partials` says where each decode row's partial slots start.
 
-    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`, those of what it shares first.
+    Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`. Those of its shared prefix come
+    first.
     """
     num_decodes = int((query_R == 1).sum())
     context_D = context_R[:num_decodes]
@@ -78,15 +79,15 @@ def items_of_step(
 
 
 def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
-    """The first key that the query at each position sees."""
+    """Return the first key that the query at each position sees."""
     return np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
 
 
 def _decode_items(
     context_D: Int64Array, begin_D: Int64Array, shared_splits_D: Int64Array, wanted_tokens: int
 ) -> tuple[Int32Array, Int32Array]:
-    """Cut what each row reads alone into splits of about equal size, chosen from the total work, not from the batch
-    size. Who has splits of shared keys has partial slots for them, and for its own."""
+    """Cut the keys that each row reads alone into splits of about equal size. The total work sets the size, not the
+    batch size. A row with splits of shared keys has partial slots for them and for its own."""
     keys_D = context_D - begin_D
     wanted_D = -(-keys_D // wanted_tokens)
     size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
@@ -107,7 +108,7 @@ def _decode_items(
 def _prefill_items(
     query_R: Int64Array, context_R: Int64Array, window: int | None, num_decodes: int
 ) -> Int32Array:
-    """Items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
+    """Return items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
     query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
     tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
     row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)

@@ -1,17 +1,16 @@
-"""The plan of one step's attention: who attends to which tokens, where they lie, and the work items.
+"""The plan of one step's attention: which rows attend to which tokens, where the tokens lie, and the work items.
 
-Owns the arithmetic from (query lengths, context lengths, block tables) to slots and positions; `attention_items`
-cuts the work. It is pure index arithmetic in numpy, done once a step and shared by all layers; it launches nothing
-and knows no backend. The only tensors are made at the end, all from one buffer and so by one copy to the device.
+Owns the arithmetic from query lengths, context lengths and block tables to slots and positions. Pure numpy, done once a
+step and shared by all layers. It makes tensors only at the end, from one buffer, so one copy takes them to the device.
+Does not own how the work is cut (items.py). Launches nothing and knows no backend.
 
-Under a window of W tokens the query at position i sees the keys j with i - W < j <= i, itself included. A step
-is planned without one; `AttentionPlan.windowed` derives the plan for the layers that have it, whose items begin
-at the first key that one of their queries sees. A window changes what is read and nothing of where tokens lie:
-blocks wholly behind it stay in the table, because the prefix cache that owns them must stay closed under
-prefixes.
+Under a window of W tokens the query at position i sees the keys j with i - W < j <= i, itself included. A step is
+planned without a window. `AttentionPlan.windowed` then derives the plan for the layers that have one. Its items begin
+at the first key that one of their queries sees. A window changes which keys are read, and not where tokens lie. Blocks
+wholly behind it stay in the table, because the prefix cache must stay closed under prefixes.
 
-Shapes: T tokens in the step (padding included), R sequences (rows), B blocks in the longest table, W decode
-items, X prefill items, Y shared items, M their members, D decode rows, S partial slots.
+Shapes: T tokens in the step (padding included), R sequences (rows), B blocks in the longest table. W decode items, X
+prefill items, Y shared items, M their members, D decode rows, S partial slots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,19 +38,22 @@ IntArray = Int32Array | Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """Everything the attention of one step needs beside queries and pool. Decode rows come first, then
-    prefill rows.
+    """Everything that the attention of one step needs besides queries and pool. Decode rows come first, then prefill
+    rows.
 
-    The queries of a row are its last `query_len` positions. Entries of the block table beyond a row's own
-    blocks mean nothing.
+    The queries of a row are its last `query_len` positions. Entries of the block table beyond a row's own blocks are
+    arbitrary.
     """
 
     block_size: int
     num_kv_heads: int
-    group: int  # query heads of each
+    group: int
+    """Query heads of each kv head."""
     target_programs: int
-    window: int | None  # in tokens; None where all keys before a query are seen
-    has_items: bool  # False: the work is not cut, and the items below are empty; for backends that walk rows
+    window: int | None
+    """Tokens. None: a query sees all keys before it."""
+    has_items: bool
+    """False: the items below are empty, for backends that walk the rows instead."""
     num_decodes: int
     num_partials: int
     query_lens: tuple[int, ...]
@@ -59,17 +61,15 @@ class AttentionPlan:
     query_starts_R1: torch.Tensor  # int32
     context_lens_R: torch.Tensor  # int32
     block_table_RB: torch.Tensor  # int32
-    slot_mapping_T: torch.Tensor  # int64, PADDING_SLOT where nothing is to be written
+    slot_mapping_T: torch.Tensor  # int64, PADDING_SLOT where nothing is written
     positions_T: torch.Tensor  # int64, 0 for padding
     decode_items_W6: torch.Tensor  # int32
     prefill_items_X6: torch.Tensor  # int32, most keys first
-    shared_items_Y5: (
-        torch.Tensor
-    )  # int32, over the members' shared keys; none under a window that hides anything
+    shared_items_Y5: torch.Tensor
+    """int32, over the keys that members share. Empty under a window that hides keys."""
     shared_members_M: torch.Tensor  # int32, decode rows
-    partial_starts_D1: (
-        torch.Tensor
-    )  # int32, decode row i owns partial slots [i], [i+1]; none if it was not split
+    partial_starts_D1: torch.Tensor
+    """int32. Decode row i owns the partial slots from [i] to [i + 1], none if it was not split."""
 
     @property
     def num_rows(self) -> int:
@@ -77,18 +77,18 @@ class AttentionPlan:
 
     @property
     def num_query_tokens(self) -> int:
-        """Tokens that attend: T without padding."""
+        """Return the number of tokens that attend: T without padding."""
         return sum(self.query_lens)
 
     def first_visible_key(self, row: int) -> int:
-        """The first key that the row's first query sees: no query of the row sees one before it."""
+        """Return the first key that the row's first query sees. No query of the row sees an earlier one."""
         first_position = self.context_lens[row] - self.query_lens[row]
         return 0 if self.window is None else max(0, first_position - self.window + 1)
 
     def windowed(self, window: int) -> Self:
-        """This step under a window of so many tokens; the plan itself where that hides nothing.
+        """Return this step under a window of so many tokens, or the plan itself if the window hides nothing.
 
-        To be made once a step for each distinct window of a model. Raises ValueError for a window below 1.
+        Call it once a step for each distinct window of a model. Raises ValueError for a window below 1.
         """
         if window < 1:
             raise ValueError(f"a window of {window} tokens: a query sees itself, so at least 1")
@@ -104,8 +104,8 @@ class AttentionPlan:
         )
 
     def of_last_queries(self) -> Self:
-        """This step as if each row had its last query alone, and nothing were to be written: what a last layer attends
-        where no other query's output is wanted. No item of it is over a shared prefix."""
+        """Return this step as if each row had its last query alone and wrote nothing. A model's last layer uses it when
+        no other query's output is wanted. It has no items over a shared prefix."""
         query_R = np.ones(self.num_rows, dtype=np.int64)
         items = self._items(query_R, self.window)
         tensors = _to_device(
@@ -128,7 +128,7 @@ class AttentionPlan:
         )
 
     def _items(self, query_R: Int64Array, window: int | None) -> Mapping[str, Int32Array]:
-        """Of rows with so many queries, without a shared prefix."""
+        """Return the items of rows with so many queries, without a shared prefix."""
         if not self.has_items:
             return NO_ITEMS
         return items_of_step(
@@ -156,9 +156,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plan one step from lists. `context_lens` count the tokens in the KV cache including this step's queries.
 
-    `padded_tokens` lengthens the slot mapping with PADDING_SLOT to that many tokens. Raises ValueError where
-    the rows contradict each other: lengths that do not match, decode after prefill, a table too short for its
-    context.
+    `padded_tokens` lengthens the slot mapping with PADDING_SLOT to that many tokens. Raises ValueError where the rows
+    contradict each other: lengths that do not match, decode after prefill, or a table too short for its context.
     """
     context_R = np.asarray(context_lens, dtype=np.int64)
     _check_tables(context_R, block_tables, block_size)
@@ -188,7 +187,8 @@ def plan_rows(
     target_programs: int = DEFAULT_TARGET_PROGRAMS,
     with_items: bool = True,
 ) -> AttentionPlan:
-    """`plan_attention` of arrays that nobody changes while the plan lives; without items where none are read."""
+    """Plan one step as `plan_attention` does, from arrays that stay unchanged while the plan lives. `with_items=False`
+    leaves out the work items."""
     num_decodes = int((query_R == 1).sum())
     _check_rows(query_R, context_R, table_RB, block_size, num_decodes)
     is_decodes = num_decodes == len(query_R)
@@ -203,7 +203,7 @@ def plan_rows(
     if with_items:
         shared = find_shared_prefixes(table_RB, context_R[:num_decodes], block_size)
         items = items_of_step(query_R, context_R, None, shared, num_kv_heads, group, target_programs)
-    place = torch.device(device)
+    target = torch.device(device)
     arrays: dict[str, IntArray] = {
         "slots": _padded(slots_T, padding, PADDING_SLOT),
         "positions": _padded(positions_T, padding, 0),
@@ -212,9 +212,9 @@ def plan_rows(
         "table": table_RB,
     }
     if with_items:
-        tensors = _to_device({**arrays, **items}, place)
+        tensors = _to_device({**arrays, **items}, target)
     else:
-        tensors = {**_to_device(arrays, place), **_no_items(place)}
+        tensors = {**_to_device(arrays, target), **_no_items(target)}
     return AttentionPlan(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
@@ -235,7 +235,7 @@ def plan_rows(
 
 
 def _of_items(items: Mapping[str, Int32Array], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The fields of a plan that say how its work is cut."""
+    """Return the fields of a plan that hold its work items."""
     return {
         "num_partials": int(items["partials"][-1]),
         "decode_items_W6": tensors["decode"],
@@ -273,7 +273,7 @@ def _check_rows(
 
 
 def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
-    """Tables of uneven length as one array, in one flat pass: an array a row would cost more."""
+    """Pack tables of uneven length into one array in one flat pass, because an array for each row costs more."""
     lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
     width = int(lens_R.max(initial=0))
     table_RB = np.zeros((len(block_tables), width), dtype=np.int32)
@@ -302,12 +302,13 @@ def _padded(array_T: Int64Array, padding: int, value: int) -> Int64Array:
 
 @cache
 def _no_items(device: torch.device) -> Mapping[str, torch.Tensor]:
-    """Nobody writes them."""
+    """Return the empty items on a device. No caller writes to them."""
     return _to_device(NO_ITEMS, device)
 
 
 def _to_device(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Views of one byte buffer that went to the device in one asynchronous copy; on a CPU of the arrays themselves."""
+    """Copy arrays to the device as views of one byte buffer, in one asynchronous copy. On a CPU the tensors are views
+    of the arrays themselves."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     offsets: dict[str, int] = {}

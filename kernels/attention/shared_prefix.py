@@ -1,11 +1,13 @@
-"""Which decode rows of a step read the same blocks first, so that these are read once for all of them (cascade).
+"""Shared prefixes of a step: groups of decode rows with the same first blocks, read once for the whole group
+(cascade).
 
-Prefix-aware routing gathers requests with one system prompt on one worker; that alone saves computing it again, and
-nothing of reading it at each step. Rows share what they share by block numbers, not by names: the tables are the truth.
+Prefix-aware routing gathers requests with one system prompt on one worker. That alone saves computing the prompt again,
+but not reading it at each step. Groups are found by block numbers and not by block names, because attention reads by
+block tables.
 
-Owns finding the groups and the work items over what they share. Knows no backend: pure arithmetic in numpy.
+Owns finding the groups and the work items over what they share. Pure arithmetic in numpy: knows no backend.
 
-Shapes: R sequences (rows), D decode rows, B blocks in the longest table, Y shared items, M members of all groups.
+Shapes: R sequences (rows), D decode rows, B blocks in the longest table. Y shared items, M members of all groups.
 """
 
 from dataclasses import dataclass
@@ -18,15 +20,15 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
-# Fewer rows, or fewer tokens, gain less than the second launch and the merge cost.
+# Fewer rows or tokens gain less than the second launch and the merge cost.
 MIN_SHARERS = 8
 MIN_SHARED_TOKENS = 512
-# Packed query rows of one item: those of a prefill program.
+# Packed query rows of one item, as in a prefill program.
 _ITEM_ROWS = 128
 
 
 def members_of_item(group: int) -> int:
-    """How many decode rows, of so many query heads for each kv head, one program attends for."""
+    """Return how many decode rows one program attends for, with so many query heads for each kv head."""
     return max(1, _ITEM_ROWS // group)
 
 
@@ -38,30 +40,30 @@ class SharedPrefixes:
     """Decode rows, group after group."""
     group_sizes: tuple[int, ...]
     group_tokens: tuple[int, ...]
-    """Whole blocks, and less than any member's context: each member has a key of its own left."""
+    """Whole blocks, and less than any member's context: each member has at least one key of its own."""
 
     @classmethod
     def none(cls) -> Self:
         return cls(members_M=np.zeros(0, dtype=np.int64), group_sizes=(), group_tokens=())
 
     def tokens_of_rows(self, num_decodes: int) -> Int64Array:
-        """What each decode row shares, 0 for those of no group. Shape [D]."""
+        """Return how many tokens each decode row shares [D], 0 for rows in no group."""
         tokens_D = np.zeros(num_decodes, dtype=np.int64)
         tokens_D[self.members_M] = np.repeat(self.group_tokens, self.group_sizes)
         return tokens_D
 
     def reads(self, members: int) -> int:
-        """Keys that items of so many members read over what is shared, for each kv head."""
+        """Return how many keys items of so many members read in the shared prefixes, for each kv head."""
         return sum(
             tokens * -(-size // members)
             for tokens, size in zip(self.group_tokens, self.group_sizes, strict=True)
         )
 
     def items(self, split_tokens: int, members: int) -> tuple[Int32Array, Int64Array]:
-        """The items [Y, 5] of so many members and keys at most, and how many splits each member has [M].
+        """Return the items [Y, 5] of at most so many members and keys, and the number of splits of each member [M].
 
-        An item is (first member, end member, first key, end key, split): it leaves the partial result of each of its
-        members in that member's slot of that number. Keys are read by the first member's table.
+        An item is (first member, end member, first key, end key, split). It writes the partial result of each of its
+        members to that member's slot number `split`. Keys are read by the first member's table.
         """
         items: list[tuple[int, int, int, int, int]] = []
         splits: list[int] = []
@@ -79,12 +81,12 @@ class SharedPrefixes:
 
 
 def find_shared_prefixes(table_RB: Int32Array, context_D: Int64Array, block_size: int) -> SharedPrefixes:
-    """Groups of MIN_SHARERS decode rows at least whose first MIN_SHARED_TOKENS lie in the same blocks."""
+    """Find groups of at least MIN_SHARERS decode rows with their first MIN_SHARED_TOKENS in the same blocks."""
     depth = -(-MIN_SHARED_TOKENS // block_size)
     candidates_C = np.flatnonzero(context_D > depth * block_size)
     if len(candidates_C) < MIN_SHARERS:
         return SharedPrefixes.none()
-    # Who shares the block at this depth may share all before it, which is looked at then; nobody else can.
+    # Only rows that share the block at this depth can share all before it. Those are compared next.
     blocks_C = table_RB[candidates_C, depth - 1]
     order_C = np.argsort(blocks_C, kind="stable")
     firsts = np.flatnonzero(np.diff(blocks_C[order_C], prepend=-1))
@@ -105,7 +107,7 @@ def find_shared_prefixes(table_RB: Int32Array, context_D: Int64Array, block_size
 
 
 def _blocks_in_common(table_RB: Int32Array, context_D: Int64Array, rows: Int64Array, block_size: int) -> int:
-    """Leading blocks that the tables of these rows have in common, the last block of the shortest context left out."""
+    """Return how many leading blocks the tables of these rows share, without the last block of the shortest context."""
     limit = (int(context_D[rows].min()) - 1) // block_size
     tables = table_RB[rows, :limit]
     differs = np.flatnonzero((tables != tables[0]).any(axis=0))

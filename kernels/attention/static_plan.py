@@ -1,11 +1,11 @@
-"""Plans of decode steps in buffers that stay where they are, as a captured graph needs them: what it reads, and how
-much of it, is decided at its capture.
+"""Plans of decode steps in buffers with fixed addresses, as a captured graph needs them. The capture fixes what the
+graph reads, and how much.
 
-A step of fewer rows is padded. A row of padding has no item, so that it reads no keys; its slot is PADDING_SLOT, so
-that it writes none; what comes out of it means nothing. An item of padding has no query token, and its program ends at
-once. So it is with items over a shared prefix, which only some graphs have: a launch more in each layer.
+A step of fewer rows is padded. A padding row has no item, so it reads no keys. Its slot is PADDING_SLOT, so it writes
+none, and its output is arbitrary. A padding item has no query token, so its program ends at once. The same holds for
+items over a shared prefix. Only some graphs have them, because they cost one more launch in each layer.
 
-Shapes: R rows of the largest step, r rows of one size, n rows of a step, B blocks of the longest context, W decode
+Shapes: R rows of the largest step, r rows of one size, n rows of a step. B blocks of the longest context, W decode
 items, Y items over shared prefixes.
 """
 
@@ -20,40 +20,44 @@ from blockyard.kernels.attention.shared_prefix import MIN_SHARERS, members_of_it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The most that decodes are cut into, however long their contexts: splits are so large that all of them together
-    are at most the wanted programs, and each row, or each item's share of a group, rounds up once."""
+    """Upper bounds of the items and partial results of a decode step, for contexts of any length.
+
+    Splits are so large that all of them together are at most the wanted programs. Each row, or each item's share of a
+    group, rounds up once.
+    """
 
     num_kv_heads: int
     group: int = DEFAULT_GROUP
     target_programs: int = DEFAULT_TARGET_PROGRAMS
 
     def _splits(self) -> int:
-        """Of all keys that are read, beside what rounds up."""
+        """Return the splits of all keys that are read, without what rounds up."""
         return -(-self.target_programs // self.num_kv_heads)
 
     def num_items(self, num_rows: int) -> int:
-        """Of what each row reads alone."""
+        """Return the items of what each row reads alone."""
         return num_rows + self._splits()
 
     def num_shared_items(self, num_rows: int) -> int:
-        """A group that does not fill its last item has one more."""
+        """Return the items over shared prefixes. A group that does not fill its last item has one more."""
         return num_rows // members_of_item(self.group) + num_rows // MIN_SHARERS + self._splits()
 
     def num_partials(self, num_rows: int, *, is_shared: bool) -> int:
-        """An item over a shared prefix leaves one for each of its members, a split one for each row."""
+        """Return the partial results: one for each member of a shared item, one for each split of a row."""
         if not is_shared:
             return self.num_items(num_rows)
         of_items = self.num_shared_items(num_rows) * members_of_item(self.group)
         return self.num_items(num_rows) + min(of_items, num_rows * (self._splits() + 1))
 
     def partial_bytes(self, num_rows: int, head_dim: int) -> int:
-        """What they take: fp32 outputs and log-sum-exps of all heads, and half as much again, by which it grows."""
+        """Return the bytes of the partial results: fp32 outputs and log-sum-exps of all heads. Half as much again
+        allows for the workspace's growth."""
         numbers = self.num_kv_heads * self.group * (head_dim + 1)
         return 4 * numbers * self.num_partials(num_rows, is_shared=True) * 3 // 2
 
 
 class StaticDecodes:
-    """Buffers for one step at a time; plans of all sizes are views of them."""
+    """Buffers for one step at a time. Plans of all sizes are views of them."""
 
     def __init__(
         self,
@@ -76,8 +80,8 @@ class StaticDecodes:
         )
 
     def plan(self, num_rows: int, *, is_shared: bool = False) -> AttentionPlan:
-        """Of a step of exactly so many rows, padding included: always the same views. On the host it says nothing of
-        contexts: only for backends that read tensors alone."""
+        """Return the plan of a step of exactly so many rows, padding included: always the same views. Its fields on the
+        host say nothing of contexts, so only backends that read tensors alone can use it."""
         largest, bounds = self._largest, self._bounds
         num_shared = bounds.num_shared_items(num_rows) if is_shared else 0
         return replace(
@@ -97,7 +101,7 @@ class StaticDecodes:
         )
 
     def takes(self, plan: AttentionPlan) -> bool:
-        """Whether a step is of decodes alone, and no longer or wider than the buffers."""
+        """Return whether a step has decodes alone and fits the buffers."""
         bounds, num_rows = self._bounds, plan.num_rows
         return (
             0 < num_rows == plan.num_decodes <= self._largest.num_rows
@@ -109,7 +113,7 @@ class StaticDecodes:
         )
 
     def fill(self, plan: AttentionPlan, num_rows: int) -> None:
-        """Copy a step that is taken, padded to `num_rows`. Queued on the device; nothing waits."""
+        """Copy a step that `takes` accepts, padded to `num_rows`. Queued on the device, without waiting."""
         target, rows, num_items = self._largest, plan.num_rows, len(plan.decode_items_W6)
         target.slot_mapping_T[:rows].copy_(plan.slot_mapping_T[:rows])
         target.slot_mapping_T[rows:num_rows].fill_(PADDING_SLOT)

@@ -1,15 +1,16 @@
-"""The fast backend for CPUs: embedding, attention, rotary embedding with the KV write, norms, SiLU-mul, linears and the
-choice of tokens in C++ (`native/`).
+"""The fast backend for CPUs, in C++ (native/). It covers embedding, attention, rotary embedding with the KV write,
+norms, SiLU-mul, linears and the choice of tokens.
 
-Owns what stays with PyTorch (`cpu_checks` looks at everything before an address leaves Python): linears that
-`can_lay_out` refuses, block copies, and all of it for what the C++ does not do, which is fp16, head sizes that
-are no multiple of 16 or beyond MAX_HEAD_DIM. Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is
-one vector, and bf16 by pairs: `to_native` says how. Copies and swaps move whole blocks and need not know. Linears may
-be in int8 instead. Must never import triton.
+PyTorch keeps block copies, linears that `can_lay_out` refuses, and everything that the C++ does not serve. These are
+fp16, head sizes that are no multiple of 16, and head sizes beyond MAX_HEAD_DIM. checks.py checks everything before an
+address leaves Python. Linears may be in int8 instead. Must never import triton.
 
-Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
-size, I intermediate size, S positions in the rotary table, J = P / 16 sub-tiles of a block. A pool may be quantised
-(`kv_pool`): then its scales lie as everywhere.
+Blocks hold keys in sub-tiles of 16, so that one dimension of 16 keys is one vector, and bf16 in pairs (see
+`to_native`). Copies and swaps move whole blocks and ignore the layout.
+
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size. P tokens a block, B blocks in the pool, J = P /
+16 sub-tiles of a block. H hidden size, I intermediate size, S positions in the rotary table. A quantised pool
+(kv_pool.py) has its scales in the same place in every backend.
 """
 
 from collections.abc import Callable
@@ -45,15 +46,15 @@ from blockyard.kernels.torch.backend import TorchBackend
 LANES = 16
 MAX_HEAD_DIM = 256
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-# As `stored_as` of native/lanes.h counts them; 0 is the type of the heads.
+# Numbered as `stored_as` of native/lanes.h numbers them. 0 is the type of the heads.
 _STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class CpuBackend(TorchBackend):
-    """Not thread-safe, as the torch backend. The library is `cpu_extension`'s."""
+    """Backend in C++. Not thread-safe, as the torch backend. extension.py provides the library."""
 
     name = "cpu"
-    settles_all_nuclei = True
+    thresholds_all_rows = True
     mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:
@@ -64,9 +65,10 @@ class CpuBackend(TorchBackend):
         self.widens_bfloat16 = library.has_linear(is_bf16=True)
 
     def record(self, compute: Callable[[], torch.Tensor], arena: Arena) -> "RecordedStep":
-        """Runs what is to be replayed. Every tensor that it reads must live, and stay, as long as the recording does.
+        """Run a computation and record it for replay. Every tensor that it reads must live, and stay in place, as long
+        as the recording does.
 
-        Raises NotRecordable where some of it is PyTorch's to compute.
+        Raises NotRecordable where PyTorch would compute a part of it.
         """
         library, plans = self._library, self._plans
         recording = self._library = RecordingLibrary(library)
@@ -260,7 +262,7 @@ class CpuBackend(TorchBackend):
         self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        """A token that the table does not have becomes NaN."""
+        """Return NaN for a token that the table does not have."""
         if not _is_native(table_VH) or not table_VH.is_contiguous():
             return super().embed(table_VH, tokens_T)
         need(
@@ -297,15 +299,15 @@ class CpuBackend(TorchBackend):
         self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return tokens_S, is_finite_S
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        check_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        check_nuclei(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
         num_rows, vocab_size = weights_FV.shape
         threads = torch.get_num_threads()
         members = torch.empty(threads, vocab_size)
@@ -313,14 +315,14 @@ class CpuBackend(TorchBackend):
             weights=weights_FV.data_ptr(),
             top_k=top_k_F.data_ptr(),
             top_p=top_p_F.data_ptr(),
-            unsettled=unsettled_F.data_ptr(),
+            pending=pending_F.data_ptr(),
             threshold=threshold_F.data_ptr(),
             members=members.data_ptr(),
             stride=weights_FV.stride(0),
             num_rows=num_rows,
             vocab_size=vocab_size,
         )
-        self._library.settle_nuclei(False, threads, work)
+        self._library.top_k_top_p_thresholds(False, threads, work)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         if self._linears == "int8" and can_quantise(weight_OI):
@@ -340,22 +342,22 @@ class CpuBackend(TorchBackend):
 
 
 class RecordedStep:
-    """A computation of the backend, over tensors that may hold another step each time."""
+    """A recorded computation of the backend. Its tensors may hold another step at each replay."""
 
     def __init__(self, calls: RecordedCalls, checks: PlanChecks) -> None:
         self._calls = calls
         self._checks = checks
 
     def replay(self) -> torch.Tensor:
-        """Its result, where it always is. Raises ValueError for a plan that points where it must not."""
+        """Run it again and return the result, which stays in place. Raises ValueError for a plan with indices out of
+        range."""
         self._checks.check_again()
         self._calls.replay()
         return self._calls.result
 
 
 def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the C++ kernels serve such a pool for a model in `dtype`: then its numbers lie as `to_native`
-    lays them out."""
+    """Return whether the C++ kernels serve such a pool for a model in `dtype`, in the layout of `to_native`."""
     block_size, head_dim = kv_pool_B2KPD.shape[3], head_dim_of(kv_pool_B2KPD)
     return (
         (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in _NATIVE_DTYPES
@@ -366,8 +368,11 @@ def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a pool with each head's keys [P, D] as [J, D, 16], and in bf16 as [J, D / 2, 16, 2] beside values as
-    [P / 2, D, 2], where the C++ kernels serve it for a model in `dtype`; scales stay."""
+    """Copy a pool into the layout of the C++ kernels, where they serve it for a model in `dtype`.
+
+    Each head's keys [P, D] become [J, D, 16]. In bf16 they become [J, D / 2, 16, 2], and values [P / 2, D, 2]. Scales
+    stay.
+    """
     native = kv_pool_B2KPD.clone()
     if has_native_layout(kv_pool_B2KPD, dtype):
         for there, here in zip(_as_native(native), _as_plain(kv_pool_B2KPD), strict=True):
@@ -376,7 +381,7 @@ def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `to_native` made it from."""
+    """Undo `to_native`."""
     plain = kv_pool_B2KPD.clone()
     if has_native_layout(kv_pool_B2KPD, dtype):
         for there, here in zip(_as_plain(plain), _as_native(kv_pool_B2KPD), strict=True):
@@ -385,14 +390,14 @@ def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def _as_plain(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, K, J, D / E, 16, E] and values [B, K, P / E, D, E], views; E numbers lie together natively."""
+    """Return views of keys [B, K, J, D / E, 16, E] and values [B, K, P / E, D, E]. E numbers lie together natively."""
     keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
     keys = keys_BKPD.unflatten(3, (-1, together)).unflatten(2, (-1, LANES)).transpose(3, 4)
     return keys, values_BKPD.unflatten(2, (-1, together)).transpose(3, 4)
 
 
 def _as_native(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a pool that is laid out natively."""
+    """Return the same views of a pool in the native layout."""
     keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
     head_dim = keys_BKPD.shape[3]
     keys = (
@@ -404,13 +409,13 @@ def _as_native(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _numbers_of(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Keys and values [B, K, P, D], views, and how many numbers lie together natively."""
+    """Return views of keys and values [B, K, P, D], and how many numbers lie together natively."""
     numbers = numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD
     return numbers[:, 0], numbers[:, 1], 2 if kv_pool_B2KPD.dtype == torch.bfloat16 else 1
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:
-    """fp32 or bf16 on the CPU, all of one type, rows dense."""
+    """Return whether the tensors are fp32 or bf16 on the CPU, all of one type, with dense rows."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.stride(-1) != 1 or not tensor.is_cpu:

@@ -1,9 +1,9 @@
-"""What must hold before an address leaves Python for the C++ kernels: they would read and write wherever it points.
+"""Checks before an address leaves Python for the C++ kernels, which would read and write wherever it points.
 
-Owns the checks of types, sizes, strides and of every index of a plan. All raise ValueError, because an assertion
-may be switched off. What is the same for all layers is looked at once a plan.
+Owns the checks of types, sizes, strides and of every index of a plan. All raise ValueError, because assertions may be
+switched off. What is the same for all layers is checked once a plan.
 
-Shapes: as in `cpu_backend`.
+Shapes: as in backend.py.
 """
 
 from typing import Self
@@ -16,14 +16,14 @@ from blockyard.kernels.kv_pool import head_dim_of, is_quantised
 
 
 class PlanChecks:
-    """Remembers the last sound plan of each window, so that one step's layers look at its indices once."""
+    """Remembers the last valid plan of each window, so that the layers of one step check its indices once."""
 
     def __init__(self) -> None:
         self._sound: dict[int | None, tuple[AttentionPlan, int, int | None]] = {}
         self._seen: list[tuple[AttentionPlan, int, int | None]] | None = None
 
     def check(self, plan: AttentionPlan, num_blocks: int, num_positions: int | None = None) -> None:
-        """For a pool of so many blocks, and a rotary table of so many positions if any is read."""
+        """Check a plan for a pool of so many blocks, and a rotary table of so many positions if it is read."""
         known = self._sound.get(plan.window, (None, 0, None))
         if known[0] is plan and known[1] == num_blocks and num_positions in (None, known[2]):
             return
@@ -34,19 +34,20 @@ class PlanChecks:
 
     @classmethod
     def keeping(cls) -> Self:
-        """One that can `check_again`."""
+        """Return checks that can `check_again`."""
         checks = cls()
         checks._seen = []
         return checks
 
     def check_again(self) -> None:
-        """All that was ever checked: the tensors may hold another step."""
+        """Repeat all checks, because the tensors may hold another step."""
         for plan, num_blocks, num_positions in self._seen or ():
             _check_indices(plan, num_blocks, num_positions)
 
 
 def need(holds: bool, what: str, *values: object) -> None:
-    """`what` has a {} for each value, put together only where it is told: checks run some hundred times a step."""
+    """Raise ValueError unless `holds`. `what` has a {} for each value, and is formatted only on failure: a step runs
+    some hundred checks."""
     if not holds:
         raise ValueError(what.format(*values))
 
@@ -66,7 +67,8 @@ def check_pool(kv_pool_B2KPD: torch.Tensor, heads_TKD: torch.Tensor, plan: Atten
 
 
 def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
-    """Of the pool's type, or all of one type beside a quantised pool, and each token's heads side by side."""
+    """Check that tensors have the pool's type, or one common type beside a quantised pool, and dense heads of each
+    token."""
     dtype = tensors[0].dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype
     head_dim = head_dim_of(kv_pool_B2KPD)
     for tensor in tensors:
@@ -108,7 +110,7 @@ def check_nuclei(
     weights_FV: torch.Tensor,
     top_k_F: torch.Tensor,
     top_p_F: torch.Tensor,
-    unsettled_F: torch.Tensor,
+    pending_F: torch.Tensor,
     threshold_F: torch.Tensor,
 ) -> None:
     need(
@@ -124,7 +126,7 @@ def check_nuclei(
     vectors = (
         (top_k_F, torch.int64),
         (top_p_F, torch.float64),
-        (unsettled_F, torch.bool),
+        (pending_F, torch.bool),
         (threshold_F, torch.float32),
     )
     for vector, dtype in vectors:
@@ -139,7 +141,7 @@ def check_nuclei(
 
 
 def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | None) -> None:
-    """In numpy, whose calls cost less than PyTorch's and are none of a recorded step's."""
+    """Check indices in numpy: its calls cost less than PyTorch's and do not become part of a recorded step."""
     tensors = (
         (plan.query_starts_R1, torch.int32),
         (plan.context_lens_R, torch.int32),
@@ -167,7 +169,7 @@ def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | No
         if num_positions is not None:
             needed = int(positions_T.max()) + 1
             need(needed <= num_positions, "{} positions, and a rotary table of {}", needed, num_positions)
-    # What lies beyond a row's own blocks means nothing and is not read.
+    # Entries beyond a row's own blocks are arbitrary and never read.
     num_blocks_R1 = -(-context_R[:, None] // plan.block_size)
     width = int(num_blocks_R1.max(initial=0))
     need(width <= table_RB.shape[1], "a table shorter than its context")

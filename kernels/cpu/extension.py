@@ -1,11 +1,13 @@
-"""The C++ kernels of the CPU backend as a shared library: built once on each machine, then found in the user's cache.
+"""Builds the C++ kernels of the CPU backend as a shared library, once on each machine, and keeps it in the user's
+cache.
 
-Owns how it is compiled and where it is kept; what is in it is `native/`'s, how it is called `cpu_library`'s. The
-name of a build is the hash of all that it depends on: sources, flags, libc and the vector units of this machine,
-because homes are shared by machines that differ. A library is loaded only with the digest that its builder wrote beside
-it after it: of what a killed build or a full disk left, the loader would end the process. Who builds holds a lock, so
-workers that start together build once. Needs g++, or the gcc that CXX names; no root, no ninja, no header of
-PyTorch. Imports no torch.
+Owns how the library is compiled and where it is kept. Does not own its content (native/) or how it is called
+(library.py). Needs g++, or the gcc that CXX names. Needs no root, ninja or header of PyTorch. Imports no torch.
+
+The name of a build is the hash of everything it depends on: sources, flags, libc and the machine's vector units.
+Machines that differ may share a home. The builder writes a digest beside the library after it, and a library is loaded
+only if the digest matches. A killed build or a full disk can leave a file on which the loader would end the process.
+The builder holds a lock, so workers that start together build once.
 """
 
 import ctypes
@@ -42,12 +44,12 @@ ERROR_CHARACTERS = 300
 
 
 class ExtensionUnavailable(RuntimeError):
-    """Why the C++ kernels cannot be had here, in a sentence."""
+    """Says in a sentence why the C++ kernels are unavailable on this machine."""
 
 
 def load_extension() -> CpuLibrary:
-    """The library, built before if need be: some seconds, once. Raises ExtensionUnavailable."""
-    with _whatever_is_wrong_is_told():
+    """Return the library, and build it first if needed, which takes some seconds. Raises ExtensionUnavailable."""
+    with _mapped_errors():
         folder = _own_folder(cache_folder() / build_name())
         if not _is_whole(folder):
             with _lock(folder) as held:
@@ -57,9 +59,9 @@ def load_extension() -> CpuLibrary:
 
 
 def prospect() -> str:
-    """How `load_extension` would come by the library, in a few words; builds and writes nothing. Raises
-    ExtensionUnavailable where it can be seen that it would not."""
-    with _whatever_is_wrong_is_told():
+    """Return in a few words how `load_extension` would get the library, without building or writing anything. Raises
+    ExtensionUnavailable if it would clearly fail."""
+    with _mapped_errors():
         folder = cache_folder() / build_name()
         if folder.exists() and _is_whole(_own_folder(folder)):
             return "built before"
@@ -67,34 +69,34 @@ def prospect() -> str:
 
 
 def is_being_built() -> bool:
-    """Whether a process of this user builds the library on this machine now. Builds and writes nothing."""
+    """Return whether a process of this user builds the library on this machine now. Builds and writes nothing."""
     try:
         with (cache_folder() / build_name() / "lock").open() as file:
             return not _try_lock(file)
     except (OSError, RuntimeError, ValueError):
-        return False  # Nobody has begun, or nobody can.
+        return False  # no build has begun, or none can
 
 
 @contextmanager
-def _whatever_is_wrong_is_told() -> Iterator[None]:
+def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise ExtensionUnavailable(f"the C++ kernels cannot be kept or loaded: {error}") from error
     except (AttributeError, RuntimeError, ValueError) as error:
-        # No home, a CXX that is no command, a library without our functions: workers serve all the same.
+        # No home, a CXX that is no command, or a library without our functions. Workers serve without it.
         raise ExtensionUnavailable(str(error)) from error
 
 
 def cache_folder() -> Path:
-    """Of this user, as XDG says."""
+    """Return this user's cache folder, by the XDG rules."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return base / "blockyard" / "kernels"
 
 
 def build_name() -> str:
-    """Of what is built from these sources for this machine."""
+    """Return the name of the build from these sources for this machine."""
     digest = hashlib.sha256()
     for part in (*_compiler(), *FLAGS, platform.machine(), *platform.libc_ver(), _vector_units()):
         digest.update(f"{len(part)} {part}\0".encode())
@@ -119,14 +121,14 @@ def _sources() -> list[Path]:
 
 
 def _vector_units() -> str:
-    """What -march=native looks at."""
+    """Return what -march=native reads."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
 def _own_folder(folder: Path) -> Path:
-    """What lies in it is run: nobody else may write there, nor put another folder in its place."""
+    """Create a folder that only this user can write to or replace, because its content is executed."""
     base = folder.parents[2]
     base.mkdir(parents=True, exist_ok=True)
     for level in (*reversed(folder.parents[:2]), folder):
@@ -138,7 +140,7 @@ def _own_folder(folder: Path) -> Path:
     if status.st_uid not in (os.getuid(), 0) or (
         status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX
     ):
-        raise ExtensionUnavailable(f"everybody may write to {base}, so nothing is loaded from it")
+        raise ExtensionUnavailable(f"any user may write to {base}, so nothing is loaded from it")
     return folder
 
 
@@ -155,8 +157,8 @@ def _digest(library: Path) -> str:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """The system lets it go when its holder dies. After the longest build it is waited for no more: False, and two
-    build side by side, each in a folder of its own."""
+    """Hold the build lock, and yield whether it was obtained. The system releases it when its holder dies. The wait
+    ends after the longest build: then two processes build side by side, each in a folder of its own."""
     deadline = time.monotonic() + WAIT_SECONDS
     with (folder / "lock").open("w") as file:
         while not (held := _try_lock(file)) and time.monotonic() < deadline:
@@ -194,14 +196,14 @@ def _run(command: list[str]) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, told = process.communicate(timeout=BUILD_SECONDS)
+            _, output = process.communicate(timeout=BUILD_SECONDS)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)  # the driver's own children too
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler driver's own children too
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ExtensionUnavailable(f"{command[0]} took longer than {BUILD_SECONDS:g} s") from None
             raise
     if process.returncode:
-        errors = [line for line in told.splitlines() if "error" in line] or [told.strip()]
+        errors = [line for line in output.splitlines() if "error" in line] or [output.strip()]
         raise ExtensionUnavailable(
             f"{command[0]} ended with {process.returncode}: {errors[0][:ERROR_CHARACTERS]}"
         )

@@ -1,7 +1,7 @@
-"""Linear layers in 8 bits on a CPU: how a weight is quantised and laid out, and the call into `native/int8.cpp`.
+"""Linear layers in int8 on a CPU: how a weight is quantised and laid out, and the call into native/int8.cpp.
 
-Each output of a weight and each token of an activation has a scale of its own, the greatest of it over 127, so that a
-token's result does not depend on the others in the step. Must never import triton.
+Each output of a weight and each token of an activation has a scale of its own. It is the greatest magnitude over 127.
+So a token's result does not depend on the other tokens of the step. Must never import triton.
 
 Shapes: T tokens, I input size, O output size, U = O / 16 groups, Q = I / 4.
 """
@@ -22,7 +22,7 @@ def can_quantise(weight_OI: torch.Tensor) -> bool:
 
 
 def quantise(weight_OI: torch.Tensor) -> torch.Tensor:
-    """[U, Q + 2, 64] in int8, as int8.cpp reads it. Only where `can_quantise`."""
+    """Return the weight as [U, Q + 2, 64] in int8, as int8.cpp reads it. Requires `can_quantise`."""
     outputs, inputs = weight_OI.shape
     packed = torch.empty(outputs // LANES, inputs // 4 + _TAIL_LINES, LINE_BYTES, dtype=torch.int8)
     advise_empty(packed)
@@ -39,7 +39,7 @@ def quantise(weight_OI: torch.Tensor) -> torch.Tensor:
 def int8_linear(
     library: CpuLibrary, x_TI: torch.Tensor, weight: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """x @ weight^T + bias, for a weight from `quantise`."""
+    """Return x @ weight^T + bias, for a weight from `quantise`."""
     num_inputs = x_TI.shape[1]
     need(
         weight.shape[2:] == (LINE_BYTES,) and (weight.shape[1] - _TAIL_LINES) * 4 == num_inputs,

@@ -1,6 +1,6 @@
-"""The C interface of the CPU kernels: the structs and functions of `native/` as Python sees them.
+"""The C interface of the CPU kernels: the structs and functions of native/ as Python sees them.
 
-Owns that fields and arguments agree with the C++ sources. Addresses are the caller's to have checked.
+Owns that fields and arguments agree with the C++ sources. The caller checks addresses.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ class Nuclei(ctypes.Structure):
     """`Nuclei` of native/nucleus.cpp."""
 
     _fields_: ClassVar[Any] = [
-        *((name, _Address) for name in ("weights", "top_k", "top_p", "unsettled", "threshold", "members")),
+        *((name, _Address) for name in ("weights", "top_k", "top_p", "pending", "threshold", "members")),
         *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
     ]
 
@@ -101,23 +101,23 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
     "likeliest": ("by_likeliest", Likeliest),
-    "settle_nuclei": ("by_settle_nuclei", Nuclei),
+    "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
     "gather": ("by_gather", Gather),
 }
-"""Of the library, by their names here, and what each works on."""
+"""Functions of the library by their names here, with the struct that each works on."""
 
 
 class CpuLibrary:
-    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its work."""
+    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its struct."""
 
     attend: Callable[..., None]
     place: Callable[..., None]
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
     likeliest: Callable[..., None]
-    settle_nuclei: Callable[..., None]
+    top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
     gather: Callable[..., None]
@@ -130,11 +130,11 @@ class CpuLibrary:
         self._has_linear = library.by_has_linear
 
     def has_linear(self, *, is_bf16: bool) -> bool:
-        """Whether `linear` is there, and the best that this CPU can do."""
+        """Return whether `linear` exists and is the fastest on this CPU."""
         return bool(self._has_linear(int(is_bf16)))
 
     def replay(self, threads: int, calls: "ctypes.Array[Call]") -> None:
-        """One after the other."""
+        """Run the calls one after the other."""
         self.loaded.by_replay(ctypes.c_int(threads), calls, ctypes.c_int64(len(calls)))
 
 

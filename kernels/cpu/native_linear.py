@@ -1,7 +1,7 @@
-"""How a linear of `native/` is called, whatever it multiplies by.
+"""The call of a linear of native/, for every kind of weight.
 
-Owns what must hold before its addresses leave Python, but for how a weight is laid out: that is `panel_linear`'s and
-`int8_linear`'s. Must never import triton.
+Owns the checks before its addresses leave Python. Does not own a weight's layout (panel_linear.py, int8_linear.py).
+Must never import triton.
 
 Shapes: T tokens, I input size, O output size.
 """
@@ -13,7 +13,7 @@ from blockyard.kernels.cpu.checks import need
 from blockyard.kernels.cpu.library import Linear
 
 LANES = 16
-"""Outputs of a group: weights are laid out group by group."""
+"""Outputs of a group. Weights are laid out group by group."""
 
 
 def run_linear(
@@ -23,7 +23,7 @@ def run_linear(
     bias_O: torch.Tensor | None,
     num_outputs: int,
 ) -> torch.Tensor:
-    """[T, O] by a linear of the library, for a weight that fits the inputs. Raises ValueError for the rest."""
+    """Return [T, O], computed by a linear of the library. Raises ValueError if weight and inputs do not fit."""
     need(weight.is_contiguous() and weight.is_cpu, "a weight in pieces, or in another memory")
     need(
         x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1 and x_TI.is_cpu,

@@ -1,8 +1,8 @@
 """Linear layers in fp32 or bf16 on a CPU with AVX-512 or AVX2: how a weight is laid out, and the call into
-`native/linear.cpp`.
+native/linear.cpp.
 
-A token's result is the same whatever else is in the step: its products are added in one order, 128 inputs by themselves
-and then those sums, which keeps rounding small. Must never import triton.
+A token's result is the same whatever else is in the step. Its products are added in one order: 128 inputs by
+themselves, then those sums. This order also keeps rounding small. Must never import triton.
 
 Shapes: T tokens, I input size, O output size, U = O / 16 groups.
 """
@@ -14,11 +14,11 @@ from blockyard.kernels.cpu.native_linear import LANES, run_linear
 from blockyard.kernels.torch.huge_pages import advise_empty
 
 PANEL = 64
-"""Outputs that are computed together. Memory behind a weight's last group makes its last panel whole."""
+"""Outputs that are computed together. Memory behind a weight's last group completes its last panel."""
 
 
 def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
-    """Whether the kernel takes such a weight, and nothing else on this machine is faster."""
+    """Return whether the kernel takes such a weight, and nothing else on this machine is faster."""
     outputs, inputs = weight_OI.shape
     return (
         weight_OI.is_cpu
@@ -30,7 +30,7 @@ def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
 
 
 def lay_out(weight_OI: torch.Tensor) -> torch.Tensor:
-    """A copy: [U, I, 16] in fp32, [U, I / 2, 16, 2] in bf16, for whole groups and even inputs."""
+    """Copy a weight to [U, I, 16] in fp32 or [U, I / 2, 16, 2] in bf16. Requires whole groups and even inputs."""
     outputs, inputs = weight_OI.shape
     together = _inputs_together(weight_OI)
     in_panels = _in_panels(outputs // LANES)
@@ -46,7 +46,7 @@ def lay_out(weight_OI: torch.Tensor) -> torch.Tensor:
 def panel_linear(
     library: CpuLibrary, x_TI: torch.Tensor, groups: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    """x @ weight^T + bias, for a weight from `lay_out`."""
+    """Return x @ weight^T + bias, for a weight from `lay_out`."""
     together = _inputs_together(groups)
     need(library.has_linear(is_bf16=False), "a weight laid out for vector units that this CPU has not")
     need(
@@ -65,10 +65,10 @@ def panel_linear(
 
 
 def _inputs_together(weight: torch.Tensor) -> int:
-    """Of one output side by side: what makes 32 bits."""
+    """Return how many inputs of one output lie side by side: as many as fill 32 bits."""
     return 4 // weight.itemsize
 
 
 def _in_panels(groups: int) -> int:
-    """Groups of whole panels."""
+    """Round groups up to whole panels."""
     return -(-groups * LANES // PANEL) * PANEL // LANES

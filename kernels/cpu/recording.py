@@ -1,9 +1,9 @@
-"""A computation of C++ kernels that is recorded while it runs, and called again without Python between its calls.
+"""A computation of C++ kernels that is recorded while it runs, and replayed without Python between its calls.
 
-Owns the memory of what it makes: a call remembers addresses, so nothing that it reads or writes may move or be given
-to somebody else. Outputs come from an arena, where memory is used again as soon as the last view of it is gone, which
-the calls, repeated in their order, do alike. Only the library's calls are recorded: whatever PyTorch itself would
-compute ends the recording, because nobody would compute it again. Must never import triton.
+Owns the memory of the outputs. A call remembers addresses, so nothing that it reads or writes may move or be reused
+elsewhere. Outputs come from an arena, which reuses memory as soon as its last view is gone. Replayed in order, the
+calls reuse it in the same way. Only the library's calls are recorded. Anything that PyTorch itself would compute ends
+the recording, because no replay would compute it. Must never import triton.
 """
 
 import ctypes
@@ -23,31 +23,31 @@ _EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 
 class NotRecordable(RuntimeError):
-    """Some of it is not the library's to compute."""
+    """Raised where PyTorch, and not the library, would compute a part."""
 
 
 class Arena:
-    """Memory of recordings of which one at a time is called. Never gives any back."""
+    """Memory of recordings, of which one at a time is replayed. It never shrinks."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.num_bytes = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Its memory is free again when the last view of it is gone."""
+        """Allocate a tensor. Its memory is free again when the last view of it is gone."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         size = 1 << max(6, (num_bytes - 1).bit_length())
         if not self._free[size]:
             self._free[size].append(torch.empty(size, dtype=torch.uint8))
             self.num_bytes += size
         memory = self._free[size].pop()
-        lent = memory.numpy()  # PyTorch holds this array for as long as any tensor lies in it
+        lent = memory.numpy()  # PyTorch holds this array as long as any tensor lies in it
         weakref.finalize(lent, self._free[size].append, memory).atexit = False
         return torch.from_numpy(lent)[:num_bytes].view(dtype).view(*shape)
 
 
 class RecordingLibrary(CpuLibrary):
-    """Runs and notes each call."""
+    """Runs and records each call."""
 
     def __init__(self, library: CpuLibrary) -> None:
         super().__init__(library.loaded)
@@ -67,9 +67,9 @@ class RecordingLibrary(CpuLibrary):
 
 
 class Allocations(TorchDispatchMode):
-    """What is computed within may allocate, in the arena, and look at tensors another way; nothing else.
+    """A mode in which PyTorch may only allocate, in the arena, and make views.
 
-    Raises NotRecordable.
+    Raises NotRecordable for any other operation.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -78,8 +78,8 @@ class Allocations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch's own switch. Where it is on, the first call imports torch._dynamo: 1.4 s and 190 MB of each worker,
-        which compiles nothing by it."""
+        """Return False. This is PyTorch's own switch: with True the first call imports torch._dynamo, which costs each
+        worker 1.4 s and 190 MB for nothing."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,11 +103,11 @@ class Allocations(TorchDispatchMode):
 
 
 class RecordedCalls:
-    """What a recording was, to be called again; its result is where it was."""
+    """The calls of a recording, to be replayed. The result stays in place."""
 
     def __init__(self, library: RecordingLibrary, arena: Arena, result: torch.Tensor) -> None:
         self.result = result
-        self._library = library  # with its calls: `_calls` points to their works
+        self._library = library  # keeps its calls alive: `_calls` points into them
         self._arena = arena
         self._calls = (Call * len(library.calls))(
             *(

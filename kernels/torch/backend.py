@@ -1,13 +1,13 @@
-"""The backend for CPUs: PyTorch operations only, batched and folded so that they are fast there.
+"""The backend of PyTorch operations alone, batched and folded so that they are fast on a CPU.
 
-Decode rows of similar length are gathered and attended together; the G query heads of a kv head become G
-query rows, so keys and values are never repeated. Prefill rows go one by one. What a plan means as indices
-into the pool is worked out once a step and window (`_Prepared`) and reused by all layers. Blocks wholly behind a
-window are not gathered. Must never import triton.
+Decode rows of similar length are gathered and attended together. The G query heads of a kv head become G query rows, so
+keys and values are never repeated. Prefill rows go one by one. A plan becomes indices into the pool once a step and
+window (`_Prepared`), for all layers. Blocks wholly behind a window are not gathered. A pool may be quantised
+(kv_pool.py). Must never import triton.
 
-Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, G = N / K, D head size, P tokens a block, B blocks in the
-pool, R rows of a group, L gathered keys, Q queries of one row, H hidden size, I input or intermediate
-size, O output size, S positions in the rotary table, C block copies. A pool may be quantised (`kv_pool`).
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, G = N / K, D head size. P tokens a block, B blocks in the
+pool, C block copies. R rows of a group, L gathered keys, Q queries of one row. H hidden size, I input or intermediate
+size, O output size, S positions in the rotary table.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, likeliest, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.torch.huge_pages import collapse_packed
-from blockyard.kernels.torch.nucleus import settle_by_sorting
+from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
 
-# Rows are attended together while the shortest is at least this share of the longest: less is padding.
+# Rows are attended together while the shortest has at least this share of the longest. The rest is padding.
 MIN_FILL_OF_GROUP = 0.75
-# Gathered keys and values of one group. Larger groups only push each other out of the last-level cache.
+# Gathered keys and values of one group. Larger groups push each other out of the last-level cache.
 MAX_GROUP_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DecodeGroup:
-    """Decode rows gathered together. Stale slots, beyond a row's context or behind its window, may hold
-    anything, NaN too."""
+    """Decode rows gathered together. Stale slots, beyond a row's context or behind its window, may hold anything, NaN
+    too."""
 
     rows_R: torch.Tensor
     block_rows: torch.Tensor  # of the pool viewed as [B * 2 * K, P, D], ordered [2, R, K, blocks]
@@ -49,14 +49,13 @@ class _PrefillRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slots:
     written_T: torch.Tensor | None  # None: all tokens are
-    blocks_T: torch.Tensor  # of those that are
+    blocks_T: torch.Tensor  # blocks of the written tokens
     offsets_T: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Of a step's tokens, the same in all layers and for plans of all windows: how far they turn, and where they are
-    stored."""
+class _TokenInputs:
+    """Rotary angles and slots of a step's tokens: the same in all layers and for plans of all windows."""
 
     positions_T: torch.Tensor
     slot_mapping_T: torch.Tensor
@@ -66,7 +65,7 @@ class _Places:
     slots: _Slots
 
     def are_of(self, plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> bool:
-        """The same tensors."""
+        """Return whether they were made from these tensors."""
         return (
             self.positions_T is plan.positions_T
             and self.slot_mapping_T is plan.slot_mapping_T
@@ -84,18 +83,18 @@ class _Prepared:
 
 
 class TorchBackend:
-    """Not thread-safe: it remembers the indices of the last plan, and of the last of each window. What a plan's tensors
-    hold must not change once it has been used."""
+    """PyTorch backend. Not thread-safe: it remembers the indices of the last plan, and of the last plan of each window.
+    The content of a plan's tensors must not change once it has been used."""
 
     name = "torch"
     reads_items = False
-    settles_all_nuclei = False
+    thresholds_all_rows = False
     mlp_rows: int | None = None
     widens_bfloat16 = False
 
     def __init__(self) -> None:
         self._prepared_by_window: dict[int | None, _Prepared] = {}
-        self._places: _Places | None = None
+        self._token_inputs: _TokenInputs | None = None
         self._can_pack: dict[torch.dtype, bool] = {}
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
@@ -109,19 +108,19 @@ class TorchBackend:
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        places = self._places
-        if places is None or not places.are_of(plan, cos_sin_SD):
-            places = self._places = _places_of(plan, cos_sin_SD)
+        token_inputs = self._token_inputs
+        if token_inputs is None or not token_inputs.are_of(plan, cos_sin_SD):
+            token_inputs = self._token_inputs = _token_inputs_of(plan, cos_sin_SD)
         num_kv_heads = kv_pool_B2KPD.shape[2]
         q_TND, k_TKD, v_TKD = split_heads(heads_TXD, num_kv_heads)
         if norms is None:
-            _turn(heads_TXD[:, :-num_kv_heads], places.cos_T1H, places.sin_T1H)
+            _rotate(heads_TXD[:, :-num_kv_heads], token_inputs.cos_T1H, token_inputs.sin_T1H)
         else:
             q_TND = self._norm_heads(q_TND, norms.q_weight_D, norms.eps)
             k_TKD = self._norm_heads(k_TKD, norms.k_weight_D, norms.eps)
-            _turn(q_TND, places.cos_T1H, places.sin_T1H)
-            _turn(k_TKD, places.cos_T1H, places.sin_T1H)
-        _write(k_TKD, v_TKD, kv_pool_B2KPD, places.slots)
+            _rotate(q_TND, token_inputs.cos_T1H, token_inputs.sin_T1H)
+            _rotate(k_TKD, token_inputs.cos_T1H, token_inputs.sin_T1H)
+        _write(k_TKD, v_TKD, kv_pool_B2KPD, token_inputs.slots)
         return q_TND
 
     def _norm_heads(self, heads: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -174,8 +173,8 @@ class TorchBackend:
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
         cos_T1H, sin_T1H = cos_sin_SD[positions_T][:, None].chunk(2, dim=-1)
-        _turn(q_TND, cos_T1H, sin_T1H)
-        _turn(k_TKD, cos_T1H, sin_T1H)
+        _rotate(q_TND, cos_T1H, sin_T1H)
+        _rotate(k_TKD, cos_T1H, sin_T1H)
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
@@ -188,15 +187,15 @@ class TorchBackend:
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        settle_by_sorting(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        thresholds_by_sorting(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         dtype = weight_OI.dtype
@@ -214,10 +213,10 @@ class TorchBackend:
         return packed_linear(x_TI, weight_OI, bias_O)
 
 
-def _places_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _Places:
+def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:
     cos_T1H, sin_T1H = cos_sin_SD[plan.positions_T][:, None].chunk(2, dim=-1)
     slots = _slots_of(plan, len(plan.positions_T))
-    return _Places(
+    return _TokenInputs(
         positions_T=plan.positions_T,
         slot_mapping_T=plan.slot_mapping_T,
         cos_sin_SD=cos_sin_SD,
@@ -239,7 +238,7 @@ def _slots_of(plan: AttentionPlan, num_tokens: int) -> _Slots:
     )
 
 
-def _turn(heads: torch.Tensor, cos_T1H: torch.Tensor, sin_T1H: torch.Tensor) -> None:
+def _rotate(heads: torch.Tensor, cos_T1H: torch.Tensor, sin_T1H: torch.Tensor) -> None:
     first, second = heads.chunk(2, dim=-1)
     rotated_first = first * cos_T1H - second * sin_T1H
     second.copy_(second * cos_T1H + first * sin_T1H)
@@ -260,7 +259,7 @@ def _write(
 
 def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> _Prepared:
     num_kv_heads = kv_pool_B2KPD.shape[2]
-    # 8 bits are widened by way of fp32, whose copy lives beside the result.
+    # 8-bit numbers are widened by way of fp32, and that copy lies beside the result.
     number_bytes = dtype.itemsize + (4 if is_quantised(kv_pool_B2KPD) else 0)
     block_bytes = 2 * num_kv_heads * plan.block_size * head_dim_of(kv_pool_B2KPD) * number_bytes
     decode_groups = tuple(
@@ -273,7 +272,8 @@ def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtyp
 
 
 def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
-    """Decode rows, longest first, cut into groups that are well filled and not too large. `block_bytes` as gathered."""
+    """Cut decode rows, longest first, into groups that are well filled and not too large. `block_bytes` is the size of
+    a gathered block."""
     groups: list[list[int]] = []
     gathered_tokens = [_gathered_tokens(plan, row) for row in range(plan.num_decodes)]
     longest = 0
@@ -291,7 +291,7 @@ def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
 
 
 def _gathered_tokens(plan: AttentionPlan, row: int) -> int:
-    """From the start of the first block that any query of the row sees."""
+    """Return how many tokens to gather, from the start of the first block that any query of the row sees."""
     first_block = plan.first_visible_key(row) // plan.block_size
     return plan.context_lens[row] - first_block * plan.block_size
 
@@ -338,7 +338,7 @@ def _prepare_prefill(plan: AttentionPlan, row: int, num_kv_heads: int, dtype: to
 def _prefill_mask(
     query_len: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Of the last `query_len` of `num_keys` positions. None for plain causal attention."""
+    """Return the mask of the last `query_len` of `num_keys` positions, or None for plain causal attention."""
     narrow = window is not None and num_keys > window
     if num_keys == query_len and not narrow:
         return None
@@ -358,12 +358,12 @@ def _block_rows(
     num_blocks: int,
     num_kv_heads: int,
 ) -> torch.Tensor:
-    """Indices, ordered [2, R, K, blocks], into the pool seen as rows of (block, key or value, kv head)."""
+    """Return indices, ordered [2, R, K, blocks], into the pool seen as rows of (block, key or value, kv head)."""
     device = rows_R.device
-    place_RB = first_blocks_R1 + torch.arange(num_blocks, device=device)
+    position_RB = first_blocks_R1 + torch.arange(num_blocks, device=device)
     owned_R1 = -(-plan.context_lens_R[rows_R].long() // plan.block_size)[:, None]
-    within_RB = place_RB.clamp(max=plan.block_table_RB.shape[1] - 1)
-    table_RB = plan.block_table_RB[rows_R[:, None], within_RB].long().masked_fill(place_RB >= owned_R1, 0)
+    within_RB = position_RB.clamp(max=plan.block_table_RB.shape[1] - 1)
+    table_RB = plan.block_table_RB[rows_R[:, None], within_RB].long().masked_fill(position_RB >= owned_R1, 0)
     kind_2 = torch.arange(2, device=device)[:, None, None, None]
     head_K = torch.arange(num_kv_heads, device=device)[:, None]
     return ((table_RB[None, :, None] * 2 + kind_2) * num_kv_heads + head_K).reshape(-1)
@@ -393,7 +393,7 @@ def _attend_prefill(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    """The batch dimension carries the kv heads: a group shares its keys by a stride of 0, not by a copy."""
+    """Carry the kv heads in the batch dimension: a group shares its keys by a stride of 0, not by a copy."""
     num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_TND.shape[2]
     gathered = gather(kv_pool_B2KPD, row.block_rows, q_TND.dtype)
     kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, row.keys]

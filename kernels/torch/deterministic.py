@@ -1,21 +1,20 @@
 """The torch backend in deterministic mode: a token's result does not depend on what else is in the step.
 
-The same bits alone or in a batch, however the prompt is cut into chunks, wherever the blocks lie. Rounding
-depends on the shapes of matrix products and on which elements a vector loop leaves to its scalar tail, so
-every operation that rounds in an order of its own gets operands of one fixed shape:
+It has the same bits alone or in a batch, however the prompt is cut into chunks, and wherever the blocks lie. Rounding
+depends on the shapes of matrix products, and on which elements a vector loop leaves to its scalar tail. So every
+operation that rounds in an order of its own gets operands of one fixed shape:
 
-- linears see tiles of LINEAR_TILE_ROWS tokens, padded with zeros;
-- attention sees tiles of queries cut at absolute positions, and chunks of CHUNK_TOKENS keys cut at absolute
-  positions, joined by an online softmax. Whatever a query may not see, after it or behind its window, weighs
-  exactly 0 and leaves sum and maximum as they were;
+- Linears see tiles of LINEAR_TILE_ROWS tokens, padded with zeros.
+- Attention sees tiles of queries and chunks of CHUNK_TOKENS keys, both cut at absolute positions and joined by an
+  online softmax. Keys that a query may not see, after it or behind its window, weigh exactly 0. They leave sum and
+  maximum unchanged.
 - SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
-Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they
-are, and a mean over the last dimension adds each row by itself. A quantised pool keeps all this: each head is
-quantised by itself, and what is read back is one product a number. fp32 on a CPU, for one number of threads. Slower by
-design.
+Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they are. A mean
+over the last dimension adds each row by itself. A quantised pool keeps all this: each head is quantised by itself, and
+reading back takes one product a number. fp32 on a CPU, for one number of threads. Slower by design.
 
-Shapes: as in `torch_backend`, and A keys of a chunk, M = query tile * G packed query rows.
+Shapes: as in backend.py. A keys of a chunk, M = query tile * G packed query rows.
 """
 
 from dataclasses import dataclass
@@ -28,14 +27,14 @@ from blockyard.kernels.torch.backend import TorchBackend
 
 LINEAR_TILE_ROWS = 16
 CHUNK_TOKENS = 256
-# Query tokens of a tile times G stays within this, so that a decode, one token of a tile, wastes little.
+# Query tokens of a tile times G stay within this, so that a decode, one token of a tile, wastes little.
 QUERY_TILE_ROWS = 16
 SILU_SLAB = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """One sequence of the step: its tokens in the step, its first query's position, its keys as chunks.
+    """One sequence of the step: its tokens in the step, its first query's position, and its keys as chunks.
 
     Chunks wholly behind the window of its first query's tile are left out.
     """
@@ -52,7 +51,7 @@ class _Row:
 
 
 class DeterministicTorchBackend(TorchBackend):
-    """Not thread-safe, as the torch backend."""
+    """PyTorch backend with fixed shapes. Not thread-safe, as the torch backend."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +136,13 @@ def _prepare_rows(plan: AttentionPlan, num_heads: int, num_kv_heads: int) -> lis
 
 
 def _first_chunk(tile_position: int, window: int | None) -> int:
-    """The first that a tile may see. It depends on the tile's position alone, as bit for bit everything must."""
+    """Return the first chunk that a tile may see. It depends on the tile's position alone, because results must agree
+    bit for bit."""
     return 0 if window is None else max(0, tile_position - window + 1) // CHUNK_TOKENS
 
 
 def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_heads: int) -> torch.Tensor:
-    """Every chunk is whole: beyond the row's own blocks it repeats block 0, whose slots are stale."""
+    """Return rows of whole chunks. Beyond the row's own blocks a chunk repeats block 0, as stale slots."""
     context_len = plan.context_lens[row]
     first_block = first_chunk * CHUNK_TOKENS // plan.block_size
     owned = -(-context_len // plan.block_size)
@@ -155,7 +155,7 @@ def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_
 
 
 def _stale_slots(first_chunk: int, first_key: int, context_len: int, num_kv_heads: int) -> torch.Tensor:
-    """What no query of the row sees."""
+    """Return the slots that no query of the row sees."""
     key = torch.arange(first_chunk * CHUNK_TOKENS, -(-context_len // CHUNK_TOKENS) * CHUNK_TOKENS)
     stale = ((key < first_key) | (key >= context_len)).view(-1, 1, 1, CHUNK_TOKENS)
     return stale.expand(-1, 2, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1)
@@ -173,7 +173,8 @@ def _attend_row(
     end_position = row.first_position + len(q_QND)
     tile_position = row.first_position - row.first_position % tile_tokens
     while tile_position < end_position:
-        # The part of this tile that the step computes; the other rows of the tile are zeros, and thrown away.
+        # The part of this tile that the step computes. The other rows of the tile are zeros, and their results are
+        # dropped.
         begin, end = max(tile_position, row.first_position), min(tile_position + tile_tokens, end_position)
         wanted = slice(begin - row.first_position, end - row.first_position)
         place = slice(begin - tile_position, end - tile_position)
@@ -186,8 +187,8 @@ def _attend_row(
 
 
 def _attend_tile(row: _Row, q_KMD: torch.Tensor, chunks: torch.Tensor, tile_position: int) -> torch.Tensor:
-    """Online softmax over the chunks a tile may see. Masks are for the last, in which the tile lies, and for
-    those in which some query's window begins."""
+    """Attend to the chunks that a tile may see by online softmax. Masks are for the last chunk, in which the tile lies,
+    and for those in which some query's window begins."""
     num_kv_heads, num_packed, head_dim = q_KMD.shape
     last_chunk = tile_position // CHUNK_TOKENS
     position_M1 = (torch.arange(num_packed) // (num_packed // row.tile_tokens) + tile_position)[:, None]

@@ -1,8 +1,8 @@
-"""Memory of weights and KV pools in pages of 2 MiB, where Linux gives them: fewer address translations to look up.
+"""Asks Linux to keep weights and KV pools in pages of 2 MiB, which need fewer address translations.
 
-Measured on 2 virtual cores: linears of up to 32 rows 1.05-1.12x, attention over scattered blocks 1.1x. Owns the advice
-to the kernel and nothing else: it is a wish, and whatever refuses it costs speed only. Nothing to do on a GPU or on
-another system.
+Owns the advice to the kernel alone. A refusal costs only speed. Does nothing on a GPU or on another system.
+
+Measured on 2 virtual cores: linears of up to 32 rows 1.05-1.12x, attention over scattered blocks 1.1x.
 """
 
 import ctypes
@@ -11,18 +11,18 @@ import sys
 import torch
 
 HUGE_PAGE_BYTES = 2 << 20
-# From Linux's mman.h: pages to come; pages that are there, since Linux 6.1.
+# From Linux's mman.h: advice for future pages, and for present pages since Linux 6.1.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def advise_empty(tensor: torch.Tensor) -> None:
-    """To be called before anything is written to it: its pages come huge."""
+    """Ask for huge pages for a tensor. Call it before anything is written to the tensor."""
     if tensor.device.type == "cpu":
         _advise(tensor.data_ptr(), tensor.nbytes, collapse=False)
 
 
 def collapse_packed(weight: torch.Tensor) -> None:
-    """A weight that is in memory already, from `packed_linear.pack`: its pages are copied into huge ones."""
+    """Copy the pages of a weight from `packed_linear.pack`, which is already in memory, into huge ones."""
     if weight.is_mkldnn:
         _advise(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight), collapse=True)
 

@@ -1,11 +1,11 @@
-"""What top-k and top-p keep of a row: all tokens at least as likely as a threshold, which is looked for here.
+"""Finds what top-k and top-p keep of a row: all tokens at least as likely as a threshold.
 
-It is nearly always among the likeliest few tokens. Rows where it is not are unsettled, and every backend settles them
-among the whole vocabulary (`Backend.settle_nuclei`): by sorting it, which is here, or by halving (triton/nucleus.py).
-Where that is quicker than to look for the likeliest few all rows are settled: by bins (native/nucleus.cpp).
-Tokens as likely as the threshold all stay, so no order among equals has to be invented.
+The threshold is nearly always among a few most likely tokens (NUCLEUS_CANDIDATES). Rows where it is not are pending.
+Every backend searches the whole vocabulary for those (`Backend.top_k_top_p_thresholds`): by sorting, which is here, or
+by bisection (triton/nucleus.py). A backend with a search faster than the candidates uses it for all rows (bins in
+cpu/native/nucleus.cpp). All tokens as likely as the threshold stay, so equals need no order.
 
-Shapes: F rows with top-k or top-p, V vocabulary, W likeliest tokens.
+Shapes: F rows with top-k or top-p, V vocabulary, W most likely tokens.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 NUCLEUS_CANDIDATES = 1024
-"""Among so many tokens a nucleus is nearly always."""
-SettleNuclei = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""As `Backend.settle_nuclei`."""
+"""A nucleus nearly always lies among so many most likely tokens."""
+FindThresholds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""The type of `Backend.top_k_top_p_thresholds`."""
 
 
 def thresholds(
@@ -30,71 +30,75 @@ def thresholds(
     num_candidates: int,
     may_be_wide: bool,
 ) -> torch.Tensor:
-    """The smallest weight [F] that each row keeps. Weights are fp32 and at least 0, those of a row without top-k add up
-    to 1; `top_k_F` is the size of the vocabulary where there is none. `may_be_wide` says whether, as far as the host
-    knows, a row may keep more than `num_candidates`: only then any is settled, but where the search settles all."""
+    """Return the smallest weight [F] that each row keeps.
+
+    Weights are fp32 and not negative. A row without top-k has the vocabulary's size as `top_k_F`. Its weights add up to
+    one. `may_be_wide` says whether, as far as the host knows, a row may keep more than `num_candidates`. Only then can
+    rows be pending, unless the search takes all rows.
+    """
     num_rows, vocab_size = weights_FV.shape
-    if nuclei.settles_all:
+    if nuclei.all_rows:
         threshold_F = weights_FV.new_empty(num_rows)
         every_F = torch.ones(num_rows, dtype=torch.bool, device=weights_FV.device)
-        nuclei.settle(weights_FV, top_k_F, top_p_F, every_F, threshold_F)
+        nuclei.find(weights_FV, top_k_F, top_p_F, every_F, threshold_F)
         return threshold_F
     width = min(vocab_size, num_candidates)
     candidates_FW = weights_FV.topk(width, dim=-1).values
     threshold_F, num_kept_F = _smallest_kept(candidates_FW, top_k_F, top_p_F, vocab_size)
     if may_be_wide:
-        # Of a top-k beyond the candidates they do not tell the sum, of which top-p is a share.
-        unsettled_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
-        nuclei.settle(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        # With a top-k beyond the candidates, they do not give the sum of which top-p is a share.
+        pending_F = (top_k_F > width) & ((num_kept_F == width) | (top_k_F < vocab_size))
+        nuclei.find(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
     return threshold_F
 
 
-def settle_by_sorting(
+def thresholds_by_sorting(
     weights_FV: torch.Tensor,
     top_k_F: torch.Tensor,
     top_p_F: torch.Tensor,
-    unsettled_F: torch.Tensor,
+    pending_F: torch.Tensor,
     threshold_F: torch.Tensor,
 ) -> None:
-    """By PyTorch, on any device. Waits for it, and sorts only if there is a row to be settled."""
-    if bool(unsettled_F.any()):
-        sorted_FV = weights_FV[unsettled_F].sort(dim=-1, descending=True).values
-        threshold_F[unsettled_F], _ = _smallest_kept(
-            sorted_FV, top_k_F[unsettled_F], top_p_F[unsettled_F], weights_FV.shape[1]
+    """Find thresholds with PyTorch, on any device. Waits for the device, and sorts only if a row is pending."""
+    if bool(pending_F.any()):
+        sorted_FV = weights_FV[pending_F].sort(dim=-1, descending=True).values
+        threshold_F[pending_F], _ = _smallest_kept(
+            sorted_FV, top_k_F[pending_F], top_p_F[pending_F], weights_FV.shape[1]
         )
 
 
-class CanSettle(Protocol):
-    """What of `Backend` a search needs."""
+class FindsThresholds(Protocol):
+    """The members of `Backend` that a search needs."""
 
     @property
-    def settles_all_nuclei(self) -> bool: ...
+    def thresholds_all_rows(self) -> bool: ...
 
     @property
-    def settle_nuclei(self) -> SettleNuclei: ...
+    def top_k_top_p_thresholds(self) -> FindThresholds: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NucleusSearch:
-    """How a backend finds what is kept."""
+    """How a backend finds thresholds."""
 
-    settle: SettleNuclei = settle_by_sorting
-    settles_all: bool = False
-    """As `Backend.settles_all_nuclei`."""
+    find: FindThresholds = thresholds_by_sorting
+    all_rows: bool = False
+    """See `Backend.thresholds_all_rows`."""
 
     @classmethod
-    def of(cls, backend: CanSettle) -> Self:
-        return cls(settle=backend.settle_nuclei, settles_all=backend.settles_all_nuclei)
+    def of(cls, backend: FindsThresholds) -> Self:
+        return cls(find=backend.top_k_top_p_thresholds, all_rows=backend.thresholds_all_rows)
 
 
 BY_SORTING = NucleusSearch()
-"""Of any device."""
+"""Works on any device."""
 
 
 def _smallest_kept(
     sorted_FW: torch.Tensor, top_k_F: torch.Tensor, top_p_F: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Threshold and number of the kept among the W likeliest: within k, with less than p before them."""
+    """Return the threshold and the number of kept tokens among the W most likely: within k, with less than p before
+    them."""
     width = sorted_FW.shape[1]
     cumulative_FW = sorted_FW.cumsum(dim=-1, dtype=torch.float64)
     mass_of_k_F = cumulative_FW.gather(1, (top_k_F - 1).clamp(max=width - 1)[:, None]).squeeze(1)
@@ -103,6 +107,6 @@ def _smallest_kept(
     before_FW = F.pad(cumulative_FW[:, :-1], (1, 0))
     within_k_FW = torch.arange(width, device=sorted_FW.device) < top_k_F[:, None]
     num_kept_F = (within_k_FW & (before_FW < (top_p_F * total_F)[:, None])).sum(dim=-1)
-    # Of a row that holds NaN none are kept.
+    # A row that holds NaN keeps none.
     last_kept_F = (num_kept_F - 1).clamp_(min=0)
     return sorted_FW.gather(1, last_kept_F[:, None]).squeeze(1), num_kept_F

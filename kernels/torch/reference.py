@@ -1,11 +1,10 @@
 """Each operation in the plainest PyTorch that is obviously right: the oracle of the tests, too slow to serve.
 
-Attention goes row by row, gathers the row's keys and values into dense tensors, repeats the kv heads and
-takes a masked softmax in fp32. Nothing here is tuned, and nothing in the product calls it.
+Attention goes row by row. It gathers the row's keys and values into dense tensors and repeats the kv heads. Then it
+takes a masked softmax in fp32. Nothing here is tuned, and nothing in the product calls it. A pool may be quantised.
 
-Shapes: T tokens, N query heads, K kv heads, D head size, P tokens a block, B blocks in the pool, H hidden
-size, I intermediate size, S positions in the rotary table, C block copies, L context length, Q queries of one
-row. A pool may be quantised (`kv_pool`).
+Shapes: T tokens, N query heads, K kv heads, D head size. P tokens a block, B blocks in the pool, C block copies. H
+hidden size, I intermediate size, S positions in the rotary table. L context length, Q queries of one row.
 """
 
 import torch
@@ -16,7 +15,7 @@ from blockyard.kernels.kv_pool import LARGEST, is_quantised, numbers_of, scales_
 def write_kv(
     k_TKD: torch.Tensor, v_TKD: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
 ) -> None:
-    """pool[slot // P, 0 or 1, :, slot % P] = k or v, for every slot that is not padding."""
+    """Set pool[slot // P, 0 or 1, :, slot % P] = k or v, for every slot that is not padding."""
     for token, slot in enumerate(plan.slot_mapping_T.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, plan.block_size)
@@ -28,7 +27,8 @@ def write_kv(
 
 
 def _write_quantised(heads_KD: torch.Tensor, kv_pool_12KPD: torch.Tensor, kind: int, offset: int) -> None:
-    """scale = max |head| / largest number; number = the nearest to head / scale. NaN where anything is not finite."""
+    """Set scale = max |head| / largest number, and number = the nearest to head / scale. NaN if a value is
+    not finite."""
     dtype = kv_pool_12KPD.dtype
     for head, head_D in enumerate(heads_KD.float()):
         peak = head_D.abs().max()
@@ -40,7 +40,7 @@ def _write_quantised(heads_KD: torch.Tensor, kv_pool_12KPD: torch.Tensor, kind: 
 
 
 def heads_of(kv_pool_B2KPD: torch.Tensor) -> torch.Tensor:
-    """[B, 2, K, P, D] in fp32, of any pool: what a quantised one says its heads are."""
+    """Return the heads [B, 2, K, P, D] of any pool in fp32. A quantised pool is dequantised."""
     if not is_quantised(kv_pool_B2KPD):
         return kv_pool_B2KPD.float()
     return numbers_of(kv_pool_B2KPD).float() * scales_of(kv_pool_B2KPD)[..., None]
@@ -54,10 +54,10 @@ def attention(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    """out = softmax(scale * q k^T + mask) v for each row, whose queries are its last positions.
+    """Set out = softmax(scale * q k^T + mask) v for each row. Its queries are its last positions.
 
-    The mask hides what comes after a query, and under a window of W tokens what lies W or more before it. A
-    hidden value weighs 0, and may be NaN.
+    The mask hides what comes after a query, and under a window of W tokens what lies W or more before it. A hidden
+    value weighs 0, and may be NaN.
     """
     token = 0
     for row, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens, strict=True)):
@@ -76,7 +76,7 @@ def _attend_row(
     num_kv_heads = kv_B2KPD.shape[2]
     dense_2KLD = kv_B2KPD.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)[:, :, :context_len]
     if window is not None:
-        # 0 * NaN is NaN: what no query sees is taken out beforehand.
+        # 0 * NaN is NaN, so values that no query sees are set to 0 first.
         dense_2KLD[:, :, : max(0, context_len - query_len - window + 1)] = 0.0
     k_NLD, v_NLD = dense_2KLD.repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores_NQL = q_QND.float().transpose(0, 1) @ k_NLD.transpose(1, 2) * scale
@@ -91,7 +91,7 @@ def _attend_row(
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor) -> None:
-    """out = (x / sqrt(mean(x^2) + eps), rounded to x's type) * weight, as LlamaRMSNorm rounds."""
+    """Set out = (x / sqrt(mean(x^2) + eps), rounded to x's type) * weight, as LlamaRMSNorm rounds."""
     x_fp32 = x_TH.float()
     normed_TH = x_fp32 * torch.rsqrt((x_fp32 * x_fp32).mean(dim=-1, keepdim=True) + eps)
     out_TH.copy_(weight_H * normed_TH.to(x_TH.dtype))
@@ -100,7 +100,7 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: 
 def add_rms_norm(
     x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
 ) -> None:
-    """residual += x, rounded to its type; out = rms_norm(residual)."""
+    """Set residual += x, rounded to its type, then out = rms_norm(residual)."""
     residual_TH += x_TH
     rms_norm(residual_TH, weight_H, eps, out_TH=out_TH)
 
@@ -108,7 +108,7 @@ def add_rms_norm(
 def rotary(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
 ) -> None:
-    """x1, x2 = x1 cos - x2 sin, x2 cos + x1 sin for the halves x1, x2 of a head, in place, in fp32."""
+    """Set x1, x2 = x1 cos - x2 sin, x2 cos + x1 sin for the halves x1, x2 of a head, in place, in fp32."""
     cos_T1D, sin_T1D = cos_sin_SD[positions_T][:, None].chunk(2, dim=-1)
     for x in (q_TND, k_TKD):
         first, second = x.float().chunk(2, dim=-1)
@@ -116,12 +116,12 @@ def rotary(
 
 
 def silu_mul(gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
-    """out = silu(gate) * up, computed in fp32."""
+    """Set out = silu(gate) * up, computed in fp32."""
     gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
     out_TI.copy_(gate_TI * torch.sigmoid(gate_TI) * up_TI)
 
 
 def copy_blocks(kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
-    """pool[dst] = pool[src], one pair after the other."""
+    """Set pool[dst] = pool[src], one pair after the other."""
     for source, destination in src_dst_C2.tolist():
         kv_pool_B2KPD[destination] = kv_pool_B2KPD[source]

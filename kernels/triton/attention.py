@@ -1,12 +1,10 @@
-"""Triton kernels of paged attention: one that works through items, one that merges the partial results of
-splits.
+"""Triton kernels of paged attention: one works through items, one merges the partial results of splits.
 
-The kernels only; `attention_plan` says what an item is, `triton_backend` launches. Both walk the block table
-with an online softmax: no dense copy of keys or values is ever made. Addresses into the pool are int64.
+Owns the kernels alone: ../attention/items.py says what an item is, backend.py launches. Both kernels walk the block
+table with an online softmax, so no dense copy of keys or values is ever made. Addresses into the pool are int64.
 
-Shapes: T tokens, R rows, N query heads, K kv heads, G = N / K heads of a group, D head size, P tokens a
-block, B blocks in the pool, S partial slots, M packed query rows of a program, J keys of a tile, U splits
-merged at a time.
+Shapes: T tokens, R rows, N query heads, K kv heads, G = N / K heads of a group, D head size. P tokens a block, B blocks
+in the pool, S partial slots. M packed query rows of a program, J keys of a tile, U splits merged at a time.
 """
 
 # Triton ships no types, and its kernels' arguments have none that Python knows.
@@ -19,7 +17,7 @@ from blockyard.kernels.triton.quantised_heads import widened
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
-    """a @ b in fp32. WIDEN where numbers are bf16 under the interpreter, which would multiply the bit patterns."""
+    """Return a @ b in fp32. WIDEN is for bf16 under the interpreter, which would multiply the bit patterns."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -50,14 +48,15 @@ def attend_tile(
     BLOCK_J: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One online-softmax step over the keys first_key .. first_key + BLOCK_J - 1.
+    """Take one online-softmax step over the keys first_key .. first_key + BLOCK_J - 1.
 
-    With SCALE_BYTES numbers are multiplied as they are stored, and scores and weights by the scales of their keys and
-    values: one product a key, not one an element. Such weights may be too small for fp16: they become bf16.
+    With SCALE_BYTES, stored numbers are multiplied as they are. Scores and weights are then multiplied by the scales of
+    their keys and values: one product a key, not one an element. Such weights may be too small for fp16, so they become
+    bf16.
 
-    Unwritten slots may hold NaN, so masked keys and values are loaded as 0: a probability of 0 alone does not
-    hide them. Only under a window may a row see no key of the first tiles: its peak is -inf until it sees one,
-    and -inf minus -inf must never be computed.
+    Unwritten slots may hold NaN, so masked keys and values are loaded as 0: a probability of 0 alone does not hide
+    them. Under a window a row may see no key of the first tiles. Its peak is -inf until it sees one, and -inf minus
+    -inf must never be computed.
     """
     key_J = first_key + tl.arange(0, BLOCK_J)
     dim_D = tl.arange(0, HEAD_DIM)
@@ -128,7 +127,7 @@ def attend_items_kernel(
     out_stride_n,
     table_stride_r,
     scale_log2,  # scale * log2(e)
-    window,  # in tokens, only with WINDOWED
+    window,  # tokens, only with WINDOWED
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -142,15 +141,14 @@ def attend_items_kernel(
 ):
     """out = softmax(scale q k^T, causal, within the window) v, for the queries and keys of one item.
 
-    Grid (items * PROGRAMS_PER_ITEM, K). The G query heads of a kv head are packed under each other: packed
-    row m of an item is query token m // G and head m % G, so that one read of the keys serves the whole
-    group. A program takes BLOCK_M packed rows: first all tiles that every row sees, without a mask, then the
-    diagonal (of a decode: the tail). A split (partial slot >= 0, one query token only) leaves its normalised
-    result and log-sum-exp for the merge.
+    Grid (items * PROGRAMS_PER_ITEM, K). The G query heads of a kv head are packed under each other. Packed row m of an
+    item is query token m // G and head m % G, so one read of the keys serves the whole group. A program takes BLOCK_M
+    packed rows: first all tiles that every row sees, without a mask, then the diagonal (of a decode: the tail). A split
+    (partial slot >= 0, one query token only) leaves its normalised result and log-sum-exp for the merge.
 
-    WINDOWED is for items of several query tokens, whose windows begin one key after the other. A program skips
-    the keys that none of its rows sees and masks the tiles in which one row's window begins after another's. An
-    item of one query token begins with its window, as the plan cut it, and needs none of that.
+    WINDOWED is for items of several query tokens. Their windows begin one key after the other. A program skips the keys
+    that none of its rows sees. It masks the tiles in which one row's window begins after another's. An item of one
+    query token begins with its window, as the plan cut it, and needs neither.
 
     Bytes: 2 * keys * (D * the pool's itemsize + SCALE_BYTES) a program and kv head, plus q and out. FLOPs: 4 * N * D a
     visible (query, key) pair.
@@ -239,8 +237,8 @@ def merge_partials_kernel(
 ):
     """out = sum_u 2^(lse_u - peak) partial_u / sum_u 2^(lse_u - peak), over the splits u of one decode row.
 
-    Grid (decode rows, N). A program takes BLOCK_U splits at a time; a row that was not split has none and is
-    left alone. Empty splits carry -inf: they weigh 0, and -inf - -inf is never computed.
+    Grid (decode rows, N). A program takes BLOCK_U splits at a time. A row that was not split has none, and the kernel
+    does not write it. Empty splits carry -inf: they weigh 0, and -inf - -inf is never computed.
 
     Bytes: 4 * (D + 1) a split and head, plus out. FLOPs: 2 * D a split and head.
     """
@@ -252,7 +250,7 @@ def merge_partials_kernel(
         return
     dim_D = tl.arange(0, HEAD_DIM)
     acc_D = tl.zeros([HEAD_DIM], dtype=tl.float32)
-    # Start from the lowest finite number, so that the difference to a peak of -inf stays defined.
+    # Starting from the lowest finite number keeps the difference to a peak of -inf defined.
     peak = -3.0e38
     total = 0.0
     for slot in range(first_slot, end_slot, BLOCK_U):

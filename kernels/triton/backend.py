@@ -1,12 +1,11 @@
-"""Host side of the Triton kernels: checks shapes, picks tile sizes, launches. The backend wherever CUDA is.
+"""Host side of the Triton kernels: checks shapes, picks tile sizes and launches. The backend on CUDA.
 
-Allocates nothing a layer: the partial results of split decodes live in a workspace that only grows. Never
-synchronises. Importing this module imports triton; on a CPU that needs TRITON_INTERPRET=1 in the environment
-beforehand.
+Allocates nothing a layer: the partial results of split decodes lie in a workspace that only grows. Never synchronises.
+Importing this module imports triton. On a CPU that needs TRITON_INTERPRET=1 in the environment beforehand.
 
-Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, H hidden
-size, I input or intermediate size, O output size, S partial slots or positions of the rotary table, C block
-copies, F rows whose draw is filtered, V vocabulary.
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size. P tokens a block, B blocks in the pool, C block
+copies. H hidden size, I input or intermediate size, O output size. S partial slots or positions of the rotary table. F
+rows with a filtered draw, V vocabulary.
 """
 
 # Triton ships no types.
@@ -25,7 +24,7 @@ from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from blockyard.kernels.triton.nucleus import settle_nuclei_kernel
+from blockyard.kernels.triton.nucleus import top_k_top_p_kernel
 from blockyard.kernels.triton.placing_launch import (
     check_dense_rows,
     check_pool,
@@ -37,7 +36,7 @@ from blockyard.kernels.triton.shared_attention import attend_shared_kernel
 from blockyard.kernels.triton.tiles import Tiles, decode_tiles, launch_options, prefill_tiles, widens
 
 MERGE_SPLITS = 16
-# Elements of one program: enough that every thread of four warps issues wide loads.
+# Elements of one program, enough that every thread of four warps issues wide loads.
 COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
@@ -45,11 +44,11 @@ NUCLEUS_TILE, NUCLEUS_WARPS = 4096, 8
 
 
 class TritonBackend:
-    """Launches on the current stream. Not thread-safe: the workspace serves one step at a time."""
+    """Launches kernels on the current stream. Not thread-safe: the workspace serves one step at a time."""
 
     name = "triton"
     reads_items = True
-    settles_all_nuclei = False
+    thresholds_all_rows = False
     mlp_rows = None
     widens_bfloat16 = False
 
@@ -206,7 +205,7 @@ class TritonBackend:
         )
 
     def _reserve(self, num_partials: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        """Grow the workspace, by half at least so that slowly growing contexts do not allocate each step."""
+        """Grow the workspace, by half at least, so that slowly growing contexts do not allocate in each step."""
         rows = max(1, num_partials) * num_heads
         if self._lse.numel() < rows or self._lse.device != device:
             rows += rows // 2
@@ -273,23 +272,23 @@ class TritonBackend:
     def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return likeliest(logits_SV)
 
-    def settle_nuclei(
+    def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
         num_rows, vocab_size = weights_FV.shape
-        check_dense_rows(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        check_dense_rows(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
         if not num_rows:
             return
-        settle_nuclei_kernel[(num_rows,)](
+        top_k_top_p_kernel[(num_rows,)](
             weights_FV,
             top_k_F,
             top_p_F,
-            unsettled_F,
+            pending_F,
             threshold_F,
             weights_FV.stride(0),
             vocab_size,

@@ -28,8 +28,8 @@ def write_kv_kernel(
     SCALE_BYTES: tl.constexpr,
     HEADS_POW2: tl.constexpr,
 ):
-    """pool[slot // P, 0, :, slot % P] = k[t] and pool[slot // P, 1, :, slot % P] = v[t], for slot = slots[t]
-    >= 0. With SCALE_BYTES each head is quantised.
+    """pool[slot // P, 0, :, slot % P] = k[t] and pool[slot // P, 1, :, slot % P] = v[t], for slot = slots[t] >= 0. With
+    SCALE_BYTES each head is quantised.
 
     Grid (T,): a program moves one token, all kv heads. Bytes: 2 * K * D * (itemsize + the pool's) a token. FLOPs: none,
     quantised 4 * K * D.
@@ -53,7 +53,7 @@ def write_kv_kernel(
 
 @triton.jit
 def load_heads(x_ptr, stride_k, NUM_HEADS: tl.constexpr, HEADS_POW2: tl.constexpr, HALF_DIM: tl.constexpr):
-    """All heads of one token, as halves."""
+    """Load all heads of one token, as halves."""
     head_K = tl.arange(0, HEADS_POW2)
     ptrs_KH = x_ptr + head_K[:, None] * stride_k + tl.arange(0, HALF_DIM)[None, :]
     mask_K1 = (head_K < NUM_HEADS)[:, None]
@@ -74,7 +74,7 @@ def store_heads(
     BLOCK_SIZE: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
 ):
-    """All kv heads of one token, as halves, into its slot; with their scales where the pool has them."""
+    """Store all kv heads of one token, as halves, into its slot, with their scales if the pool has them."""
     row_size: tl.constexpr = BLOCK_SIZE * (2 * HALF_DIM + SCALE_BYTES)
     head_K = tl.arange(0, HEADS_POW2)
     mask_K = head_K < NUM_KV_HEADS
@@ -102,10 +102,10 @@ def copy_blocks_kernel(
     block_numel,
     TILE: tl.constexpr,
 ):
-    """pool[dst] = pool[src] for each pair (src, dst); no destination may be named twice or be a source.
+    """pool[dst] = pool[src] for each pair (src, dst). No destination may be named twice or be a source.
 
-    Grid (C, ceil(block_numel / TILE)): a program moves one tile of one block, keys and values alike.
-    Bytes: 2 * block_numel * itemsize a pair. FLOPs: none.
+    Grid (C, ceil(block_numel / TILE)): a program moves one tile of one block, keys and values alike. Bytes: 2 *
+    block_numel * itemsize a pair. FLOPs: none.
     """
     pair_ptr = src_dst_ptr + tl.program_id(0) * 2
     source = tl.load(pair_ptr)

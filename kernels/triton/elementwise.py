@@ -1,10 +1,9 @@
-"""Triton kernels beside attention: RMS norm with and without residual, rotary embedding, SiLU-mul.
+"""Triton kernels besides attention: RMS norm with and without residual, rotary embedding, SiLU-mul.
 
-All compute in fp32 and round where Hugging Face's Llama rounds. All are bound by memory: FLOPs are a few an
-element.
+All compute in fp32 and round where Hugging Face's Llama rounds. All are bound by memory, with a few FLOPs an element.
 
-Shapes: T tokens (rows), N query heads, K kv heads, D head size, H hidden size, I intermediate size, S
-positions, M rows of a program.
+Shapes: T tokens (rows), N query heads, K kv heads, D head size. H hidden size, I intermediate size, S positions, M rows
+of a program.
 """
 
 # Triton ships no types, and its kernels' arguments have none that Python knows.
@@ -30,11 +29,10 @@ def rms_norm_kernel(
     HIDDEN_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """out = (y / sqrt(mean(y^2) + eps), rounded) * weight, with y = x, or y = residual = residual + x,
-    rounded.
+    """out = (y / sqrt(mean(y^2) + eps), rounded) * weight, with y = x, or y = residual = residual + x, rounded.
 
-    Grid (ceil(T / BLOCK_M),): a program takes BLOCK_M whole rows, many where rows are short (the norm of
-    single heads). Bytes: 2 * T * H * itemsize, with residual 4 * T * H * itemsize. FLOPs: 4 * T * H.
+    Grid (ceil(T / BLOCK_M),): a program takes BLOCK_M whole rows, many where rows are short (the norm of single heads).
+    Bytes: 2 * T * H * itemsize, with residual 4 * T * H * itemsize. FLOPs: 4 * T * H.
     """
     row_M = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column_H = tl.arange(0, HIDDEN_POW2)
@@ -111,7 +109,7 @@ def silu_mul_kernel(
 ):
     """out = gate / (1 + e^-gate) * up.
 
-    Grid (T, ceil(I / TILE)): one tile of one row a program. Bytes: 3 * T * I * itemsize. FLOPs: 5 * T * I.
+    Grid (T, ceil(I / TILE)): a program takes one tile of one row. Bytes: 3 * T * I * itemsize. FLOPs: 5 * T * I.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

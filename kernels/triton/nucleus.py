@@ -1,8 +1,7 @@
-"""Triton kernel that settles which tokens top-k and top-p keep where they are many, without a sort or the host.
+"""Triton kernel that finds which tokens top-k and top-p keep where they are many, without a sort or the host.
 
-Weights of at least 0 are ordered as their bits are, so the smallest weight that is kept is found in 31 halvings, each
-of which reads the row once: of few rows from the last cache. One program a row, and sums in fp64: meant to be rare, not
-fast.
+Weights of at least 0 have the order of their bits. So 31 bisections find the smallest weight that is kept. Each reads
+the row once, and a few rows fit the last-level cache. One program a row, and sums in fp64: meant to be rare, not fast.
 
 Shapes: F rows, V vocabulary, J tokens of a tile.
 """
@@ -15,24 +14,26 @@ import triton.language as tl
 
 
 @triton.jit
-def settle_nuclei_kernel(
+def top_k_top_p_kernel(
     weights_ptr,  # [F, V], fp32, strides (weights_stride_f, 1), at least 0
-    top_k_ptr,  # [F], int64; vocab_size where there is none
+    top_k_ptr,  # [F], int64; vocab_size means no top-k
     top_p_ptr,  # [F], fp64
-    unsettled_ptr,  # [F], bool
+    pending_ptr,  # [F], bool
     threshold_ptr,  # [F], fp32
     weights_stride_f,
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """threshold = the smallest weight that is among the k largest and has less than p of their sum before it; only of
-    rows that are unsettled. Without top-k the sum is taken for 1. Any threshold for a row that holds NaN.
+    """threshold = the smallest weight that is among the k largest and has less than p of their sum before it.
 
-    Grid (F,). Of each unsettled row, with top-k or top-p alone, and with both: bytes 4 * V * 33, or 4 * V * 64; FLOPs,
-    comparisons among them, 2 * V * 31, or 2 * V * 63.
+    Only pending rows are written. Without top-k the sum is taken as 1. A row that holds NaN gets an arbitrary
+    threshold.
+
+    Grid (F,). A pending row with top-k or top-p alone: bytes 4 * V * 33, FLOPs (comparisons included) 2 * V * 31. With
+    both: bytes 4 * V * 64, FLOPs 2 * V * 63.
     """
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(unsettled_ptr + row) == 0:
+    if tl.load(pending_ptr + row) == 0:
         return
     weights_ptr += row * weights_stride_f
     top_k = tl.load(top_k_ptr + row)
@@ -56,9 +57,11 @@ def settle_nuclei_kernel(
 def _smallest_bits(
     weights_ptr, low, high, top_k, most_mass, vocab_size, BY_COUNT: tl.constexpr, TILE: tl.constexpr
 ):
-    """From low to high, of the smallest number above which there are fewer than `top_k` weights, or less than
-    `most_mass` of them. Above `high` there is nothing. It is a weight, or `low`: the numbers between two weights have
-    the same above them."""
+    """Bisect the bits from low to high, and return the bits of the smallest number with few enough weights above it.
+
+    Few enough is fewer than `top_k`, or a sum below `most_mass`. No weight is above `high`. The result is a weight or
+    `low`, because all numbers between two weights have the same weights above them.
+    """
     for _ in range(31):
         middle = low + (high - low) // 2
         count, mass = _above(weights_ptr, middle.to(tl.float32, bitcast=True), vocab_size, TILE)
@@ -70,7 +73,7 @@ def _smallest_bits(
 
 @triton.jit
 def _above(weights_ptr, least, vocab_size, TILE: tl.constexpr):
-    """How many weights are larger than `least`, and their sum."""
+    """Return how many weights are larger than `least`, and their sum."""
     count_J = tl.full([TILE], 0, tl.int32)
     mass_J = tl.full([TILE], 0, tl.float64)
     for first in range(0, vocab_size, TILE):

@@ -1,8 +1,8 @@
 """The Triton kernel between a layer's first projection and attention: head norms, rotary embedding and KV write in one.
 
-Rounds where the kernels that do it one by one do (`elementwise`, `cache_ops`).
+Rounds where the separate kernels round (elementwise.py, cache_ops.py).
 
-Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, H half a head, P tokens a block, B blocks in the
+Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size, H half a head. P tokens a block, B blocks in the
 pool, S positions.
 """
 
@@ -15,7 +15,7 @@ from blockyard.kernels.triton.cache_ops import load_heads, store_heads
 
 
 @triton.jit
-def _turned_heads(
+def _rotated_heads(
     x_ptr,
     stride_x,
     norm_ptr,
@@ -27,7 +27,7 @@ def _turned_heads(
     HEADS_POW2: tl.constexpr,
     HALF_DIM: tl.constexpr,
 ):
-    """All heads of one token, normalised and rotated, as halves in x's type."""
+    """Return all heads of one token, normalised and rotated, as halves in x's type."""
     first_NH, second_NH = load_heads(x_ptr, stride_x, NUM_HEADS, HEADS_POW2, HALF_DIM)
     first_NH, second_NH = first_NH.to(tl.float32), second_NH.to(tl.float32)
     if NORMED:
@@ -43,7 +43,7 @@ def _turned_heads(
 
 @triton.jit
 def _scaled(normed_NH, weight_H, TYPE: tl.constexpr):
-    """normed * weight in fp32, both rounded to TYPE."""
+    """Return normed * weight in fp32, both rounded to TYPE."""
     rounded_NH = normed_NH.to(TYPE).to(tl.float32)
     return (rounded_NH * weight_H.to(tl.float32)[None, :]).to(TYPE).to(tl.float32)
 
@@ -71,11 +71,11 @@ def place_heads_kernel(
     SCALE_BYTES: tl.constexpr,
 ):
     """q = rotate(norm(q)) in place; the pool gets rotate(norm(k)) and v at the token's slot. SCALE_BYTES as in
-    `cache_ops`.
+    cache_ops.py.
 
-    Grid (T,): a program has one token, all heads. A half and its other half are one thread's, so that queries may be
-    written where they are read. Bytes: (2 N + 2 K) * D * itemsize + 2 * K * D * the pool's itemsize a token. FLOPs: 3 *
-    (N + K) * D, with norms 7 * (N + K) * D.
+    Grid (T,): a program has one token, all heads. One thread has both halves of a pair, so queries may be written where
+    they are read. Bytes: (2 N + 2 K) * D * itemsize + 2 * K * D * the pool's itemsize a token. FLOPs: 3 * (N + K) * D,
+    with norms 7 * (N + K) * D.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -85,7 +85,7 @@ def place_heads_kernel(
     sin_H = tl.load(cos_ptrs_H + HALF_DIM)
 
     q_ptr = heads_ptr + token * stride_t
-    first_NH, second_NH = _turned_heads(
+    first_NH, second_NH = _rotated_heads(
         q_ptr, stride_x, q_norm_ptr, eps, cos_H, sin_H, NORMED, NUM_HEADS, HEADS_POW2, HALF_DIM
     )
     head_N = tl.arange(0, HEADS_POW2)
@@ -97,7 +97,7 @@ def place_heads_kernel(
     if slot < 0:
         return
     k_ptr = q_ptr + NUM_HEADS * stride_x
-    first_KH, second_KH = _turned_heads(
+    first_KH, second_KH = _rotated_heads(
         k_ptr, stride_x, k_norm_ptr, eps, cos_H, sin_H, NORMED, NUM_KV_HEADS, KV_HEADS_POW2, HALF_DIM
     )
     store_heads(

@@ -1,6 +1,6 @@
-"""Host side of the Triton kernels that fill a pool, and what every launch asks of a pool first.
+"""Host side of the Triton kernels that fill a pool, and the checks of a pool before every launch.
 
-Shapes: T tokens, K kv heads, N query heads, X = N + 2 K, D head size, P tokens a block, B blocks in the pool, S
+Shapes: T tokens, K kv heads, N query heads, X = N + 2 K, D head size. P tokens a block, B blocks in the pool, S
 positions.
 """
 
@@ -50,7 +50,7 @@ def launch_place_heads(
     kv_pool_B2KPD: torch.Tensor,
     plan: AttentionPlan,
 ) -> None:
-    """Leaves the keys in `heads_TXD` as they were."""
+    """Launch the kernel. It leaves the keys in `heads_TXD` unchanged."""
     num_tokens, num_all_heads, head_dim = heads_TXD.shape
     num_kv_heads = kv_pool_B2KPD.shape[2]
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -82,7 +82,8 @@ def launch_place_heads(
 
 
 def pool_pointers(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What kernels take as `pool_ptr`, `scales_ptr` and `SCALE_BYTES`: fp8 as bits, the scales in the same memory."""
+    """Return a kernel's `pool_ptr`, `scales_ptr` and `SCALE_BYTES`. fp8 is passed as bits, and the scales lie in the
+    same memory."""
     if not is_quantised(kv_pool_B2KPD):
         return kv_pool_B2KPD, kv_pool_B2KPD, 0
     is_int8 = kv_pool_B2KPD.dtype == torch.int8

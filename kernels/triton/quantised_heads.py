@@ -1,8 +1,8 @@
-"""What Triton kernels do with a quantised pool's numbers: heads to numbers and scales, numbers to what is multiplied.
+"""Conversions of a quantised pool for Triton kernels: heads to numbers and scales, and numbers to operands.
 
-`kv_pool` says what they mean. The element type of the pool's pointer says which: int8, or uint8 for the bits of e4m3.
-Those are made and read by arithmetic, for one source on every GPU: Triton converts e4m3 on some only, and its
-interpreter rounds amiss.
+kv_pool.py says what the numbers mean. The element type of the pool's pointer names them: int8, or uint8 for the bits of
+e4m3. Arithmetic makes and reads that format, so one source serves every GPU. Triton converts e4m3 on some GPUs only,
+and its interpreter rounds it incorrectly.
 
 Shapes: K kv heads, H part of a head, J keys of a tile, D head size.
 """
@@ -13,16 +13,17 @@ Shapes: K kv heads, H part of a head, J keys of a tile, D head size.
 import triton
 import triton.language as tl
 
-# As in `kv_pool`.
+# As in kv_pool.py.
 _SMALLEST_PEAK = tl.constexpr(1e-30)
-# Added and taken away again it rounds an fp32 below 2^22 to the nearest whole number, ties to even.
+# Adding and then subtracting it rounds an fp32 below 2^22 to the nearest whole number, ties to even.
 _ROUNDS = tl.constexpr(12582912.0)
 _E4M3_TO_FP32 = tl.constexpr(2.0**120)
 
 
 @triton.jit
 def widened(numbers_JD, TYPE: tl.constexpr):
-    """Stored numbers as TYPE, exactly. e4m3's exponent and mantissa make an fp32 that is 2^120 times too small."""
+    """Convert stored numbers to TYPE, exactly. e4m3's exponent and mantissa make an fp32 that is 2^120 times
+    too small."""
     if numbers_JD.dtype == tl.uint8:
         bits_JD = numbers_JD.to(tl.int32)
         small_JD = (((bits_JD & 0x80) << 24) | ((bits_JD & 0x7F) << 20)).to(tl.float32, bitcast=True)
@@ -38,7 +39,7 @@ def finite_or_zero(x_KH):
 
 @triton.jit
 def peak_of(x_KH):
-    """[K]: the largest magnitude, infinite if anything is not finite."""
+    """Return the largest magnitude [K], infinite if any number is not finite."""
     return tl.max(tl.where(tl.abs(x_KH) < float("inf"), tl.abs(x_KH), float("inf")), axis=1)
 
 
@@ -50,7 +51,7 @@ def scale_of(peak_K, NUMBER: tl.constexpr):
 
 @triton.jit
 def quantised(x_KH, peak_K, NUMBER: tl.constexpr):
-    """Heads, or parts of them, in fp32 as stored numbers."""
+    """Convert heads, or parts of them, from fp32 to stored numbers."""
     largest: tl.constexpr = 127.0 if tl.int8 == NUMBER else 448.0
     y_KH = finite_or_zero(x_KH) * (largest / tl.maximum(peak_K, _SMALLEST_PEAK))[:, None]
     if tl.int8 == NUMBER:
@@ -61,7 +62,7 @@ def quantised(x_KH, peak_K, NUMBER: tl.constexpr):
 
 @triton.jit
 def _e4m3_bits(y_KH):
-    """Whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, on top of where its exponent begins."""
+    """Return whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, added to where its exponent begins."""
     bits_KH = y_KH.to(tl.int32, bitcast=True)
     exponent_KH = tl.maximum(((bits_KH >> 23) & 0xFF) - 127, -6)
     steps_each_KH = ((127 + 3 - exponent_KH) << 23).to(tl.float32, bitcast=True)

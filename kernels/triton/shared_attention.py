@@ -1,10 +1,10 @@
-"""The Triton kernel of cascade attention: what many decode rows read alike is read once for all of them.
+"""The Triton kernel of cascade attention: it reads a prefix that many decode rows share once for all of them.
 
-The kernel only; `shared_prefix` says who shares what, `triton_backend` launches, `attention`'s merge joins its partial
-results with those of what each row reads alone.
+Owns the kernel alone. ../attention/shared_prefix.py says which rows share which keys, and backend.py launches. The
+merge of attention.py joins its partial results with those of what each row reads alone.
 
-Shapes: T tokens, R rows, N query heads, K kv heads, G = N / K heads of a group, D head size, P tokens a block, B blocks
-in the pool, S partial slots, M packed query rows of a program, Y items, J keys of a tile.
+Shapes: T tokens, R rows, N query heads, K kv heads, G = N / K heads of a group, D head size. P tokens a block, B blocks
+in the pool, S partial slots. M packed query rows of a program, Y items, J keys of a tile.
 """
 
 # Triton ships no types, and its kernels' arguments have none that Python knows.
@@ -43,8 +43,8 @@ def attend_shared_kernel(
     """partial[slot of a member] = softmax(scale q k^T) v over the keys of one item, with its log-sum-exp.
 
     Grid (Y * PROGRAMS_PER_ITEM, K). Packed row m of an item is member m // G and head m % G, as tokens are elsewhere.
-    Every member sees every key, so only the tile in which the range ends is masked. Decode rows come first in a step:
-    a row is its own token.
+    Every member sees every key, so only the tile in which the range ends is masked. Decode rows come first in a step: a
+    row is its own token.
 
     Bytes: 2 * keys * (D * the pool's itemsize + SCALE_BYTES) a program and kv head, plus q and 4 * (D + 1) a packed
     row. FLOPs: 4 * D a packed row and key.

@@ -1,7 +1,7 @@
-"""Tile sizes of the Triton kernels: a few rules by head size, group (of decodes; prompts pack any group into the same
-rows) and the queries' data type. Nothing is tried at run time.
+"""Tile sizes of the Triton kernels: a few rules by head size, group and the queries' data type.
 
-Reasoned from registers and shared memory, not measured on a GPU yet. Imports no triton.
+The group counts for decodes alone: prompts pack any group into the same rows. Nothing is tried at run time. The sizes
+are derived from registers and shared memory, and not measured on a GPU yet. Imports no triton.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MIN_DOT_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Shape of one attention program: packed query rows, keys a tile, warps, loads in flight."""
+    """The shape of one attention program: packed query rows, keys a tile, warps, loads in flight."""
 
     rows: int
     keys: int
@@ -25,7 +25,7 @@ class Tiles:
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """One query token: its group of heads in 16 rows. Reading keys takes the time: a wide tile."""
+    """Return tiles for one query token: its group of heads in 16 rows. Reading keys dominates, so the tile is wide."""
     rows = max(MIN_DOT_ROWS, 1 << (group - 1).bit_length())
     if dtype == torch.float32:
         return Tiles(rows=rows, keys=_fp32_keys(head_dim), warps=4, stages=2)
@@ -33,7 +33,8 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Queries and two stages of keys and values stay under 99 KB, accumulators in registers."""
+    """Return tiles for prompts. Queries and two stages of keys and values stay under 99 KB, accumulators in
+    registers."""
     if dtype == torch.float32:
         return Tiles(rows=MIN_DOT_ROWS, keys=_fp32_keys(head_dim), warps=4, stages=2)
     if head_dim > 128:
@@ -42,12 +43,14 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def _fp32_keys(head_dim: int) -> int:
-    """Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8 KB a thread."""
+    """Return keys a tile for fp32. Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8 KB a
+    thread."""
     return 32 if head_dim <= 64 else 16
 
 
 def widens(q_TND: torch.Tensor, kv_pool: torch.Tensor) -> bool:
-    """Under the interpreter, which multiplies bf16 as bit patterns; beside fp16 a quantised pool's values are bf16."""
+    """Return whether to widen operands: under the interpreter, which multiplies bf16 as bit patterns. Beside fp16, a
+    quantised pool's values are bf16."""
     has_bf16 = q_TND.dtype == torch.bfloat16 or (q_TND.dtype == torch.float16 and is_quantised(kv_pool))
     return has_bf16 and q_TND.device.type == "cpu"
 

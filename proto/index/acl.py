@@ -1,11 +1,12 @@
-"""What each role may do in Redis, as rules of an ACL (Redis >= 6.2): routers read the index, workers write their part.
+"""The permissions of each role in Redis, as rules of an ACL (Redis >= 6.2). Routers read the index, workers write their
+part.
 
-Owns the rules; the scripts that need them are in scripts.py and walks.py. Each command here is sent or
-called from a script, and each that is sent is here: tests/security/test_redis_roles.py tries every command there is.
+Owns the rules. Does not own the scripts that need them (lua/). Each command here is sent or called from a script, and
+each command that is sent is here: tests/security/test_redis_roles.py tries every command of Redis.
 
-Routers, which read what clients send, may not load scripts. Workers may: a Redis that was restarted has none, and
-nobody with more rights than a worker is there to load them again. A script may do no more than its caller, but the
-interpreter has had defects (CVE-2025-49844), and a script made for it could use them.
+Routers read what clients send, so they may not load scripts. Workers may: a restarted Redis has no scripts, and no
+other process could load them again. A script may do no more than its caller. But the interpreter has had defects
+(CVE-2025-49844) that a prepared script could use.
 """
 
 from typing import Literal
@@ -16,10 +17,10 @@ Role = Literal["router", "worker"]
 
 COMMANDS: dict[Role, tuple[str, ...]] = {
     "router": (
-        # PING asks whether it is there at all, before anything starts. HELLO and AUTH are open to everybody.
+        # PING checks that Redis answers before anything starts. HELLO and AUTH are open to everybody.
         *("ping", "evalsha", "time"),
         *("hget", "hgetall", "hlen", "hmget", "zrangebyscore"),
-        # How large the index is, for operators.
+        # The size of the index, for operators.
         *("memory|usage", "zcard", "zcount"),
     ),
     "worker": (
@@ -35,6 +36,6 @@ def user_name(role: Role) -> str:
 
 
 def acl_rules(role: Role, cluster: str) -> str:
-    """All that a user of this role needs, and no more, for `ACL SETUSER NAME on #SHA256 RULES`."""
+    """Return all rights of a role, and no more, for `ACL SETUSER NAME on #SHA256 RULES`."""
     commands = (f"+{command}" for command in COMMANDS[role])
     return " ".join(("resetkeys", f"~{key_prefix(cluster)}*", "resetchannels", "-@all", *commands))

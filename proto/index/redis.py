@@ -1,8 +1,7 @@
 """The prefix index in Redis: one script call for each operation.
 
-Owns the connection's settings, the calling of the scripts and the mapping of Redis's errors to
-PrefixIndexError. Does not own the layout (schema.py), retries, time-outs of the placement path, or when
-to renew: the publisher and the router decide those.
+Owns the connection's settings, the script calls, and the mapping of Redis's errors to PrefixIndexError. Does not own
+the layout (schema.py). The publisher and the router own retries, time-outs of placement, and when to renew.
 """
 
 import hashlib
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 
 from blockyard.proto.index import schema as index_schema
 from blockyard.proto.index import scripts as index_scripts
-from blockyard.proto.index import walks as index_walks
 from blockyard.proto.index.contract import (
     MAX_BERTHS,
     MAX_LISTED,
@@ -49,27 +47,22 @@ MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
 MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
 MAX_PAGE_BYTES = 1 << 18
 MAX_PAGES = 2 * MAX_LISTED // MAX_PAGE_RECORDS
-"""Pages that `directory` reads. A server that was replaced could send empty ones without end."""
+"""Pages that `directory` reads. A replaced server could send empty pages without end."""
 MAX_BLOCK_SIZE_DIGITS = 9
 MAX_ERROR_CHARACTERS = 300
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
 _DATABASE = re.compile(r"(/[0-9]*)?")
-_SCRIPTS = (
-    *(index_scripts.REGISTER, index_scripts.APPLY, index_scripts.RENEW, index_scripts.RETIRE),
-    *(index_scripts.CLAIM, index_scripts.UNCLAIM),
-    *(index_scripts.LOOKUP, index_scripts.DIRECTORY, index_walks.PURGE, index_walks.INFO),
-)
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError, which quotes nothing of it, for what is no URL of a Redis."""
+    """Raise ValueError, which quotes nothing of the text, for a text that is no URL of a Redis."""
     try:
         parts = urlsplit(url)
         is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
             parts.hostname or parts.scheme == "unix"
         )
         pool: Any = Redis.from_url(url).connection_pool
-        pool.make_connection()  # which connects nowhere yet
+        pool.make_connection()  # connects nowhere yet
     except (ValueError, TypeError):
         is_known = False
     if not is_known or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
@@ -79,8 +72,11 @@ def check_url(url: str) -> None:
 
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
-    """A client that answers or fails within the time-out. redis-py's own retries would hang for over
-    10 s on a stopped server, so there are none: whoever calls knows better when to come back. Raises ValueError."""
+    """Return a client that answers or fails within the time-out. Raises ValueError for a bad URL.
+
+    redis-py's own retries would hang for over 10 s on a stopped server, so they are off: the caller decides when to
+    retry.
+    """
     check_url(url)
     client: Redis = Redis.from_url(
         url,
@@ -94,10 +90,11 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
 
 
 class RedisPrefixIndex:
-    """PrefixIndex in Redis. Several may share one client; the caller closes the client.
+    """PrefixIndex in Redis. Several may share one client. The caller closes the client.
 
-    A reader may not load scripts: where Redis has lost them it finds nothing, until a worker, which notices it at the
-    next renewal of its lease, has loaded all of them again."""
+    A reader may not load scripts. If Redis has lost them, a reader finds nothing until a worker has loaded all of them
+    again. A worker notices at its next renewal.
+    """
 
     def __init__(
         self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS, is_reader: bool = False
@@ -110,7 +107,7 @@ class RedisPrefixIndex:
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
     ) -> Berth:
-        # The readers' too, which may be of another version than what is there.
+        # Readers' scripts too: the scripts in Redis may be of another version.
         await self._load_scripts()
         epoch = secrets.randbits(63)
         reply = await self._call(
@@ -127,7 +124,7 @@ class RedisPrefixIndex:
             index_schema.ANYWHERE_SUFFIX,
             record.proof,
         )
-        with _of_our_scripts():
+        with _checked_reply():
             number, anywhere = _counts(reply, 2)
         if number == 0:
             raise PrefixIndexError(
@@ -142,7 +139,7 @@ class RedisPrefixIndex:
         packed = map(index_schema.pack_names, names)
         numbers = (berth.number, berth.anywhere or 0)
         reply = await self._call(index_scripts.APPLY, *numbers, berth.epoch, batch.sequence, *packed)
-        with _of_our_scripts():
+        with _checked_reply():
             return ApplyResult(reply.decode())
 
     async def renew(
@@ -162,16 +159,16 @@ class RedisPrefixIndex:
             berth.anywhere or 0,
             *(_check_arguments(check) if check is not None else ()),
         )
-        with _of_our_scripts():
+        with _checked_reply():
             return RenewResult(reply.decode())
 
     async def retire(self, berth: Berth) -> None:
         await self._call(index_scripts.RETIRE, berth.number, berth.epoch, berth.anywhere or 0)
 
     async def claim(self, holder: str, *, lease_seconds: float) -> bool:
-        """Whether the cluster's name is this holder's from now on, for so long: not while another's claim runs."""
+        """Claim the cluster's name for `lease_seconds`. Return False while another holder's claim runs."""
         reply = await self._call(index_scripts.CLAIM, holder, _milliseconds(lease_seconds))
-        with _of_our_scripts():
+        with _checked_reply():
             return _counts(reply, 1) == (1,)
 
     async def unclaim(self, holder: str) -> None:
@@ -183,7 +180,7 @@ class RedisPrefixIndex:
         packed = index_schema.pack_names(names)
         bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
         reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
-        with _of_our_scripts():
+        with _checked_reply():
             return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
 
     async def directory(self) -> list[WorkerRecord]:
@@ -200,7 +197,7 @@ class RedisPrefixIndex:
     async def directory_page(self, after: int = 0) -> DirectoryPage:
         bounds = MAX_BERTHS, MAX_PAGE_RECORDS, MAX_FIELD_BYTES, MAX_PAGE_BYTES
         reply = await self._call(index_scripts.DIRECTORY, after, *bounds, nothing=(0, ()))
-        with _of_our_scripts():
+        with _checked_reply():
             (next_after,), found = _counts(reply[:1], 1), _at_most(MAX_PAGE_RECORDS, reply[1])
             if next_after and not after < next_after <= MAX_BERTHS:
                 raise ValueError(next_after)
@@ -209,9 +206,9 @@ class RedisPrefixIndex:
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         reply = await self._call(
-            index_walks.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
+            index_scripts.PURGE, slice_buckets, index_schema.PURGE_SLICE_ENTRIES, index_schema.NUM_BUCKETS
         )
-        with _of_our_scripts():
+        with _checked_reply():
             active, cursor, changed = _counts(reply[:3], 3)
             freed = tuple(int(number) for number in reply[3])
         return PurgeProgress(active=bool(active), next_bucket=cursor, changed_entries=changed, freed=freed)
@@ -221,8 +218,8 @@ class RedisPrefixIndex:
         for first in range(0, index_schema.NUM_BUCKETS, index_schema.INFO_SLICE_BUCKETS):
             stop = min(first + index_schema.INFO_SLICE_BUCKETS, index_schema.NUM_BUCKETS)
             sample = index_schema.INFO_SAMPLE_EVERY
-            reply = await self._call(index_walks.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
-            with _of_our_scripts():
+            reply = await self._call(index_scripts.INFO, first, stop, sample, nothing=(0, 0, 0, 0, 0))
+            with _checked_reply():
                 counts = _counts(reply, 5)
             names += counts[0]
             sampled_names += counts[1]
@@ -232,10 +229,10 @@ class RedisPrefixIndex:
         return IndexInfo(names=names, bytes=round(bytes_a_name * names), live_berths=live, dead_berths=dead)
 
     async def _call(self, script: str, *arguments: str | int | bytes, nothing: Any = None) -> Any:
-        """`nothing` is what a reader is answered where Redis has no scripts."""
+        """Call a script. A reader gets `nothing` if Redis has lost the scripts."""
         evalsha: Any = self._client.evalsha
         sent = _digest(script), 1, self._prefix, *arguments
-        with _failures_told():
+        with _mapped_errors():
             try:
                 return await evalsha(*sent)
             except exceptions.NoScriptError:
@@ -245,28 +242,28 @@ class RedisPrefixIndex:
             return await evalsha(*sent)
 
     async def _load_scripts(self) -> None:
-        """All, in one round trip: a reader's too."""
-        with _failures_told():
+        """Load all scripts in one round trip, readers' scripts too."""
+        with _mapped_errors():
             async with self._client.pipeline(transaction=False) as pipe:
-                for script in _SCRIPTS:
+                for script in index_scripts.ALL:
                     pipe.script_load(script)
                 await pipe.execute()
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
-    """Raises PrefixIndexError for whatever a server, which may be no Redis or in other hands, does to its client."""
+def _mapped_errors() -> Iterator[None]:
+    """Raise PrefixIndexError for any failure. The server may be no Redis, or under foreign control."""
     try:
         yield
     except PrefixIndexError:
         raise
     except Exception as error:
-        raise PrefixIndexError(error_kind(error), _shown(error)) from error
+        raise PrefixIndexError(error_kind(error), _printable(error)) from error
 
 
 @contextmanager
-def _of_our_scripts() -> Iterator[None]:
-    """An answer is taken apart inside. Raises PrefixIndexError for one that none of our scripts gives."""
+def _checked_reply() -> Iterator[None]:
+    """Raise PrefixIndexError if parsing a reply inside fails, because none of our scripts gives such a reply."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -282,30 +279,32 @@ def _counts(reply: Any, wanted: int) -> tuple[int, ...]:
 
 
 def _at_most(bound: int, items: Sequence[Any]) -> Sequence[Any]:
-    """What is longer is a failure and not cut short: those open the breaker, and nobody reads any more of it."""
+    """Return the items, or raise ValueError if there are too many. They are not cut short: a failure opens the breaker,
+    so no more of them are read."""
     if len(items) > bound:
         raise ValueError(bound)
     return items
 
 
-def _shown(error: Exception) -> str:
-    """The server has chosen the text."""
+def _printable(error: Exception) -> str:
+    """Return the text of an error, made safe. The server has chosen the text."""
     text = str(error)[:MAX_ERROR_CHARACTERS]
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 @cache
 def _digest(script: str) -> str:
-    """By which Redis knows a script that was loaded."""
+    """Return the SHA-1 by which Redis knows a loaded script."""
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 _NO_RIGHT = "The user executing the script can't"
-"""How Redis 6.2 refuses a script's command or key."""
+"""The words by which Redis 6.2 refuses a script's command or key."""
 
 
 def error_kind(error: Exception) -> ErrorKind:
-    """Errors raised inside a script arrive as text in a ResponseError, in another form in each version."""
+    """Return the kind of an error. Errors inside a script arrive as text in a ResponseError, in another form in each
+    version."""
     text = str(error)
     match error:
         case exceptions.TimeoutError() | TimeoutError():
@@ -318,7 +317,7 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.DENIED
         case exceptions.BusyLoadingError():
             return ErrorKind.LOADING
-        # From 7 on a script is refused before it runs, which redis-py tells by these classes without the code's word.
+        # From 7 on Redis refuses a script before it runs. redis-py has these classes for it, without the code's word.
         case exceptions.OutOfMemoryError():
             return ErrorKind.FULL
         case exceptions.ReadOnlyError():
@@ -353,7 +352,7 @@ def _check_arguments(check: SpotCheck) -> list[str | bytes]:
 
 
 def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]:
-    """Drops entries that our scripts did not write. No holder has more than `most_blocks` blocks."""
+    """Drop entries that our scripts did not write. No holder has more than `most_blocks` blocks."""
     on_gpu: Depths = {}
     anywhere: Depths = {}
     for identity, depth in zip(reply[::2], reply[1::2], strict=True):
@@ -370,7 +369,7 @@ def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]
 
 
 def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
-    """None for what is not of our making."""
+    """Return None for a record that our scripts did not write."""
     *facts, proof = fields
     if any(fact is None for fact in facts):
         return None

@@ -1,34 +1,36 @@
-"""How the prefix index lies in Redis (>= 6.2, or Valkey): keys and packing.
+"""The layout of the prefix index in Redis (>= 6.2, or Valkey): keys and packing.
 
-Owns the layout and its version. Does not own the scripts that work on it (scripts.py, walks.py) nor a
-connection (redis.py).
+Owns the layout and its version. Does not own the scripts that work on it (lua/) or a connection (redis.py).
 
 Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
 
-    b:<hex3>     HASH  one bucket of names: field = name[1:8], value = the berths that hold it
-    berth:<n>    HASH  epoch, sequence, lease (ms) and the worker's record
-    leases       ZSET  berth -> end of its lease, in ms of Redis's clock; 0 once retired
-    identities   HASH  identity -> its newest berth
-    names        HASH  berth -> identity (what a look-up returns): worker_id NUL incarnation [NUL "anywhere"]
-    free         SET   berth numbers that may be used again
-    condemned    SET   berths that the walk under way strikes out
-    claim        HASH  holder, until (ms of Redis's clock): the `up` under way, so that there is one of a name
-    state        HASH  next (highest number given), beat, beat_lease, since (service), cursor (walk)
+| b:<hex3>   | HASH | one bucket of names: field = name[1:8], value = the berths that hold it
+| berth:<n>  | HASH | epoch, sequence, lease (ms) and the worker's record
+| leases     | ZSET | berth -> end of its lease, in ms of Redis's clock; 0 once retired
+| identities | HASH | identity -> its newest berth
+| names      | HASH | berth -> identity (what a look-up returns): worker_id NUL incarnation [NUL "anywhere"]
+| free       | SET  | berth numbers that may be used again
+| condemned  | SET  | berths that the running purge removes
+| claim      | HASH | holder, until (ms of Redis's clock): the running `up`, so that only one has this name
+| state      | HASH | next (highest number given), beat, beat_lease, since (service), cursor (purge)
 
-Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, small enough to
-stay listpacks, and bytes 1..7 are the field: together all 64 bits. A collision costs one wrong hint. A value
-is sorted u16, little-endian: equal sets are equal strings, so a look-up parses each distinct value once.
+Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, which are small enough to
+stay listpacks. Bytes 1..7 are the field, so bucket and field hold all 64 bits. A collision costs one wrong hint. A
+value is sorted u16, little-endian. Equal sets are equal strings, so a look-up parses each distinct value once.
 
-A look-up bisects, which is legal because (1) the cache of each live worker is prefix-closed, so the live sets
-along a chain are nested and equal size means equal set, and (2) each value is first filtered by the berths
-whose lease runs, so the holes of the dead cannot be seen. For the same reason the purge may walk bucket by
-bucket, in no order of the chains: it only ever strikes out what no look-up counts. It needs no journal of
-what a berth once added, and a dead worker costs the same few bytes until the walk passes.
+A look-up bisects. Two facts make that legal:
 
-A worker with a host cache has a second berth, whose identity ends in "anywhere". For every rule above it is a berth
-like others: what is anywhere in a worker is prefix-closed too, so the live sets stay nested. It has the epoch of the
-first and no record; both leases are written at the same moments, so both lapse, retire and are purged together.
-Readers that know nothing of it take it for an incarnation that is none of theirs.
+- The cache of each live worker is prefix-closed. So the live sets along a chain are nested, and equal size means equal
+  set.
+- Each value is first filtered by the berths with a running lease. So holes that dead workers leave cannot be seen.
+
+For the same reason the purge may go bucket by bucket, in no order of the chains: it removes only what no look-up
+counts. It needs no journal of what a berth once added. A dead worker costs the same few bytes until the purge passes.
+
+A worker with a host cache has a second berth. Its identity ends in "anywhere". Every rule above treats it as any
+other berth: what is anywhere in a worker is prefix-closed too, so the live sets stay nested. It has the epoch of the
+first berth and no record. Both leases are written at the same moments, so both lapse, retire and are purged together.
+Readers that do not know of second berths take one for an unknown incarnation.
 """
 
 import re
@@ -42,32 +44,32 @@ INDEXED_NAME_BYTES = 8
 BERTH_BYTES = 2
 MAX_BUCKET_ENTRIES = 512
 MAX_BUCKET_VALUE_BYTES = 512
-"""256 holders of one block, before the bucket turns into a hash table of three times the size."""
+"""256 holders of one block. Beyond it the bucket turns into a hash table of three times the size."""
 
 PURGE_SLICE_ENTRIES = 2048
 """A purge slice ends after so many names, however few buckets that was: about 1 ms of Redis."""
 
 INFO_SLICE_BUCKETS = 256
 INFO_SAMPLE_EVERY = 16
-"""Of the buckets that hold names, one in so many is measured: names are hashes, so buckets are alike."""
+"""One in so many buckets that hold names is measured. Names are hashes, so buckets are alike."""
 
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def key_prefix(cluster: str) -> str:
-    """Raises ValueError for a name that would not be safe inside a key."""
+    """Return the prefix of all keys. Raises ValueError for a name that would not be safe inside a key."""
     if not _CLUSTER_NAME.fullmatch(cluster):
         raise ValueError(f"cluster name must match {_CLUSTER_NAME.pattern}, got {cluster!r}")
     return f"blockyard:{cluster}:v{SCHEMA_VERSION}:"
 
 
 def identity(worker_id: str, incarnation: str) -> str:
-    """What `names` and `identities` call one life of a worker."""
+    """Return the name of one incarnation of a worker in `names` and `identities`."""
     return f"{worker_id}\0{incarnation}"
 
 
 def pack_names(names: Iterable[bytes]) -> bytes:
-    """One argument for a whole chain: Redis parses one string, not one for each block."""
+    """Pack a whole chain into one argument: Redis parses one string, not one for each block."""
     return b"".join([name[:INDEXED_NAME_BYTES] for name in names])
 
 

@@ -1,7 +1,7 @@
 """The prefix index in memory, with a clock of the caller's: for simulation in virtual time, and for tests.
 
-Owns the same behaviour as redis.py, checked by one conformance suite, written the plain way:
-its look-up walks the chain block by block and never relies on nested sets. Does not own any durability.
+One conformance suite checks that it behaves as redis.py does. It is written plainly: its look-up goes through the chain
+block by block and never relies on nested sets. Keeps nothing on disk.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from blockyard.proto.index.schema import BERTH_BYTES, INDEXED_NAME_BYTES, NUM_BU
 class _BerthState:
     record: WorkerRecord
     is_anywhere: bool
-    """The second number of a pair. `sequence` is the first's alone."""
+    """The second number of a pair. `sequence` belongs to the first alone."""
     epoch: int | None
     """None once retired or condemned: nothing can be written under it any more."""
     sequence: int
@@ -44,7 +44,7 @@ class _BerthState:
 
 
 class TwinPrefixIndex:
-    """PrefixIndex in memory. `available = False` makes every call fail as if Redis were away."""
+    """PrefixIndex in memory. `available = False` makes every call fail as if Redis were down."""
 
     def __init__(self, clock: Callable[[], float], *, max_berths: int = MAX_BERTHS) -> None:
         self.available = True
@@ -53,7 +53,7 @@ class TwinPrefixIndex:
         self.flush()
 
     def flush(self) -> None:
-        """What FLUSHALL does, or a restart of a Redis that persists nothing."""
+        """Forget everything, as after FLUSHALL or a restart of a Redis without persistence."""
         self._buckets: list[dict[bytes, set[int]]] = [{} for _ in range(NUM_BUCKETS)]
         self._berths: dict[int, _BerthState] = {}
         self._free: list[int] = []
@@ -175,7 +175,7 @@ class TwinPrefixIndex:
         return PurgeProgress(active=False, next_bucket=0, changed_entries=changed, freed=self._release())
 
     async def info(self) -> IndexInfo:
-        """Of bytes it counts names and numbers of berths, and nothing of what holds them."""
+        """Return the size. It counts the bytes of names and berth numbers alone, without their containers."""
         self._check_available()
         holders = [held for bucket in self._buckets for held in bucket.values()]
         num_live = len(self._live())
@@ -188,7 +188,7 @@ class TwinPrefixIndex:
 
     def _check_available(self) -> None:
         if not self.available:
-            raise PrefixIndexError(ErrorKind.CONNECTION, "the twin plays dead")
+            raise PrefixIndexError(ErrorKind.CONNECTION, "the twin is unavailable")
 
     def _live(self) -> set[int]:
         now = self._clock()
@@ -198,7 +198,7 @@ class TwinPrefixIndex:
         return sorted(number for number in self._live() if not self._berths[number].is_anywhere)
 
     def _owned(self, berth: Berth) -> list[_BerthState]:
-        """All that the berth says it is, or nothing."""
+        """Return the berth's states if the index knows it under this epoch, else nothing."""
         states = [state for number in _numbers(berth) if (state := self._berths.get(number)) is not None]
         owns_all = len(states) == len(_numbers(berth)) and all(state.epoch == berth.epoch for state in states)
         return states if owns_all else []
@@ -210,13 +210,13 @@ class TwinPrefixIndex:
             self._buckets[bucket_of(name)].setdefault(name[:INDEXED_NAME_BYTES], set()).add(number)
 
     def _says(self, berth: Berth, check: SpotCheck) -> bool:
-        told = [(berth.number, check.held, check.gone)]
+        expected = [(berth.number, check.held, check.gone)]
         if berth.anywhere is not None:
-            told.append((berth.anywhere, check.anywhere_held, check.anywhere_gone))
+            expected.append((berth.anywhere, check.anywhere_held, check.anywhere_gone))
         return all(
             all(number in self._holders(name) for name in held)
             and not any(number in self._holders(name) for name in gone)
-            for number, held, gone in told
+            for number, held, gone in expected
         )
 
     def _holders(self, name: bytes) -> set[int]:

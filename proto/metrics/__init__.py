@@ -1,4 +1,4 @@
-"""Every metric with its meaning, and the two ways out: Prometheus and Ray.
+"""Every metric with its meaning, and two exporters: Prometheus and Ray.
 
 Does not own the readings (router/metric_readings.py, worker/metrics.py).
 """

@@ -1,7 +1,7 @@
-"""The first way out: an HTTP endpoint that Prometheus scrapes, for a process that Ray knows nothing of.
+"""The exporter for Prometheus: an HTTP endpoint, for a process outside Ray.
 
-Owns how readings become series, and how many may scrape at once and for how long. Does not own what is read, nor by
-whom it may be seen: whoever reaches the port may.
+Owns how readings become series, how many clients may scrape at once, and for how long. Does not own what is read.
+Anyone who reaches the port may read it.
 """
 
 import socket
@@ -12,22 +12,22 @@ from threading import BoundedSemaphore, Thread, Timer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Reading, Readings, Source, numbers
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-MAX_PORT = 65535
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SCRAPES = 16
-"""Connections at once, each of which has a thread. Beyond it new ones are closed at once."""
+"""Connections at once, each of which has a thread. Further ones are closed at once."""
 SCRAPE_SECONDS = 10.0
-"""For a connection, all in all."""
+"""The longest life of a connection."""
 
 
 class ReadingsCollector(Collector):
-    """Reads when scraped, on the endpoint's thread."""
+    """Reads at each scrape, on the endpoint's thread."""
 
     def __init__(self, source: Source, read: Callable[[], Readings]) -> None:
         self._source = source
@@ -63,12 +63,12 @@ class ReadingsCollector(Collector):
 
 
 def bounds(metric: Metric) -> list[str]:
-    """A histogram's values of `le`, the last of them +Inf."""
+    """Return a histogram's values of `le`, the last of them +Inf."""
     return [*map(str, metric.buckets), "+Inf"]
 
 
 def exposition(source: Source, readings: Readings) -> bytes:
-    """The readings as Prometheus' text, of the type CONTENT_TYPE."""
+    """Return the readings as Prometheus' text, of the type CONTENT_TYPE."""
     registry = CollectorRegistry()
     registry.register(ReadingsCollector(source, lambda: readings))
     return generate_latest(registry)
@@ -76,7 +76,7 @@ def exposition(source: Source, readings: Readings) -> bytes:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: it would quote the client."""
+        """Log nothing, because a line would quote the client."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -103,7 +103,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a client that goes is no defect of ours."""
+        """Ignore it: a client that disconnects is no defect."""
 
 
 class _Server6(_Server):
@@ -117,8 +117,8 @@ def _hang_up(connection: socket.socket) -> None:
 
 @contextmanager
 def metrics_endpoint(host: str, port: int, source: Source, read: Callable[[], Readings]) -> Iterator[str]:
-    """Serves at the URL for the life of the context; port 0 takes a free one. Raises OSError for a taken port,
-    ValueError for one that is none."""
+    """Serve metrics at the yielded URL while the context lives. Port 0 takes a free one. Raises OSError for a taken
+    port, ValueError for an invalid one."""
     if not 0 <= port <= MAX_PORT:
         raise ValueError(f"the port of the metrics must be from 0 to {MAX_PORT}, not {port}")
     registry = CollectorRegistry()

@@ -1,7 +1,7 @@
-"""What a metric is, and what is read of it: the words that worker, router and both ways out have in common.
+"""The types of metrics and their readings, which workers, routers and both exporters share.
 
-Pure. Owns the shape of metrics and histograms. Does not own which metrics there are (table.py) nor how they
-leave the process (prometheus.py, ray.py).
+Pure. Owns the shape of metrics and histograms. Does not own which metrics there are (table.py) or how they leave the
+process (prometheus.py, ray.py).
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from typing import Literal
 
 PREFIX = "blockyard_"
 MetricNames = Literal["blockyard", "vllm"]
-"""Which names leave at Prometheus endpoints: ours alone, or vLLM's beside them."""
+"""The names at Prometheus endpoints: ours alone, or vLLM's as well."""
 
 
 class Kind(Enum):
@@ -25,7 +25,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One row of the table. Raises ValueError for one that contradicts itself."""
+    """One row of the table. Raises ValueError for a row that contradicts itself."""
 
     name: str
     """Without the prefix, and without the `_total` of a counter."""
@@ -33,17 +33,17 @@ class Metric:
     unit: str
     meaning: str
     vllm: tuple[str, ...] = ()
-    """What vLLM calls the same, without the `_total` of a counter. A name of its has one metric of ours."""
+    """vLLM's names of the same metric, without the `_total` of a counter. Each of its names has one metric of ours."""
     vllm_label: str = ""
-    """What vLLM calls the label."""
+    """vLLM's name of the label."""
     label: str = ""
-    """One at most beside those that every series has."""
+    """The one label besides those of every series, or none."""
     values: tuple[str, ...] = ()
-    """All that the label can be: no metric grows with what clients send."""
+    """All values of the label. No metric grows with what clients send."""
     most_values: int = 0
-    """How many values the label has at most, where they are known only when it runs."""
+    """The most values that the label has, if they are known only at run time."""
     buckets: tuple[float, ...] = ()
-    """Upper bounds, each included; above the last there is one more."""
+    """Upper bounds, each included. One more bucket is above the last."""
 
     def __post_init__(self) -> None:
         if bool(self.label) != (bool(self.values) != bool(self.most_values)):
@@ -61,7 +61,7 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names under which Prometheus has it."""
+        """Return the names under which Prometheus has it."""
         match self.kind:
             case Kind.COUNTER:
                 return (f"{self.full_name}_total",)
@@ -76,7 +76,7 @@ class Distribution:
     """A histogram at one moment."""
 
     cumulative: tuple[int, ...]
-    """How many were at or below each bound; the last one is all."""
+    """Counts at or below each bound. The last one counts all."""
     sum: float
 
     @property
@@ -85,7 +85,7 @@ class Distribution:
 
 
 class Histogram:
-    """Counts values by bucket, in 0.14 us each; prometheus_client's own took 0.74 in the same loop, Ray's 5."""
+    """Counts values by bucket, in 0.14 us each. prometheus_client's own took 0.74 in the same loop, Ray's 5."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -107,14 +107,14 @@ class Histogram:
 
 
 Reading = float | Mapping[str, float] | Distribution
-"""A number, one for each value of the label (those that are left out are 0), or a histogram."""
+"""A number, one number for each value of the label (missing ones are 0), or a histogram."""
 Readings = Mapping[str, Reading]
-"""By a metric's name. Counters are totals since the process began."""
+"""Readings by a metric's name. Counters are totals since the process began."""
 
 
 def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
-    """Of a counter or gauge: (value of its label, number), in the table's order. Raises ValueError for a label's value
-    that the table does not have, for too many of them, or for a reading of another kind."""
+    """Return (value of its label, number) of a counter or gauge, in the table's order. Raises ValueError for an unknown
+    value of the label, for too many values, or for a reading of another kind."""
     if isinstance(reading, Distribution):
         raise ValueError(f"{metric.name} is no histogram")
     if not isinstance(reading, Mapping):
@@ -134,7 +134,7 @@ def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One process whose metrics are exported: what it measures, and the labels of all its series."""
+    """One process that exports metrics: its metrics, and the labels of all its series."""
 
     table: Sequence[Metric]
     labels: Mapping[str, str]
@@ -142,7 +142,7 @@ class Source:
 
 
 def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
-    """Make the labels of all series of a process. The last two keep clusters of one Prometheus apart."""
+    """Return the labels of all series of a process. The last two keep clusters of one Prometheus apart."""
     return {kind: name, "cluster": cluster, "model_name": model}
 
 

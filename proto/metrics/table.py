@@ -1,8 +1,8 @@
-"""Every metric of the cluster: its name, kind, unit, labels, meaning, and what vLLM calls the same.
+"""Every metric of the cluster: its name, kind, unit, labels, meaning, and vLLM's name of the same.
 
-Pure, and the one list: workers and routers read what stands here, both ways out make their series of it, and the table
-in docs/operating.md, the dashboard and the alerts are tested against it. Does not own how anything is measured
-(worker/metrics.py, router/generation/metrics.py).
+Pure, and the only list. Workers and routers read the metrics that stand here, and both exporters make their series of
+it. Tests compare the table in docs/operating.md, the dashboard and the alerts with it. Does not own how anything is
+measured (worker/metrics.py, router/generation/metrics.py).
 """
 
 from blockyard.proto.metrics.readings import Kind, Metric
@@ -38,7 +38,7 @@ OUTCOMES = (
     "WORKER_NOT_FOUND",
     "WORKER_UNREACHABLE",
 )
-"""How a request ends: well, by its client's leaving, or by the reason of an error (router/errors.py)."""
+"""How a request ends: in success, by its client's disconnect, or by the reason of an error (router/errors.py)."""
 MOST_TENANTS = 32
 """Values of the label `tenant`: 31 names and OTHER_TENANTS."""
 OTHER_TENANTS = "other"
@@ -97,31 +97,36 @@ WORKER_METRICS = (
         "vllm:kv_cache_usage_perc",
     ),
     _gauge("blocks_free", "blocks", "KV blocks that hold nothing."),
-    _gauge("blocks_cached", "blocks", "KV blocks that nobody holds, kept for the prefix in them."),
+    _gauge("blocks_cached", "blocks", "KV blocks that no sequence holds, kept for the prefix in them."),
     _gauge("blocks_used", "blocks", "KV blocks that running sequences hold."),
     _gauge("host_cached_blocks", "blocks", "Evicted blocks that host memory keeps."),
     _counter(
         "prompt_tokens",
         "tokens",
-        "Prompt tokens of requests whose first token came from here; a replay that goes on behind it adds none.",
+        "Prompt tokens of requests that had their first token from this worker. A replay after it adds none.",
     ),
-    _counter("cached_tokens", "tokens", "Those of them that were reused from the prefix cache."),
-    _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client took them."),
+    _counter("cached_tokens", "tokens", "Prompt tokens of those that were reused from the prefix cache."),
+    _counter("generated_tokens", "tokens", "Tokens generated, whether or not a client received them."),
     _counter(
-        "preemptions", "sequences", "Sequences that gave their blocks to others.", "vllm:num_preemptions"
+        "preemptions",
+        "sequences",
+        "Sequences that were preempted and gave up their blocks.",
+        "vllm:num_preemptions",
     ),
     _counter("swaps", "sequences", "Preemptions that moved blocks to host memory."),
-    _counter("evictions", "blocks", "Cached blocks given to somebody who needed a block."),
-    _gauge("stalled_seconds", "seconds", "How long the step under way has run."),
-    _gauge("draining", "0 or 1", "1 while the worker takes nothing new."),
+    _counter("evictions", "blocks", "Cached blocks that were evicted because a sequence needed a block."),
+    _gauge("stalled_seconds", "seconds", "How long the current step has run."),
+    _gauge("draining", "0 or 1", "1 while the worker takes no new requests."),
     _gauge(
-        "index_state", "state", "What the index knows of this worker: 1 there is none, 2 exact, 3 degraded."
+        "index_state",
+        "state",
+        "What the index knows of this worker: 1 there is no index, 2 exact, 3 degraded.",
     ),
     _gauge("index_lag_seconds", "seconds", "Age of the oldest change that the index has not confirmed."),
     _gauge("index_entries", "names", "Names that the index should hold of this worker."),
     _counter("index_errors", "calls", "Calls of the index that failed."),
-    _counter("index_resyncs", "resyncs", "How often the index was told everything anew."),
-    _counter("index_damages", "damages", "How often the index did not say what it had been told."),
+    _counter("index_resyncs", "resyncs", "How often all blocks were republished."),
+    _counter("index_damages", "damages", "How often the index contradicted what was published."),
 )
 
 ROUTER_METRICS = (
@@ -134,25 +139,25 @@ ROUTER_METRICS = (
     _histogram(
         "inter_token_latency_seconds",
         _GAP_SECONDS,
-        "Between two pieces of one output, mostly of a token each; a replay's pause too.",
+        "Between two pieces of one output, mostly of one token each. Includes the pause of a replay.",
         "vllm:inter_token_latency_seconds",
     ),
     _histogram(
         "request_seconds",
         _REQUEST_SECONDS,
-        "From a request's arrival to the end of its answer, of those that ended OK.",
+        "From a request's arrival to the end of its answer, for requests that ended OK.",
         "vllm:e2e_request_latency_seconds",
     ),
     _histogram(
         "queue_seconds",
         _QUEUE_SECONDS,
-        "From a request's arrival until a worker was sent it, tokenising included; of those with a first token.",
+        "From a request's arrival until it was sent to a worker, with tokenising. Requests with a first token only.",
         "vllm:request_queue_time_seconds",
     ),
     _histogram(
         "prefill_seconds",
         _REQUEST_SECONDS,
-        "From sending a request to its first worker until its first token: the worker's own queue is in it.",
+        "From sending a request to its first worker until its first token, including the worker's own queue.",
         "vllm:request_prefill_time_seconds",
     ),
     _histogram(
@@ -171,7 +176,7 @@ ROUTER_METRICS = (
     _histogram(
         "request_generated_tokens",
         _REQUEST_TOKENS,
-        "Tokens that a request's client was given, of all outputs together, however it ended.",
+        "Tokens sent to a request's client, of all outputs together, however it ended.",
         "vllm:request_generation_tokens",
         unit="tokens",
     ),
@@ -179,7 +184,7 @@ ROUTER_METRICS = (
         name="requests",
         kind=Kind.COUNTER,
         unit="requests",
-        meaning="Requests for generation that ended, by how.",
+        meaning="Requests for generation that ended, by outcome.",
         label="outcome",
         values=OUTCOMES,
     ),
@@ -187,7 +192,7 @@ ROUTER_METRICS = (
         name="outputs",
         kind=Kind.COUNTER,
         unit="outputs",
-        meaning="Outputs that ended of themselves, by finish reason; a request has `n` of them.",
+        meaning="Outputs that ended by themselves, by finish reason. A request has `n` of them.",
         vllm=("vllm:request_success",),
         vllm_label="finished_reason",
         label="reason",
@@ -196,41 +201,43 @@ ROUTER_METRICS = (
     _counter(
         "router_prompt_tokens",
         "tokens",
-        "Prompt tokens of requests with a first token, each once.",
+        "Prompt tokens of requests with a first token, each counted once.",
         "vllm:prompt_tokens",
         "vllm:prefix_cache_queries",
     ),
     _counter(
         "router_cached_tokens",
         "tokens",
-        "Those of them that were reused, as clients are told.",
+        "Prompt tokens of those that were reused, as clients see them.",
         "vllm:prefix_cache_hits",
     ),
     _counter(
         "router_generated_tokens",
         "tokens",
-        "Tokens that went to clients, none twice.",
+        "Tokens sent to clients, each counted once.",
         "vllm:generation_tokens",
     ),
-    _by_tenant("tenant_requests", "requests", "Requests of a tenant that ended, however."),
-    _by_tenant("tenant_refusals", "requests", "Those of them that ended as OVERLOADED or RATE_LIMITED."),
+    _by_tenant("tenant_requests", "requests", "Requests of a tenant that ended, in any way."),
+    _by_tenant(
+        "tenant_refusals", "requests", "Requests of a tenant that ended as OVERLOADED or RATE_LIMITED."
+    ),
     _by_tenant("tenant_prompt_tokens", "tokens", "Prompt tokens of a tenant's requests with a first token."),
-    _by_tenant("tenant_generated_tokens", "tokens", "Tokens that went to a tenant's clients."),
+    _by_tenant("tenant_generated_tokens", "tokens", "Tokens sent to a tenant's clients."),
     _gauge("router_running", "requests", "Requests that a worker has.", "vllm:num_requests_running"),
     _gauge(
         "router_waiting",
         "requests",
-        "Requests that no worker has yet, or none has again.",
+        "Requests that no worker has yet, or has lost.",
         "vllm:num_requests_waiting",
     ),
     _gauge("requests_admitted", "outputs", "What counts against `max_requests`."),
     _gauge("requests_limit", "outputs", "`max_requests`."),
     _gauge("prompt_tokens_admitted", "tokens", "What counts against `max_tokens_admitted`."),
     _gauge("prompt_tokens_limit", "tokens", "`max_tokens_admitted`."),
-    _counter("migrations", "requests", "Requests that went on elsewhere because their worker failed them."),
-    _counter("promised_blocks", "blocks", "Blocks that the index said the chosen workers had cached."),
-    _counter("stale_blocks", "blocks", "Those of them that were not reused."),
-    _counter("reused_blocks", "blocks", "Blocks really reused by the same requests, promised or not."),
+    _counter("migrations", "requests", "Requests that moved to another worker because theirs failed."),
+    _counter("promised_blocks", "blocks", "Blocks that the chosen workers had cached, by the index."),
+    _counter("stale_blocks", "blocks", "Promised blocks that were not reused."),
+    _counter("reused_blocks", "blocks", "Blocks that the same requests reused, promised or not."),
     Metric(
         name="workers",
         kind=Kind.GAUGE,
@@ -239,14 +246,12 @@ ROUTER_METRICS = (
         label="state",
         values=WORKER_STATES,
     ),
-    _gauge("router_index_state", "state", "The whole index: 1 there is none, 2 exact, 3 degraded."),
+    _gauge("router_index_state", "state", "The whole index: 1 there is no index, 2 exact, 3 degraded."),
     _counter("index_lookups", "look-ups", "Look-ups of placement."),
-    _counter("index_failed_lookups", "look-ups", "Those of them that failed or took too long."),
+    _counter("index_failed_lookups", "look-ups", "Look-ups of placement that failed or took too long."),
     _counter("index_skipped_lookups", "requests", "Requests placed without a look-up after several failed."),
-    _histogram(
-        "loop_lag_seconds", _LAG_SECONDS, "How much later than it should the event loop's watch woke up."
-    ),
-    _gauge("router_draining", "0 or 1", "1 while the router takes nothing new."),
+    _histogram("loop_lag_seconds", _LAG_SECONDS, "How late the event loop's watch woke up."),
+    _gauge("router_draining", "0 or 1", "1 while the router takes no new requests."),
 )
 
 METRICS = WORKER_METRICS + ROUTER_METRICS

@@ -1,8 +1,8 @@
-"""How a block of a prompt gets its name: the one rule on which router, worker and index must agree.
+"""The name of a block of a prompt: the one rule on which router, worker and index must agree.
 
-`name_i = sha256(name_{i-1} || tokens of block i as little-endian int32)[:16]`; only full blocks have names. The
-root stands for everything besides tokens that decides a block's content, and for who may share it. A cryptographic
-hash, because a collision would serve one tenant's cache to another (CVE-2025-25183 was such a weakness).
+`name_i = sha256(name_{i-1} || tokens of block i as little-endian int32)[:16]`. Only full blocks have names. The root
+stands for everything besides tokens that decides a block's content, and for which tenants may share it. The hash is
+cryptographic, because a collision would serve one tenant's cache to another (CVE-2025-25183 was such a weakness).
 """
 
 import sys
@@ -25,7 +25,8 @@ def root_name(
     salt: str = "",
     tenant: str = "",
 ) -> bytes:
-    """The name before the first block's: 16 bytes. Nobody shares blocks of a `tenant` but he; "" is the public pool.
+    """Return the name before the first block's: 16 bytes. Blocks with a `tenant` are shared within that tenant alone.
+    "" is the public pool.
 
     Fields are tagged and length-prefixed, so that a salt, a tenant and an adapter of the same text never hash alike.
     """
@@ -39,7 +40,7 @@ def root_name(
         "salt": salt,
     }
     if tenant:
-        # Left out of public names, which are then what they were before there were tenants.
+        # Left out of public names, so that they equal those from before tenants existed.
         tagged["tenant"] = tenant
     digest = sha256()
     for tag, value in tagged.items():
@@ -50,7 +51,7 @@ def root_name(
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian int32. Raises OverflowError for one that does not fit."""
+    """Pack token ids as little-endian int32. Raises OverflowError for one that does not fit."""
     packed = array("i", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -58,7 +59,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """The inverse of pack_tokens. Raises ValueError where the length is no multiple of 4 bytes."""
+    """Undo pack_tokens. Raises ValueError if the length is no multiple of 4 bytes."""
     tokens = array("i")
     tokens.frombytes(packed)
     if sys.byteorder == "big":
@@ -67,7 +68,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 def chain(previous: bytes, token_ids: Iterable[int] | bytes, block_size: int) -> list[bytes]:
-    """The names of the full blocks of `token_ids` (ids, or packed by pack_tokens) that follow `previous`."""
+    """Return the names of the full blocks of `token_ids` (ids, or packed by pack_tokens) that follow `previous`."""
     packed = token_ids if isinstance(token_ids, bytes) else pack_tokens(token_ids)
     size = block_size * TOKEN_BYTES
     names = []
@@ -78,7 +79,7 @@ def chain(previous: bytes, token_ids: Iterable[int] | bytes, block_size: int) ->
 
 
 def split_names(packed: bytes) -> list[bytes]:
-    """Names of 16 bytes each out of one run of bytes. Raises ValueError for a broken length."""
+    """Split one run of bytes into names of 16 bytes. Raises ValueError for a broken length."""
     if len(packed) % NAME_BYTES:
         raise ValueError(f"block names take {NAME_BYTES} bytes each, not {len(packed)} in all")
     return [packed[start : start + NAME_BYTES] for start in range(0, len(packed), NAME_BYTES)]

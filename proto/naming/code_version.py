@@ -1,7 +1,8 @@
-"""Which code runs here: the package's version and a hash of its sources, alike for a wheel and an editable install.
+"""The version of the running code: the package's version and a hash of its sources. A wheel and an editable install
+have the same.
 
-Owns what counts as a source. Everybody who serves says his; who starts them compares (deploy/), and so does a router
-with its workers.
+Owns what counts as a source. Each serving process reports its version. deploy/ compares those of the processes that it
+starts, and a router those of its workers.
 """
 
 import hashlib
@@ -12,11 +13,11 @@ from pathlib import Path
 
 PACKAGES = ("proto", "kernels", "worker", "router", "deploy")
 _HASH_DIGITS = 12
-_SUFFIXES = (".py", ".cpp", ".h")
+_SUFFIXES = (".py", ".cpp", ".h", ".lua")
 
 
 def package_folders() -> dict[str, Path]:
-    """Where each package lies here, by its name."""
+    """Return the folder of each package, by its name."""
     folders = {}
     for name in PACKAGES:
         spec = find_spec(f"blockyard.{name}")
@@ -27,13 +28,13 @@ def package_folders() -> dict[str, Path]:
 
 
 def code_version() -> str:
-    """Such as "0.1.0+3fa9c1d2e0ab"."""
+    """Return a version such as "0.1.0+3fa9c1d2e0ab"."""
     digest = hashlib.sha256()
     for name, path in _sources():
         text = path.read_bytes()
         digest.update(f"{name}\0{len(text)}\0".encode())
         digest.update(text)
-    # One that was shipped has the hash in its version already.
+    # A shipped wheel already has the hash in its version.
     released = version("blockyard").partition("+")[0]
     return f"{released}+{digest.hexdigest()[:_HASH_DIGITS]}"
 

@@ -1,8 +1,8 @@
-"""What two nodes compare to know that they serve the same model: fingerprints of tokenizer and weights.
+"""Fingerprints of tokenizer and weights, by which two nodes know that they serve the same model.
 
-Owns which files count and how they are hashed: tagged, length-prefixed fields under sha256. Of weights all bytes
-count: size and header are equal for a base model and its fine-tune. They are read once and not at every start
-(shard_digests.py). Standard library only.
+Owns which files count and how they are hashed. Fields are tagged, length-prefixed and hashed with sha256. All bytes of
+the weights count, because size and header are equal for a base model and its fine-tune. They are read once and not at
+every start (shard_digests.py). Standard library only.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """sha256 over name and content of the folder's tokenizer and chat template files, in hexadecimal."""
+    """Hash name and content of the folder's tokenizer and chat template files, as sha256 in hexadecimal."""
     folder = Path(path)
     files = {file.name: file for pattern in TOKENIZER_PATTERNS for file in folder.glob(pattern)}
     fields: list[bytes] = [b"tokenizer"]
@@ -38,10 +38,10 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: str) -> str:
-    """Equal for workers whose KV blocks and tokens are interchangeable, in hexadecimal.
+    """Return a hexadecimal digest that is equal for workers with interchangeable KV blocks and tokens.
 
-    The seed counts only where it draws the weights (`load_format` "random"), the shards only where they are
-    read. Raises ValueError for a folder without config.json, or a shard that is not safetensors or changes meanwhile.
+    The seed counts only if it draws the weights (`load_format` "random"), the shards only if they are read. Raises
+    ValueError for a folder without config.json, or for a shard that is not safetensors or changes meanwhile.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -58,7 +58,7 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
 
 
 def weights_state(path: str | Path) -> dict[str, list[int]]:
-    """Equal as long as no shard was replaced or written."""
+    """Return a state that stays equal as long as no shard is replaced or written."""
     return {shard.name: identity(shard.stat()) for shard in sorted(Path(path).glob("*.safetensors"))}
 
 

@@ -1,4 +1,4 @@
-"""Header names and the range of priorities, on which clients, routers and workers agree.
+"""Header names on which clients and routers agree.
 
 Constants alone. Does not own what a header's value may be (router/request/, router/admission/).
 """
@@ -28,6 +28,3 @@ RATE_REMAINING = "x-ratelimit-remaining"
 """How much of the limit is left."""
 RATE_RESET = "x-ratelimit-reset"
 """Seconds until the limit is full again."""
-
-MAX_PRIORITY = 100
-"""A request's priority is from -MAX_PRIORITY to MAX_PRIORITY. A lower value is served earlier."""

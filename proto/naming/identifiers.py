@@ -1,6 +1,6 @@
-"""What names that clients and operators choose may look like: fit for logs, metadata and Redis keys as they stand.
+"""Rules of names that clients and operators choose: safe in logs, metadata and Redis keys as they stand.
 
-Pure. Does not own which fields are names, nor how a wrong one is told (router/request/validation.py,
+Pure. Does not own which fields are names, or the error for a wrong one (router/request/validation.py,
 router/admission/fair_queue.py).
 """
 
@@ -13,7 +13,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@-]+")
 
 
 def is_name(text: str) -> bool:
-    """The empty one too: a name that is left out."""
+    """Return whether the text is a name. The empty text is one too: a name that is left out."""
     return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
 
 
@@ -22,10 +22,10 @@ def is_id(text: str) -> bool:
 
 
 def is_model_name(text: str) -> bool:
-    """Return True if the text reads as a model's name. Names on the hub have an owner before a slash."""
+    """Return whether the text is a model's name. Names on the hub have an owner before a slash."""
     return len(text) <= MAX_NAME_CHARS and _MODEL_NAME.fullmatch(text) is not None
 
 
 def is_variable(text: str) -> bool:
-    """Whether a chat template can read it by this name."""
+    """Return whether a chat template can read a variable of this name."""
     return len(text) <= MAX_NAME_CHARS and text.isascii() and text.isidentifier()

@@ -1,9 +1,11 @@
 """Finds a model's files, and refuses folders that must not be read.
 
-Owns the names of models: a folder, or a repository on the hub with a revision after `@`. A folder must hold regular
-files only, and none that ask for code of their own: a FIFO, a socket or a device would hold the start for ever.
-`auto_map` names Python code in the checkpoint, which is never run; without it nobody can say that this is the same
-model. Does not own what the files say.
+Owns the names of models: a folder, or a repository on the hub with a revision after `@`. Does not own what the files
+say.
+
+A folder must hold regular files only: a FIFO, a socket or a device would block the start for ever. No file may ask for
+code of its own. `auto_map` names Python code in the checkpoint. That code is never run, and without it the model may
+behave differently.
 """
 
 import json
@@ -16,7 +18,7 @@ from typing import Any
 CODE_KEY = "auto_map"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
-"""What is called so is no folder."""
+"""A name with such a suffix is no folder."""
 _INSTEAD = "name a folder, or a repository on the hub, with config.json and safetensors files"
 OTHER_FORMATS = {
     ".gguf": f"GGUF weights only, a format that is not read: {_INSTEAD}, such as the model that they were made from",
@@ -26,22 +28,23 @@ OTHER_FORMATS = {
         "(save_pretrained of transformers writes safetensors)",
     ),
 }
-"""What is said of weights that are not served, by the suffix of their files."""
+"""Why weights are refused, by the suffix of their files."""
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "*.model")
-"""What a router reads of a hub model: everything but the weights."""
+"""The files that a router reads of a hub model: everything but the weights."""
 HUB_TIMEOUT_SECONDS = 10.0
 CACHE_VARIABLE = "HF_HUB_CACHE"
-"""The hub's own: the folder where downloads go."""
+"""The hub's own variable for the folder where downloads go."""
 
 
 def name_and_revision(model: str) -> tuple[str, str | None]:
-    """Split `NAME@REVISION`. The revision is a branch, a tag or a commit of a hub repository; None without one."""
+    """Split `NAME@REVISION`. The revision is a branch, a tag or a commit of a hub repository, or None."""
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the chosen names. Without any, a folder has its last part, and a hub model its full and its short name."""
+    """Return the chosen names. Without any, a folder has the last part of its path, and a hub model its full and its
+    short name."""
     if chosen:
         return tuple(dict.fromkeys(chosen))
     path = Path(name_or_path)
@@ -54,8 +57,8 @@ def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...
 def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
     """Find the local folder of a model, and download files that are on the hub alone.
 
-    A folder is taken as it is. Of a hub repository this takes the files that match `patterns` and not `ignored`. Raises
-    ValueError if the model is neither, or holds what must not be read.
+    A folder is taken as it is. From a hub repository, the files that match `patterns` and not `ignored` are taken.
+    Raises ValueError if the model is neither, or holds what must not be read.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -82,8 +85,8 @@ def _why_not(error: Exception) -> str:
             return "no model on the hub can have this name"
     if constants.HF_HUB_OFFLINE:
         return "the hub's cache here does not have it, and HF_HUB_OFFLINE does not allow a download"
-    for told in (error, error.__cause__):
-        if (answer := getattr(told, "response", None)) is not None:
+    for cause in (error, error.__cause__):
+        if (answer := getattr(cause, "response", None)) is not None:
             return f"the hub refuses it with HTTP status {answer.status_code}"
     return "the hub's cache here does not have it, and the hub cannot be reached"
 
@@ -92,7 +95,7 @@ def hub_snapshot(
     model: str, *, patterns: Sequence[str], ignored: Sequence[str], dry_run: bool = False
 ) -> Any:
     """Call the hub's snapshot_download for `NAME` or `NAME@REVISION`. Raises OSError or ValueError."""
-    # Here, because a worker that serves a local folder needs no hub client.
+    # Imported here: a worker that serves a local folder needs no hub client.
     from huggingface_hub import snapshot_download
 
     name, revision = name_and_revision(model)
@@ -118,12 +121,12 @@ def refuse_other_formats(folder: Path) -> None:
     if any(file.suffix == ".safetensors" for file in files):
         return
     for file in files:
-        if (told := OTHER_FORMATS.get(file.suffix)) is not None:
-            raise ValueError(f"{folder} holds {told}; the first is {file.name}")
+        if (reason := OTHER_FORMATS.get(file.suffix)) is not None:
+            raise ValueError(f"{folder} holds {reason}; the first is {file.name}")
 
 
 def check_model_files(folder: Path) -> Path:
-    """The folder. Raises ValueError that names the file which cannot be read, or asks for code."""
+    """Return the folder. Raises ValueError that names a file which cannot be read, or asks for code."""
     for file in sorted(folder.iterdir()):
         _check_kind(file)
     for name in NAMES_CODE:
@@ -135,7 +138,7 @@ def _check_kind(file: Path) -> None:
     try:
         mode = file.stat().st_mode
     except OSError:
-        return  # a link to nothing: whoever needs the file says that it is missing
+        return  # a link to nothing: the code that needs the file reports it
     is_fine = stat.S_ISDIR(mode) and file.suffix not in FILE_SUFFIXES
     if not (is_fine or stat.S_ISREG(mode)):
         raise ValueError(f"{file} is no regular file: a model folder holds files and folders only")
@@ -145,7 +148,7 @@ def _check_runs_no_code(file: Path) -> None:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return  # missing or broken: whoever reads it for good says so
+        return  # missing or broken: the code that reads it reports it
     if isinstance(content, dict) and content.get(CODE_KEY):
         raise ValueError(
             f"{file} names code of its own ({CODE_KEY}), which is never run: take {CODE_KEY} out if the model is what "

@@ -1,8 +1,8 @@
-"""The sha256 of a file's bytes, read once: kept in the user's cache until the file changes.
+"""Digests (sha256) of files, read once and kept in the user's cache until the file changes.
 
-A kept digest counts for one device, inode, size, and times of last write and last change, so it is never taken for
-other bytes of a file that was replaced or written, whoever set its time of last write back. Only this user could have
-written it. Where nothing can be kept, every start reads all.
+A kept digest counts for one device, inode and size, and for one pair of times: last write and last change. So it is
+never taken for other bytes of a file that was replaced or written, even if its time of last write was set back. Only
+this user can have written it. If nothing can be kept, every start reads all files.
 """
 
 import contextlib
@@ -15,33 +15,34 @@ import time
 from pathlib import Path
 
 SETTLED_SECONDS = 3.0
-"""A file that changed later than so may change again without showing it: times of some file systems count seconds."""
+"""A file that changed less than this ago may change again unseen, because some file systems count whole seconds."""
 MAX_KEPT_BYTES = 4096
 
 
 def file_digest(path: Path) -> bytes:
-    """Raises OSError, and ValueError for a file that changes meanwhile."""
+    """Return the digest of a file. Raises OSError, and ValueError for a file that changes meanwhile."""
     with path.open("rb") as file:
         before = identity(os.fstat(file.fileno()))
         kept_at = _kept_at(path)
         if (kept := _kept(kept_at, before)) is not None:
             return kept
-        settled = time.time_ns() - max(before[3:]) > SETTLED_SECONDS * 1e9
+        is_settled = time.time_ns() - max(before[3:]) > SETTLED_SECONDS * 1e9
         digest = hashlib.file_digest(file, "sha256").digest()
         if identity(os.fstat(file.fileno())) != before:
             raise ValueError(f"{path} changed while it was read")
-    if settled and kept_at is not None:
+    if is_settled and kept_at is not None:
         _keep(kept_at, before, digest)
     return digest
 
 
 def identity(status: os.stat_result) -> list[int]:
-    """What differs between a file and any other, and between a file before and after it was written."""
+    """Return what differs between a file and any other, and between a file before and after a write."""
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _kept_at(path: Path) -> Path | None:
-    """One file for each path, so that there are never more than files. None without a home."""
+    """Return the path of a kept digest: one for each file, so that there are never more digests than files. None
+    without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -66,10 +67,10 @@ def _kept(kept_at: Path | None, wanted: list[int]) -> bytes | None:
 
 
 def _keep(kept_at: Path, of: list[int], digest: bytes) -> None:
-    """Whole or not at all: others may read and write it meanwhile."""
+    """Keep a digest atomically, because other processes may read and write it meanwhile."""
     with contextlib.suppress(OSError):
         kept_at.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=kept_at.parent)  # of mode 0600
+        descriptor, name = tempfile.mkstemp(dir=kept_at.parent)  # has mode 0600
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump({"identity": of, "sha256": digest.hex()}, file)

@@ -1,1 +1,1 @@
-"""What every process needs to run: logs, signals, garbage collection, and the grace period of a drain."""
+"""The runtime of every process: logs, signals, garbage collection, and the grace period of a drain."""

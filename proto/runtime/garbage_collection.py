@@ -1,4 +1,5 @@
-"""What keeps Python's garbage collector from holding up a process that serves: a router's event loop, a worker's steps.
+"""Settings of Python's garbage collector for a process that serves. They keep it from pausing a router's event loop or
+a worker's steps.
 
 Owns the thresholds. Does not own when a process has loaded what it keeps.
 """
@@ -8,15 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 COLLECT_AFTER = (1500, 4, 200)
-"""Objects made and not yet freed before the collector walks the young ones, such walks before one of the middle
-generation, and those before one of everything (700, 10, 10 by default). On a busy machine a walk over 10,000 young ones
-took 5 ms, and 5 to 18 where most of them were garbage."""
+"""Thresholds of the three generations; Python's default is (700, 10, 10).
+
+The first is the number of objects made and not yet freed before a collection of the youngest. The others count
+collections before one of the next older generation. On a busy machine collecting 10,000 young objects took 5 ms, and 5
+to 18 ms where most of them were garbage.
+"""
 
 
 @contextmanager
 def spared_by_garbage_collection() -> Iterator[None]:
-    """For the life of a process that has loaded what it keeps: the garbage collector leaves all of that alone, a walk
-    of 600 ms with transformers in memory, and looks at what is new in small portions."""
+    """Freeze what the process has loaded, while the context lives. The collector ignores frozen objects: with
+    transformers in memory, one collection would take 600 ms. It collects new objects in small portions."""
     gc.collect()
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -24,6 +28,6 @@ def spared_by_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        # Libraries in C++ complain at exit of what is never freed.
+        # C++ libraries complain at exit about objects that are never freed.
         gc.unfreeze()
         gc.set_threshold(*thresholds)

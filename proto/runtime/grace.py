@@ -1,4 +1,4 @@
-"""How long a drain may wait for what runs, in seconds: one default and one bound for routers, workers and commands."""
+"""The grace period of a drain in seconds: one default and one bound for routers, workers and commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRACE_RULE = f"must be from 0 to {MAX_GRACE_SECONDS:g}"
 
 
 def grace_seconds_of(request: DrainWorkerRequest) -> float | None:
-    """None where it is out of bounds; the default where none is named."""
+    """Return the grace period of a request, the default if it names none, or None if it is out of bounds."""
     if not request.HasField("grace_seconds"):
         return DEFAULT_GRACE_SECONDS
     seconds = request.grace_seconds

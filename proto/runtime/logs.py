@@ -1,8 +1,8 @@
-"""How the processes of a cluster log: on stderr, as text or as one JSON object a line, at one level.
+"""Logs of a cluster's processes: on stderr, as text or as one JSON object a line, at one level.
 
-Owns the format, and the request that a line is about: whoever works on a request sets REQUEST_ID, and every line that
-it causes has it, so that the id in a client's error finds them all. At no level may a line hold what a client sent, but
-for names: tests/security/test_canary.py.
+Owns the format, and the id of the request that a line is about. Code that works on a request sets REQUEST_ID, and every
+line that it causes has the id. So the id in a client's error finds all lines. At no level may a line hold what a client
+sent, except names: tests/security/test_canary.py.
 """
 
 import json
@@ -20,12 +20,12 @@ FORMAT_VARIABLE = "BLOCKYARD_LOG_FORMAT"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that this task works on; a name, never free text."""
+"""The id of the request that this task works on. A name, never free text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Of one process. Raises ValueError for bad values."""
+    """Log settings of one process. Raises ValueError for bad values."""
 
     level: str = "info"
     format: str = "text"
@@ -36,7 +36,7 @@ class LogConfig:
 
     @classmethod
     def from_environment(cls, level: str | None = None, format: str | None = None) -> "LogConfig":
-        """What is given, else the environment's. Raises ValueError."""
+        """Return the given values, else the environment's. Raises ValueError."""
         return cls(
             level=(level or os.environ.get(LEVEL_VARIABLE) or "info").lower(),
             format=(format or os.environ.get(FORMAT_VARIABLE) or "text").lower(),
@@ -44,8 +44,8 @@ class LogConfig:
 
 
 def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
-    """`identity`: whose lines they are, such as worker_id and incarnation. Without a config the environment's is taken.
-    Raises ValueError for a level or format that there is not."""
+    """Set up logging. `identity` says which process logs, such as worker_id and incarnation. Without a config the
+    environment's is taken. Raises ValueError for an unknown level or format."""
     config = LogConfig.from_environment() if config is None else config
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(identity) if config.format == "json" else TextFormatter())
@@ -54,7 +54,7 @@ def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
 
 @contextmanager
 def about(request_id: str) -> Iterator[None]:
-    """What is logged inside is about this request."""
+    """Give this request's id to every line that is logged inside."""
     token = REQUEST_ID.set(request_id)
     try:
         yield
@@ -63,7 +63,7 @@ def about(request_id: str) -> Iterator[None]:
 
 
 class TextFormatter(logging.Formatter):
-    """For people; a line about a request ends with its id."""
+    """Format for people. A line about a request ends with its id."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -74,7 +74,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, request_id where there is one, and who says it."""
+    """Format one object a line: time (UTC), level, logger, message, request_id if there is one, and the identity."""
 
     def __init__(self, identity: dict[str, str]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """PEM files of certificates and keys: read, checked, and read again when they change.
 
-Owns the refusal of what could never be used: no pair, no PEM, a certificate that has expired or is not valid yet. Does
-not own what is made of the files (tls.py).
+Owns the refusal of files that could never be used: no pair, no PEM, a certificate that has expired or is not valid yet.
+Does not own what is made of the files (tls.py).
 """
 
 import logging
@@ -19,21 +19,21 @@ from cryptography import x509
 logger = logging.getLogger(__name__)
 
 WARNING_TIME = timedelta(days=14)
-"""So long before a certificate expires the log says so, at each start and once a day."""
-LOOK_SECONDS = 1.0
-"""Files are looked at so often at most, when somebody connects."""
-PATIENCE_SECONDS = 0.05
-"""A caller waits so long for a look. After that it goes on with what was made before, and so do all others."""
+"""The log warns this long before a certificate expires, at each start and once a day."""
+CHECK_SECONDS = 1.0
+"""Files are checked at most this often, on a new connection."""
+MAX_WAIT_SECONDS = 0.05
+"""A caller waits this long for a check. After that it goes on with the previous result, and so do all others."""
 READ_AGAIN_SECONDS = 24 * 3600.0
-"""Files that have not changed are checked again so often, for their dates."""
+"""Files that have not changed are read again this often, to check their dates."""
 
 Made = TypeVar("Made")
 
 
 def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
-    """A private key and its certificate, valid now. Raises ValueError that names the files."""
+    """Read a private key and its certificate, valid now. Raises ValueError that names the files."""
     pair = read_secret_file(key, "TLS key")[0], read_file(cert, "TLS certificate")
-    # gRPC itself would say nothing, and fail every handshake.
+    # gRPC itself would report nothing, and fail every handshake.
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=no_password)
         chain = x509.load_pem_x509_certificates(pair[1])
@@ -48,7 +48,7 @@ def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
 
 
 def read_ca(path: str) -> bytes:
-    """Certificates of which one at least is valid now: an old and a new one may lie side by side.
+    """Read certificates of which at least one is valid now: an old and a new one may lie side by side.
 
     Raises ValueError that names the file.
     """
@@ -66,7 +66,7 @@ def read_ca(path: str) -> bytes:
 
 
 def no_password() -> str:
-    """Instead of asking on the terminal."""
+    """Return no password, instead of asking on the terminal."""
     raise ValueError("the key has a password")
 
 
@@ -89,42 +89,42 @@ def _warn_of_expiry(certificates: Iterable[x509.Certificate], what: str) -> None
 
 
 class Reloaded(Generic[Made]):
-    """What is made of files, made again when they change. Files that cannot be used are said in the log, and what was
-    made before stays. Thread-safe.
+    """A value made from files, and made again when they change. If files cannot be used, it logs that and keeps the
+    previous value. Thread-safe.
 
-    Files are read in a thread of their own: on a lost file server a look may take minutes, and callers are event loops.
+    A thread of its own reads the files: on a lost file server a check may take minutes, and callers are event loops.
     """
 
     def __init__(self, paths: Sequence[str], make: Callable[[], Made]) -> None:
-        """Raises what `make` raises."""
+        """Raise what `make` raises."""
         self._paths = paths
         self._make = make
         self._lock = Lock()
-        self._look: Thread | None = None
-        """Under way, or the last one."""
+        self._check: Thread | None = None
+        """The check in progress, or the last one."""
         self._state = self._states()
-        self._looked_at = self._read_at = time.monotonic()
+        self._checked_at = self._read_at = time.monotonic()
         self._made = make()
 
     def current(self) -> Made:
-        """Returns what was made last, of the files as they are. Blocks for PATIENCE_SECONDS at most."""
-        if look := self._new_look():
-            look.join(PATIENCE_SECONDS)
-            if look.is_alive():
+        """Return the value made last, from the files as they are. Blocks for MAX_WAIT_SECONDS at most."""
+        if check := self._new_check():
+            check.join(MAX_WAIT_SECONDS)
+            if check.is_alive():
                 logger.error("%s: reading takes long, what was read before stays in use", self._paths[0])
         return self._made
 
-    def _new_look(self) -> Thread | None:
-        """None where the last one is recent, or goes on still."""
+    def _new_check(self) -> Thread | None:
+        """Start a check and return its thread, or None if the last one is recent or still runs."""
         with self._lock:
             now = time.monotonic()
-            goes_on = self._look is not None and self._look.is_alive()
-            if goes_on or now - self._looked_at < LOOK_SECONDS:
+            is_running = self._check is not None and self._check.is_alive()
+            if is_running or now - self._checked_at < CHECK_SECONDS:
                 return None
-            self._looked_at = now
-            self._look = Thread(target=self._read_again, args=(now,), name="certificates", daemon=True)
-            self._look.start()
-            return self._look
+            self._checked_at = now
+            self._check = Thread(target=self._read_again, args=(now,), name="certificates", daemon=True)
+            self._check.start()
+            return self._check
 
     def _read_again(self, now: float) -> None:
         state = self._states()
@@ -141,7 +141,7 @@ class Reloaded(Generic[Made]):
                 logger.info("read again: %s", ", ".join(self._paths))
 
     def _states(self) -> list[tuple[int, ...] | None]:
-        """Links are followed: a Kubernetes Secret changes by them."""
+        """Return the states of the files. Links are followed: a Kubernetes Secret changes by them."""
         return [_state_of(path) for path in self._paths]
 
 

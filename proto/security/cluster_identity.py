@@ -1,9 +1,9 @@
-"""What a process proves by knowing the cluster's secret, which itself never leaves the process.
+"""Proofs that a process knows the cluster's secret, which itself never leaves the process.
 
-Owns the certificate authority whose key follows from the secret, and the signatures of the records by which workers
-introduce themselves. All processes of a cluster derive the same authority, and each issues certificates to itself. So
-TLS with certificates on both sides proves that both know the secret, before either sends a byte of content.
-Does not own which ports ask for it (tls.py) nor where the records are kept (index/contract.py).
+Owns the certificate authority, with a key that follows from the secret, and the signatures of the records by which
+workers introduce themselves. All processes of a cluster derive the same authority, and each issues certificates to
+itself. So TLS with certificates on both sides proves that both know the secret, before either sends a byte of content.
+Does not own which ports ask for it (tls.py) or where the records are kept (index/contract.py).
 """
 
 import hashlib
@@ -18,22 +18,22 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-LIFE = timedelta(days=8)
-"""Of a certificate. Processes issue new ones each day, and check one only when a connection is made."""
+CERTIFICATE_LIFE = timedelta(days=8)
+"""Life of a certificate. Processes issue new ones each day, and check one only at connection time."""
 CLOCK_SKEW = timedelta(days=1)
-"""How far the clocks of two nodes may differ: a certificate is valid from this long before it is issued."""
+"""Largest difference of the clocks of two nodes: a certificate is valid from this long before it is issued."""
 _AUTHORITY_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "blockyard session authority")])
 _AUTHORITY_LIFE = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 """The same in each process. The authority ends with the secret, not by a date."""
 _CURVE = ec.SECP256R1()
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _SCRYPT_COST = 2**14
-"""Takes some 50 ms and 16 MiB, once a process. Whoever sees a certificate can try secrets against it no faster."""
+"""Takes about 50 ms and 16 MiB, once a process. An attacker with a certificate can try secrets no faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A certificate, its key, and the authority that the other side must show a certificate of. PEM."""
+    """A certificate, its key, and the authority that must have signed the other side's certificate. PEM."""
 
     key: bytes
     certificate: bytes
@@ -44,7 +44,7 @@ class Identity:
 
 
 def issue_identity(secret: str, cluster: str, *, dns_name: str, now: datetime | None = None) -> Identity:
-    """A fresh identity for either side of a connection, valid for `LIFE`."""
+    """Return a fresh identity for either side of a connection, valid for `CERTIFICATE_LIFE`."""
     authority_key, authority = _authority(secret, cluster)
     key = ec.generate_private_key(_CURVE)
     issued = now or datetime.now(UTC)
@@ -53,7 +53,7 @@ def issue_identity(secret: str, cluster: str, *, dns_name: str, now: datetime | 
         _builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, dns_name)]), key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(issued - CLOCK_SKEW)
-        .not_valid_after(issued + LIFE)
+        .not_valid_after(issued + CERTIFICATE_LIFE)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -63,14 +63,14 @@ def issue_identity(secret: str, cluster: str, *, dns_name: str, now: datetime | 
 
 
 def record_proof(record: WorkerRecord, *, secret: str, cluster: str) -> str:
-    """What only a process that knows the secret can put beside these facts, as hexadecimal digits."""
+    """Return the signature of a record in hexadecimal. Only a process that knows the secret can make it."""
     facts = (record.worker_id, record.incarnation, record.address, record.fingerprint, str(record.block_size))
     message = b"".join(len(part).to_bytes(4) + part for part in (fact.encode() for fact in facts))
     return _derived(secret, cluster, b"worker record\0" + message).hex()
 
 
 def is_genuine(record: WorkerRecord, *, secret: str, cluster: str) -> bool:
-    """Whether a process that knows the secret wrote this record. It may be of a worker that has ended since."""
+    """Return whether a process that knows the secret wrote this record. Its worker may have ended since."""
     proof = record_proof(record, secret=secret, cluster=cluster)
     return hmac.compare_digest(proof.encode(), record.proof.encode())
 
@@ -87,7 +87,7 @@ def _derived(secret: str, cluster: str, purpose: bytes) -> bytes:
 
 @lru_cache(maxsize=8)
 def _authority(secret: str, cluster: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    # 512 bits modulo the order: no number is likelier than another.
+    # 512 bits modulo the order: the numbers are uniformly distributed.
     number = int.from_bytes(b"".join(_derived(secret, cluster, b"authority %d" % half) for half in (1, 2)))
     key = ec.derive_private_key(1 + number % (_CURVE_ORDER - 1), _CURVE)
     begin, end = _AUTHORITY_LIFE

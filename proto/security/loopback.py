@@ -1,6 +1,6 @@
-"""Whether an address stays on this machine, where nobody but its users can listen, or is all of its interfaces. Pure.
+"""Tells whether an address is loopback, where only this machine's users can listen, or covers all interfaces. Pure.
 
-Names are not looked up: what is not known to be loopback is not.
+Names are not looked up: a host that is not known to be loopback is not.
 """
 
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Of a host without port; brackets round an IPv6 address do no harm."""
+    """Return whether a host without port is loopback. Brackets around an IPv6 address do no harm."""
     if host.lower() == "localhost":
         return True
     try:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_every_interface(host: str) -> bool:
-    """Whether a server that binds this host is reached by any address of its machine, as with :: or without a host."""
+    """Return whether a server bound to this host is reached by any address of its machine, as with :: or no host."""
     try:
         return not host or ip_address(without_brackets(host)).is_unspecified
     except ValueError:
@@ -27,17 +27,17 @@ def is_every_interface(host: str) -> bool:
 
 
 def without_brackets(host: str) -> str:
-    """Returns the host as sockets take it."""
+    """Return the host as sockets take it."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def with_brackets(host: str) -> str:
-    """Returns the host as addresses with a port have it: an IPv6 address is in brackets."""
+    """Return the host as addresses with a port have it: an IPv6 address is in brackets."""
     return f"[{without_brackets(host)}]" if ":" in host else host
 
 
 def host_of(address: str) -> str:
-    """Of "host:port", also as gRPC writes it ("ipv4:127.0.0.1:50051", "dns:///localhost:50051")."""
+    """Return the host of "host:port", also as gRPC writes it ("ipv4:127.0.0.1:50051", "dns:///localhost:50051")."""
     for scheme in ("dns:///", "dns:", "ipv4:", "ipv6:"):
         address = address.removeprefix(scheme)
     return address.rpartition(":")[0] or address

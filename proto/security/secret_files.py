@@ -1,6 +1,6 @@
-"""Files that an operator gives and that only he should read: tokens, private keys.
+"""Files that an operator gives and that only the operator should read: tokens, private keys.
 
-Owns the refusal of those that are for everybody to read. Does not own what is in them.
+Owns the refusal of files that everybody may read. Does not own their content.
 """
 
 import os
@@ -11,13 +11,16 @@ MAX_BYTES = 4 * 1024 * 1024
 
 
 def read_file(path: str | Path, what: str) -> bytes:
-    """Raises ValueError that names `what` and the file."""
+    """Read a file. Raises ValueError that names `what` and the file."""
     return _read(Path(path), what)[0]
 
 
 def read_secret_file(path: str | Path, what: str) -> tuple[bytes, os.stat_result]:
-    """Its contents, and what it was like when they were read. Raises ValueError that names `what` and the file, also
-    for one that everybody may read, or others than its owner change, and for what is no file: a pipe never ends."""
+    """Read a secret file, and return its content and its state at that time.
+
+    Raises ValueError that names `what` and the file. It also does so for a file that everybody may read or others than
+    its owner may change. It refuses anything but a regular file, because a pipe never ends.
+    """
     content, status = _read(Path(path), what, flags=os.O_NONBLOCK)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{what} {path} is no regular file")

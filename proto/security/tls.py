@@ -1,10 +1,11 @@
-"""TLS on every port: the credentials that its files make. Files that change count for the next connection.
+"""TLS on every port: the credentials made from its files. Files that change count for the next connection.
 
-Which files there are is in tls_files.py, and how they are read in certificate_files.py.
+Does not own which files there are (tls_files.py), how they are read (certificate_files.py), or the client's side of the
+public port (router/client/connection.py).
+
 On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
 cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
-host: each carries the name SESSION_NAME, and the CA signs for nothing else. Does not own the client's side of the
-public port (router/client/connection.py).
+host. Each carries the name SESSION_NAME, and the CA signs for nothing else.
 """
 
 import ssl
@@ -22,11 +23,11 @@ from blockyard.proto.security.tls_files import ServerTls, SessionTls
 SESSION_NAME = "blockyard-session"
 """The DNS name in every session certificate."""
 REISSUE_SECONDS = 24 * 3600.0
-"""A worker shows a certificate of its own making for so long. Routers issue one for each connection."""
+"""Life of a worker's certificate that it made itself. Routers issue one for each connection."""
 
 
 def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredentials | None:
-    """None for a port in plaintext. Raises ValueError for files that cannot be used."""
+    """Return the credentials, or None for a port in plaintext. Raises ValueError for files that cannot be used."""
     if tls is None:
         return None
     client_ca = tls.ca if isinstance(tls, SessionTls) else tls.client_ca
@@ -37,14 +38,14 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
 
     files = Reloaded(_paths(tls.cert, tls.key, client_ca), read)
-    shown = files.current()
+    current = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal shown
-        before, shown = shown, files.current()
-        return None if shown is before else shown
+        nonlocal current
+        before, current = current, files.current()
+        return None if current is before else current
 
-    return _dynamic(shown, changed, asks_for_certificate=client_ca is not None)
+    return _dynamic(current, changed, asks_for_certificate=client_ca is not None)
 
 
 def _dynamic(
@@ -53,8 +54,9 @@ def _dynamic(
     *,
     asks_for_certificate: bool,
 ) -> grpc.ServerCredentials:
-    """`changed` is called by gRPC for each connection, on a thread of its own; None keeps what there is."""
-    # Its types do not know of None, which its documentation does.
+    """Return credentials that follow changed files. gRPC calls `changed` for each connection, on a thread of its own.
+    None keeps the current ones."""
+    # Its types omit None, which its documentation allows.
     fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)
     return grpc.dynamic_ssl_server_credentials(
         first, fetcher, require_client_authentication=asks_for_certificate
@@ -68,8 +70,8 @@ def _paths(*paths: str | None) -> list[str]:
 def session_server_credentials(
     files: SessionTls | None, *, secret: str, cluster: str
 ) -> grpc.ServerCredentials | None:
-    """A worker's: whoever connects must show a certificate too. None, for plaintext, where there are neither files nor
-    a secret. Raises ValueError for files that cannot be used."""
+    """Return a worker's credentials, which demand a certificate of the client too. None means plaintext: there are
+    neither files nor a secret. Raises ValueError for files that cannot be used."""
     if files is not None or not secret:
         return server_credentials(files)
     issued_at = time.monotonic()
@@ -90,17 +92,19 @@ def session_server_credentials(
 
 
 def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
-    """The same for a port that speaks HTTP; None for plaintext. Raises ValueError for files that cannot be used."""
+    """Return the same for a port that speaks HTTP. None for plaintext. Raises ValueError for files that
+    cannot be used."""
     if tls is None:
         return None
     return _HttpsContext.of(tls)
 
 
 class _HttpsContext(ssl.SSLContext):
-    """A server's context whose connections each take the context that the files make at that time.
+    """A server's context. Each of its connections takes the context that the files make at that time.
 
-    A resumed session is not verified again: neither its certificate's dates, nor a CA that was replaced since. Where
-    clients show certificates, a connection therefore begins in a context of its own, which knows no earlier session.
+    A resumed session is not verified again: neither the dates of its certificate, nor a CA that was replaced since.
+    Where clients show certificates, a connection therefore begins in a context of its own, which knows no earlier
+    session.
     """
 
     _current: Callable[[], ssl.SSLContext]
@@ -108,7 +112,7 @@ class _HttpsContext(ssl.SSLContext):
 
     @classmethod
     def of(cls, tls: ServerTls) -> "_HttpsContext":
-        """Raises ValueError."""
+        """Build the context of a port. Raises ValueError."""
         port = cls(ssl.PROTOCOL_TLS_SERVER)
         files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
         port._current, port._asks_for_certificate = files.current, tls.client_ca is not None
@@ -128,13 +132,14 @@ class _HttpsContext(ssl.SSLContext):
 
 
 def _unresumable(context: ssl.SSLContext) -> ssl.SSLContext:
-    """A new context that takes certificates and CAs of the given one. OpenSSL looks for sessions in the first alone."""
+    """Return a new context with the certificates and CAs of the given one. OpenSSL looks for sessions in the first
+    alone."""
 
     def proceed(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         connection.context = context
 
     first = _https_context(asks_for_certificate=True)
-    # Without them OpenSSL would issue sessions that no later connection can resume.
+    # Otherwise OpenSSL would issue sessions that no later connection can resume.
     first.num_tickets = 0
     first.options |= ssl.OP_NO_TICKET
     # Called with each connection's first message, whether it names a server or not.
@@ -161,7 +166,7 @@ def _https_context(*, asks_for_certificate: bool) -> ssl.SSLContext:
 
 
 def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """The port. Raises RuntimeError where it cannot be had."""
+    """Bind an address and return the port. Raises RuntimeError if it cannot be bound."""
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
@@ -170,7 +175,7 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
 def session_channels(
     files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
 ) -> Callable[[str], grpc.aio.Channel]:
-    """How a router connects to a worker's address. In plaintext where there are neither files nor a secret. Raises
+    """Return how a router connects to a worker's address. Plaintext without files and without a secret. Raises
     ValueError for files that cannot be used."""
     if files is not None:
         own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))

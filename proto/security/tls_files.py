@@ -1,7 +1,8 @@
-"""Which files TLS is made of, on each of a cluster's gRPC ports. Pure: reads none of them, see tls.py.
+"""The TLS files of each of a cluster's gRPC ports. Pure: tls.py reads them.
 
-public port (clients -> routers)      ServerTls: a certificate; with `client_ca` clients must show one too
-session port (routers -> workers)     SessionTls: one certificate and one CA for all of a cluster; both sides show it
+- The public port (clients to routers) has ServerTls: a certificate. With `client_ca`, clients must show one too.
+- The session port (routers to workers) has SessionTls: one certificate and one CA for all of a cluster. Both sides show
+  the certificate.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class SessionTls:
 
 
 def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls | None:
-    """Of three options: all or none. Raises ValueError."""
+    """Combine three options, of which all or none are given. Raises ValueError."""
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None or ca is None:
@@ -37,7 +38,7 @@ def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls
 
 
 def server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
-    """Of three options: the first two together or none. Raises ValueError."""
+    """Combine three options, of which the first two are given together or not at all. Raises ValueError."""
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:

@@ -68,37 +68,37 @@ class AdminServiceServicer:
     """
 
     def DrainWorker(self, request, context):
-        """A worker takes nothing new from now on; what runs there has the grace to finish and then goes on elsewhere, with no
-        token lost. Returns once nothing runs there any more. NOT_FOUND for an unknown worker. FAILED_PRECONDITION
-        (LAST_WORKER) for the last worker that takes requests, unless the call has `force`.
+        """Stops sending new requests to a worker. Running requests may finish during the grace period. Then they move to
+        another worker, and no token is lost. Returns once nothing runs on the worker any more. NOT_FOUND for an unknown
+        worker. FAILED_PRECONDITION (LAST_WORKER) for the last worker that takes requests, unless the call has `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeWorker(self, request, context):
-        """Takes a drain back.
+        """Undoes a drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Workers forget every cached block that no running sequence holds, and tell the index.
+        """Workers drop every cached block that no running sequence holds, and publish the removal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebuildIndex(self, request, context):
-        """Workers tell the prefix index everything anew.
+        """Workers republish all their blocks in the prefix index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request of anybody's. NOT_FOUND where this router has none of that id.
+        """Ends a running request of any client. NOT_FOUND if this router has no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """What operators and tools read; it changes nothing.
+    """Calls for operators and tools. They change nothing.
     """
 
     def __init__(self, channel):
@@ -93,7 +93,7 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """What operators and tools read; it changes nothing.
+    """Calls for operators and tools. They change nothing.
     """
 
     def GetClusterInfo(self, request, context):
@@ -111,7 +111,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchWorkers(self, request, context):
-        """The whole list at once, then again at each change (at most every 250 ms).
+        """Sends the whole list at once, then again at each change (at most every 250 ms).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +139,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """The sequences that run or wait on a worker, a page at a time; or one of them with its block table.
+        """The sequences that run or wait on a worker, a page at a time, or one of them with its block table.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,7 +167,7 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetIndexInfo(self, request, context):
-        """How large the prefix index is, how far behind, and how often it was wrong.
+        """The size of the prefix index, its lag, and how often it was wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,7 +240,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """What operators and tools read; it changes nothing.
+    """Calls for operators and tools. They change nothing.
     """
 
     @staticmethod

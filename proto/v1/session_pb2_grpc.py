@@ -117,7 +117,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Of AdminService, for this worker: worker_id is not looked at.
+        """As in AdminService, for this worker. worker_id is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,6 +18,7 @@ from math import inf
 from typing import Any
 
 import grpc
+from blockyard.proto.limits import MAX_MESSAGE_BYTES
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.cluster.events import Lost, Refused, Sink, events_of
@@ -46,8 +47,8 @@ INSPECT_SECONDS = 2.0
 CHANNEL_OPTIONS = (
     # One message may carry prompt log-probabilities of several requests.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
-    # Use a new connection for each stream: a shared one might be half-open.
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A fresh connection for each life of the link: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     # A router that reads slowly must slow down the worker's writes, because the worker merges the steps that wait. By

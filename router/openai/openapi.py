@@ -12,11 +12,11 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
+from blockyard.proto.limits import RANGES
 from blockyard.router.openai import tokens
 from blockyard.router.openai.requests import chat as chat_request
 from blockyard.router.openai.requests import completion as completion_request
 from blockyard.router.openai.requests.fields import Fields, object_schema
-from blockyard.router.request.sampling_checks import RANGES
 
 MODELS = "/v1/models"
 _STYLE = (

@@ -1,7 +1,8 @@
-"""Sampling checks: finds everything that is wrong with sampling parameters, by field, without quoting values.
+"""Checks of sampling parameters: every problem at once, by field, and nothing of what the client sent.
 
-Owns ranges, counts and exclusions. protobuf accepts NaN and any number, so each value is checked here. Counts come
-first: a list that is too long is never copied or searched. Does not own defaults (sampling.py).
+Owns which fields exclude one another. protobuf lets NaN and any number through, so each is checked here. Counts come
+first: nothing is copied or read that is longer than allowed. Does not own ranges and counts (proto/limits.py) or
+defaults (sampling.py).
 """
 
 import struct
@@ -9,6 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blockyard.proto.limits import (
+    COUNTS,
+    MAX_BAD_WORD_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_CHARS,
+    RANGES,
+)
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.config import DEFAULT_MAX_BEAM_WIDTH, DEFAULT_MAX_OUTPUTS
 from blockyard.router.errors import FieldViolation, InvalidRequest
@@ -16,38 +25,6 @@ from blockyard.router.request.sampling import is_greedy
 from blockyard.router.request.structured_output import structured_problem
 from blockyard.router.tokenizing.model_facts import ModelFacts
 
-MAX_MAX_TOKENS = 2**24
-"""No context is longer, so a larger value is a mistake."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIASES = 1024
-MAX_LOGIT_BIAS = 100
-MAX_ALLOWED_TOKEN_IDS = 65_536
-MAX_BAD_TOKEN_IDS = 1024
-MAX_BAD_WORDS = 64
-MAX_BAD_WORD_CHARS = 64
-
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
-    "length_penalty": (-10, 10),
-    "max_tokens": (1, MAX_MAX_TOKENS),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
-}
-"""Inclusive ranges of the values that are given."""
-COUNTS = {
-    "stop": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "logit_bias": MAX_LOGIT_BIASES,
-    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
-    "bad_token_ids": MAX_BAD_TOKEN_IDS,
-    "bad_words": MAX_BAD_WORDS,
-}
 TOKEN_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids")
 
 Problem = tuple[str, str]
@@ -77,7 +54,7 @@ def sampling_violations(
 
 
 def _out_of_range(message: inference_pb2.SamplingParams, limits: SamplingLimits) -> Iterator[Problem]:
-    ranges = RANGES | {"n": (1, limits.max_outputs), "beam_width": (1, limits.max_beam_width)}
+    ranges = {**RANGES, "n": (1, limits.max_outputs), "beam_width": (1, limits.max_beam_width)}
     for field, (lowest, highest) in ranges.items():
         # NaN is in no range. A float32 cannot hold 0.01 exactly, so the bound is rounded likewise.
         if message.HasField(field) and not _float32(lowest) <= getattr(message, field) <= highest:
@@ -111,7 +88,7 @@ def ban_words(message: inference_pb2.SamplingParams, encode: Callable[[str], Seq
     A word of two tokens would forbid other words too. Raises InvalidRequest for a word that is not a single token.
     Words that are wrong by themselves are left to `sampling_violations`.
     """
-    if len(message.bad_words) > MAX_BAD_WORDS or not all(map(_is_bad_word, message.bad_words)):
+    if len(message.bad_words) > COUNTS["bad_words"] or not all(map(_is_bad_word, message.bad_words)):
         return
     banned: set[int] = set()
     for word in message.bad_words:
@@ -130,7 +107,7 @@ def _is_bad_word(word: str) -> bool:
 
 
 def _bad_lengths(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
-    if message.min_tokens > (message.max_tokens if message.HasField("max_tokens") else MAX_MAX_TOKENS):
+    if message.min_tokens > (message.max_tokens if message.HasField("max_tokens") else MAX_OUTPUT_TOKENS):
         yield "min_tokens", "must be at most max_tokens"
     if message.HasField("beam_width") and message.beam_width < message.n:
         yield "beam_width", "must be at least n"

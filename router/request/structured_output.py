@@ -7,12 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES
 from blockyard.proto.v1 import inference_pb2
-
-MAX_STRUCTURED_BYTES = 65_536
-MAX_REGEX_BYTES = 8_192
-MAX_SCHEMA_DEPTH = 100
-"""Nested objects and arrays. Programs walk a schema recursively."""
 
 
 def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:

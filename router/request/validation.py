@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from blockyard.proto.limits import MAX_PRIORITY
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
@@ -355,8 +356,8 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         ),
         *_salt_violations(message.cache_salt),
     ]
-    if abs(message.priority) > headers.MAX_PRIORITY:
-        description = f"must be from -{headers.MAX_PRIORITY} to {headers.MAX_PRIORITY}"
+    if abs(message.priority) > MAX_PRIORITY:
+        description = f"must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
         violations.append(FieldViolation(field="priority", description=description))
     if message.HasField("truncate_prompt_tokens") and not (
         message.truncate_prompt_tokens == -1 or message.truncate_prompt_tokens >= 1

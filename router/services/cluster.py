@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import grpc
+from blockyard.proto.limits import MAX_PAGE_SIZE
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.calls.bounds import CallBounds
@@ -33,7 +34,6 @@ WATCH_SECONDS = 0.25
 MAX_WATCHES = 64
 """Most watches at once on one router."""
 WATCH_RETRY_SECONDS = 5.0
-MAX_PAGE_SIZE = 1000
 PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
 T = TypeVar("T")
 

@@ -7,6 +7,8 @@ bounded by the window of its stream. calls/intake.py bounds how many messages ar
 import resource
 from collections.abc import Sequence
 
+from blockyard.proto.limits import MAX_MESSAGE_BYTES
+
 HANDSHAKE_SECONDS = 10
 MAX_STREAMS = 4096
 """Well above max_requests, so that a burst is refused with a retry delay instead of held."""
@@ -15,7 +17,6 @@ MAX_CONNECTIONS = 2048
 IDLE_SECONDS = 300
 """A connection without a call for this long is closed. gRPC clients connect again with their next call."""
 MIN_MESSAGE_BYTES = 8 * 2**20
-MAX_MESSAGE_BYTES = 16 * 2**20
 BESIDE_TEXT_BYTES = 2**20
 """Part of a message for schemas, biases and lists of tokens."""
 SERVER_OPTIONS = (

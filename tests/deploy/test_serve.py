@@ -20,11 +20,12 @@ from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.shape import Shape
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import ProcessIdentity
-from blockyard.deploy.machine.shared_port import MAX_PORT, can_bind, next_free, reserved_port
+from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.settings.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.security.loopback import is_every_interface, is_loopback
 from blockyard.proto.security.tls_files import ServerTls

@@ -82,11 +82,15 @@ def test_every_file_of_the_wheel_is_recorded_with_its_hash(tmp_path: Path) -> No
             assert (digest, int(size)) == (f"sha256={expected}", len(content))
 
 
-def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [("worker/sampling/sampler.py", "# changed\n"), ("proto/index/lua/apply.lua", "-- changed\n")],
+)
+def test_one_changed_line_is_another_version(installed: Path, tmp_path: Path, source: str, line: str) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(installed, changed)
-    with (changed / "blockyard/worker/sampling/sampler.py").open("a") as source:
-        source.write("# changed\n")
+    with (changed / "blockyard" / source).open("a") as file:
+        file.write(line)
     _, version = run_python(SAY_VERSION, changed)
     assert version != code_version()
     assert version.partition("+")[0] == code_version().partition("+")[0]

@@ -182,10 +182,10 @@ def compile_silu_mul(dtype: str) -> Any:
     )
 
 
-def compile_settle_nuclei() -> Any:
-    pointers = {"weights_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "unsettled_ptr": "*i1"}
+def compile_top_k_top_p() -> Any:
+    pointers = {"weights_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "pending_ptr": "*i1"}
     return compile_kernel(
-        triton_nucleus.settle_nuclei_kernel,
+        triton_nucleus.top_k_top_p_kernel,
         pointers | {"threshold_ptr": "*fp32"},
         {"weights_stride_f": "i32", "vocab_size": "i32"},
         {"TILE": NUCLEUS_TILE},
@@ -233,7 +233,9 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
         if dtype == "bf16":
             half = decode_tiles(4, 128, torch.float16)
             compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
-            compiled["settle_nuclei"] = compile_settle_nuclei()  # the weights of a draw are fp32 always
+            compiled["top_k_top_p_thresholds"] = (
+                compile_top_k_top_p()
+            )  # the weights of a draw are fp32 always
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")

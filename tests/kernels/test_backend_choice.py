@@ -16,13 +16,13 @@ CPU = torch.device("cpu")
 def test_a_cpu_gets_the_kernels_in_cpp_and_the_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "cpu"
-    assert "kernel backend cpu on cpu: no CUDA here" in caplog.text
+    assert "kernel backend cpu on cpu: no CUDA" in caplog.text
 
 
 def test_torch_is_had_for_the_asking(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU, requested="torch").name == "torch"
-    assert "kernel backend torch on cpu: asked for" in caplog.text
+    assert "kernel backend torch on cpu: requested" in caplog.text
 
 
 def test_the_kernels_in_cpp_serve_no_gpu_and_no_deterministic_mode() -> None:

@@ -12,7 +12,7 @@ import torch
 from blockyard.kernels.cpu.backend import MAX_HEAD_DIM, from_native, has_native_layout, to_native
 from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.kernels.torch import reference
-from blockyard.kernels.torch.nucleus import settle_by_sorting
+from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -276,8 +276,8 @@ def test_a_nucleus_is_what_a_sort_says(
     limits = torch.tensor([min(top_k, len(counts))]), torch.tensor([share / 256], dtype=torch.float64)
     found_F, expected_F = torch.full((1,), float("nan")), torch.zeros(1)
     every_F = torch.ones(1, dtype=torch.bool)
-    cpu_backend.settle_nuclei(weights_FV, *limits, every_F, found_F)
-    settle_by_sorting(weights_FV, *limits, every_F, expected_F)
+    cpu_backend.top_k_top_p_thresholds(weights_FV, *limits, every_F, found_F)
+    thresholds_by_sorting(weights_FV, *limits, every_F, expected_F)
     assert found_F.tolist() == expected_F.tolist()
 
 

@@ -115,7 +115,7 @@ def test_attention_goes_nowhere_with_a_plan_that_points_elsewhere(
         ({"top_k_F": torch.tensor([8, 8], dtype=torch.int32)}, "a vector of"),
         ({"top_k_F": torch.tensor([8, 0])}, "a top-k of less than 1"),
         ({"top_p_F": torch.ones(2)}, "a vector of"),
-        ({"unsettled_F": torch.ones(1, dtype=torch.bool)}, "a vector of"),
+        ({"pending_F": torch.ones(1, dtype=torch.bool)}, "a vector of"),
         ({"threshold_F": torch.zeros(4)[::2]}, "a vector of"),
     ],
 )
@@ -124,10 +124,10 @@ def test_nuclei_that_do_not_fit_are_refused(cpu_backend: Backend, changes: dict[
         "weights_FV": torch.full((2, 8), 0.125),
         "top_k_F": torch.tensor([8, 8]),
         "top_p_F": torch.full((2,), 0.5, dtype=torch.float64),
-        "unsettled_F": torch.ones(2, dtype=torch.bool),
+        "pending_F": torch.ones(2, dtype=torch.bool),
         "threshold_F": torch.zeros(2),
     }
-    cpu_backend.settle_nuclei(**sound)
+    cpu_backend.top_k_top_p_thresholds(**sound)
     assert sound["threshold_F"].tolist() == [0.125, 0.125]
     with pytest.raises(ValueError, match=told):
-        cpu_backend.settle_nuclei(**sound | changes)
+        cpu_backend.top_k_top_p_thresholds(**sound | changes)

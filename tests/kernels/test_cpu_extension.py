@@ -76,7 +76,7 @@ def test_a_machine_without_a_compiler_is_served_by_torch_and_told_why(
     with caplog.at_level(logging.INFO, logger="blockyard.kernels.selection"):
         assert choose_backend(CPU).name == "torch"
     assert "no C++ compiler: 'no-such-compiler' is not on the PATH" in caplog.text
-    with pytest.raises(ValueError, match="the cpu backend cannot be had: no C"):
+    with pytest.raises(ValueError, match="the cpu backend is unavailable: no C"):
         choose_backend(CPU, requested="cpu")
 
 

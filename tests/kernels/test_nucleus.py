@@ -38,15 +38,15 @@ def settled(
     backend: Backend,
     weights_FV: torch.Tensor,
     filters: list[tuple[int, float]],
-    unsettled: list[bool] | None = None,
+    pending: list[bool] | None = None,
 ) -> list[float]:
     """NaN where nothing was written. The weights are on the device already."""
     device, vocab_size = weights_FV.device, weights_FV.shape[1]
     threshold_F = torch.full((len(filters),), float("nan"), device=device)
     top_k_F = torch.tensor([min(top_k, vocab_size) for top_k, _ in filters], device=device)
     top_p_F = torch.tensor([top_p for _, top_p in filters], dtype=torch.float64, device=device)
-    unsettled_F = torch.tensor(unsettled or [True] * len(filters), device=device)
-    backend.settle_nuclei(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+    pending_F = torch.tensor(pending or [True] * len(filters), device=device)
+    backend.top_k_top_p_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
     return threshold_F.tolist()
 
 
@@ -109,7 +109,7 @@ def test_what_the_candidates_tell_needs_no_settling(
         weights_FV.to(device),
         torch.tensor([VOCAB_SIZE, VOCAB_SIZE], device=device),
         torch.tensor([0.9, 0.9], dtype=torch.float64, device=device),
-        NucleusSearch(settle=backend.settle_nuclei),
+        NucleusSearch(find=backend.top_k_top_p_thresholds),
         num_candidates=1024,
         may_be_wide=may_be_wide,
     ).tolist()
@@ -125,7 +125,7 @@ def test_a_backend_that_settles_all_needs_no_candidates(backend: Backend, device
         weights_FV.to(device),
         torch.tensor([VOCAB_SIZE, 3], device=device),
         torch.tensor([0.9, 0.5], dtype=torch.float64, device=device),
-        NucleusSearch(settle=backend.settle_nuclei, settles_all=True),
+        NucleusSearch(find=backend.top_k_top_p_thresholds, all_rows=True),
         num_candidates=1,
         may_be_wide=False,
     )

@@ -8,9 +8,9 @@ import string
 from typing import Any
 
 import pytest
+from blockyard.proto.limits import MAX_STRUCTURED_BYTES
 from blockyard.router.openai.http import body
 from blockyard.router.openai.requests.completion import MAX_PROMPTS, completion_wanted
-from blockyard.router.request.structured_output import MAX_STRUCTURED_BYTES
 
 from .rig import CHAT, COMPLETIONS, HELLO, Answer, FakeWorker, Gateway, is_idle, read_answer, until
 

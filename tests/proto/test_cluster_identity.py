@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.security.cluster_identity import (
+    CERTIFICATE_LIFE,
     CLOCK_SKEW,
-    LIFE,
     Identity,
     is_genuine,
     issue_identity,
@@ -72,7 +72,7 @@ def test_a_certificate_is_valid_for_days_and_a_little_before() -> None:
     now = datetime(2026, 1, 31, 12, tzinfo=UTC)
     made = certificate(identity(now=now).certificate)
     assert made.not_valid_before_utc == now - CLOCK_SKEW
-    assert made.not_valid_after_utc == now + LIFE
+    assert made.not_valid_after_utc == now + CERTIFICATE_LIFE
     authority = certificate(identity(now=now).authority)
     assert authority.not_valid_before_utc < now < authority.not_valid_after_utc - timedelta(days=365)
 

@@ -34,8 +34,8 @@ def ca(tmp_path: Path) -> Authority:
 
 @pytest.fixture(autouse=True)
 def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificate_files, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", SECONDS)
+    monkeypatch.setattr(certificate_files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(certificate_files, "MAX_WAIT_SECONDS", SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_file_server_that_hangs_keeps_no_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Callers are event loops, and gRPC's threads for handshakes."""
-    monkeypatch.setattr(certificate_files, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(certificate_files, "MAX_WAIT_SECONDS", 0.05)
     path, answers = tmp_path / "file", Event()
     path.write_text("old")
     answers.set()

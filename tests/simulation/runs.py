@@ -56,7 +56,7 @@ def run_scenario(chosen: Scenario) -> Run:
         outcomes=tuple(record.outcome for record in world.records),
         struck={kind: count for kind, count in world.struck.items() if count},
         seconds=world.now,
-        num_turns=loop.num_turns,
+        num_turns=loop.num_ticks,
     )
 
 

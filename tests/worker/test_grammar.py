@@ -6,16 +6,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.worker.grammar.compiled import CompiledGrammar
-from blockyard.worker.grammar.grammar import (
-    MAX_REGEX_BYTES,
-    MAX_SCHEMA_DEPTH,
-    MAX_SOURCE_BYTES,
-    Grammar,
-    GrammarError,
-    grammar_of,
-)
+from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
 from blockyard.worker.grammar.refusals import refused
 from blockyard.worker.grammar.schema import FORMATS, prepared
 
@@ -228,7 +222,7 @@ def test_true_allows_any_value() -> None:
         ),
         ("json_schema", "{", "not valid JSON"),
         ("json_schema", "[]", "must be an object, true or false"),
-        ("json_schema", json.dumps({"const": "ä" * MAX_SOURCE_BYTES}), "more than 65536 bytes"),
+        ("json_schema", json.dumps({"const": "ä" * MAX_STRUCTURED_BYTES}), "more than 65536 bytes"),
         ("regex", "", "1 to 8192 bytes"),
         ("regex", "ä" * (MAX_REGEX_BYTES // 2 + 1), "1 to 8192 bytes"),
     ],

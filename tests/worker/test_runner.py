@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from blockyard.kernels.torch.nucleus import NucleusSearch, settle_by_sorting
+from blockyard.kernels.torch.nucleus import NucleusSearch, thresholds_by_sorting
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
@@ -156,8 +156,8 @@ def test_warm_up_settles_a_nucleus_so_that_no_request_waits_for_its_kernel(
 
     def settle(weights_FV: torch.Tensor, *others: torch.Tensor) -> None:
         settled.append(weights_FV.shape)
-        settle_by_sorting(weights_FV, *others)
+        thresholds_by_sorting(weights_FV, *others)
 
-    monkeypatch.setattr(runner._sampler, "_nuclei", NucleusSearch(settle=settle))
+    monkeypatch.setattr(runner._sampler, "_nuclei", NucleusSearch(find=settle))
     runner.warm_up()
     assert settled == [(2, runner.config.vocab_size)]

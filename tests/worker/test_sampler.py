@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from blockyard.kernels.torch.nucleus import NUCLEUS_CANDIDATES
+from blockyard.proto.limits import RANGES
 from blockyard.worker.sampling import draw as drawing
 from blockyard.worker.sampling import sampler
 from blockyard.worker.sampling.draw import uniforms
@@ -160,7 +161,7 @@ def test_no_temperature_takes_the_likeliest(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_temperatures_stay_finite(dtype: torch.dtype) -> None:
     logits_RV = (1000 * random_logits(2)).to(dtype)
-    coldest, hottest = sample(logits_RV, [draw(temperature=1e-5), draw(temperature=1e4)])
+    coldest, hottest = sample(logits_RV, [draw(temperature=1e-5), draw(temperature=RANGES["temperature"][1])])
     assert coldest == int(logits_RV[0].argmax())
     assert 0 <= hottest < VOCAB_SIZE
 

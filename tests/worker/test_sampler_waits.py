@@ -8,9 +8,9 @@ import pytest
 import torch
 from blockyard.kernels.torch.nucleus import (
     NUCLEUS_CANDIDATES,
+    FindThresholds,
     NucleusSearch,
-    SettleNuclei,
-    settle_by_sorting,
+    thresholds_by_sorting,
 )
 from blockyard.kernels.triton.backend import TritonBackend
 from blockyard.worker.sampling.sampler import Sampler
@@ -55,12 +55,12 @@ def no_wait_allowed() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def operations_of(*options: dict[str, Any], settle: SettleNuclei | None = None) -> set[str]:
+def operations_of(*options: dict[str, Any], settle: FindThresholds | None = None) -> set[str]:
     """Of the first and of a later step, up to where the result is asked for, as Triton's backend has it. Other ways to
     settle may wait."""
     backend = TritonBackend()
     sampler = Sampler(
-        VOCAB_SIZE, DEVICE, backend.likeliest, NucleusSearch(settle=settle or backend.settle_nuclei)
+        VOCAB_SIZE, DEVICE, backend.likeliest, NucleusSearch(find=settle or backend.top_k_top_p_thresholds)
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
@@ -113,23 +113,23 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
 
 
 def test_sorting_a_wide_nucleus_does_wait() -> None:
-    assert operations_of({"top_p": 0.9}, settle=settle_by_sorting) & WAITS
+    assert operations_of({"top_p": 0.9}, settle=thresholds_by_sorting) & WAITS
 
 
 def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     """Some are narrow and settled by the candidates, and of the others min-p gives some a top-k."""
     settled: list[torch.Tensor] = []
-    settle_on_device = TritonBackend().settle_nuclei
+    settle_on_device = TritonBackend().top_k_top_p_thresholds
 
     def settle(
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
-        unsettled_F: torch.Tensor,
+        pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        settled.append(torch.stack((unsettled_F.clone(), top_k_F < VOCAB_SIZE)))
-        settle_on_device(weights_FV, top_k_F, top_p_F, unsettled_F, threshold_F)
+        settled.append(torch.stack((pending_F.clone(), top_k_F < VOCAB_SIZE)))
+        settle_on_device(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     spread_S1 = torch.tensor([0.1, 0.1, 0.1, 2.0] * 2)[:, None]
     logits_SV = (spread_S1 * random_logits(8, VOCAB_SIZE)).to(DEVICE)
@@ -138,8 +138,8 @@ def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     ]
     rows = [make_row(Draw(each, 7, 2), number) for number, each in enumerate(params)]
     waits = Sampler(VOCAB_SIZE, DEVICE)
-    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=NucleusSearch(settle=settle))
+    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=NucleusSearch(find=settle))
     assert waits_not.sample(logits_SV, rows, in_flight={}) == waits.sample(logits_SV, rows, in_flight={})
-    ((unsettled, has_top_k),) = [each.tolist() for each in settled]
-    assert unsettled == [True, True, True, False] * 2
+    ((pending, has_top_k),) = [each.tolist() for each in settled]
+    assert pending == [True, True, True, False] * 2
     assert has_top_k == [False, True, True, False] * 2

@@ -8,15 +8,10 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES
 from blockyard.proto.v1 import inference_pb2
 
 GrammarKind = Literal["json_schema", "regex", "json_object"]
-
-MAX_SOURCE_BYTES = 65_536
-MAX_REGEX_BYTES = 8_192
-"""The library takes seconds before its first mask for `a?` written 10,000 times, and 0.2 of one for 4,000 times."""
-MAX_SCHEMA_DEPTH = 100
-"""Objects and arrays inside one another. The library itself stops at 128."""
 
 
 class GrammarError(ValueError):
@@ -32,8 +27,8 @@ class Grammar:
     """The JSON schema or the expression. Empty for json_object."""
 
     def __post_init__(self) -> None:
-        if len(self.source) > MAX_SOURCE_BYTES or self.num_bytes > MAX_SOURCE_BYTES:
-            raise GrammarError(f"the grammar has more than {MAX_SOURCE_BYTES} bytes")
+        if len(self.source) > MAX_STRUCTURED_BYTES or self.num_bytes > MAX_STRUCTURED_BYTES:
+            raise GrammarError(f"the grammar has more than {MAX_STRUCTURED_BYTES} bytes")
         match self.kind:
             case "json_schema":
                 _check_schema(self.source)

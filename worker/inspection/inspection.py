@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from blockyard.proto.limits import MAX_PAGE_SIZE
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.worker.inspection.calls import parse
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
-"""Maximum entries of any list, and of what FindBlocks takes and returns."""
 
 
 class Inspection:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from blockyard.worker.sequences.sampling_params import MAX_LOGPROBS
+from blockyard.proto.limits import MAX_LOGPROBS
 from blockyard.worker.sequences.sequence import TokenLogprob
 
 

@@ -1,25 +1,9 @@
 """Sampling parameters of a request as the engine takes them, with their bounds. Pure data."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    pass
-
-
-MAX_TEMPERATURE = 1e4
-"""Flatter than any use needs, and far below where float32 overflows."""
-
-
-MAX_PENALTY = 2.0
-"""Bound of presence and frequency penalty, in either direction, as in OpenAI's API."""
-
-
-MAX_LOGIT_BIAS = 100.0
-
-
-MAX_LOGPROBS = 20
-
+from blockyard.proto.limits import MAX_LOGIT_BIAS, RANGES
 
 EarlyStopping = Literal["heuristic", "first", "never"]
 """When a beam search with enough finished beams ends.
@@ -74,21 +58,18 @@ class SamplingParams:
     """The same for the tokens of the prompt, which is then computed whole."""
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        for name, bounds in RANGES.items():
+            value = getattr(self, name)
+            # The scheduler refuses a request whose tokens do not fit, and names that reason.
+            if name != "max_tokens" and value is not None:
+                _check_range(name, value, *bounds)
         _check_range("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check_range(name, getattr(self, name) or 0, 0, MAX_LOGPROBS)
         for _, bias in self.logit_bias:
             _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
-        if not 0.01 <= self.repetition_penalty <= 100.0:
-            raise ValueError(f"repetition_penalty must be from 0.01 to 100, not {self.repetition_penalty}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
@@ -99,8 +80,6 @@ class SamplingParams:
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.beam_width < 0 or (self.beam_width and self.n > self.beam_width):
             raise ValueError(f"beam_width must be 0 or at least n {self.n}, not {self.beam_width}")
-        if not -10.0 <= self.length_penalty <= 10.0:
-            raise ValueError(f"length_penalty must be from -10 to 10, not {self.length_penalty}")
         filters = self.top_k or self.top_p < 1.0 or self.min_p
         chooses = self.logit_bias or self.allowed_token_ids or self.bad_token_ids or self.penalises
         reports = self.logprobs is not None or self.prompt_logprobs is not None
@@ -115,4 +94,4 @@ class SamplingParams:
 
 def _check_range(name: str, value: float, lowest: float, highest: float) -> None:
     if not lowest <= value <= highest:
-        raise ValueError(f"{name} must be between {lowest:g} and {highest:g}, not {value}")
+        raise ValueError(f"{name} must be from {lowest} to {highest}, not {value}")

@@ -7,11 +7,11 @@ older routers leave out. Does not own capacity (the scheduler) or whether a stru
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 
+from blockyard.proto.limits import COUNTS, MAX_PRIORITY
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
-from blockyard.proto.naming.headers import MAX_PRIORITY
+from blockyard.proto.naming.identifiers import is_name
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.session_pb2 import EngineSampling, RejectReason, Submit
 from blockyard.worker.engine_types import Continuation, EngineRequest
@@ -19,17 +19,12 @@ from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
 MAX_LIST = {
-    "stop_token_ids": 64,
+    **{name: COUNTS[name] for name in ("stop_token_ids", "bad_token_ids", "logit_bias", "allowed_token_ids")},
     "eos_token_ids": 64,
-    "bad_token_ids": 1024,
-    "logit_bias": 1024,
-    "allowed_token_ids": 65_536,
 }
-"""Maximum entries. The public API has the same bounds."""
+"""Maximum entries of each list."""
 MAX_CONTINUATIONS = 4096
 """More than any engine has sequence slots, which are the real bound."""
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
-"""The rule of the public API. Operators see the id beside the blocks of a request."""
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_UNSPECIFIED: "heuristic",
     inference_pb2.EARLY_STOPPING_HEURISTIC: "heuristic",
@@ -76,8 +71,8 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
 
 
 def _check_lengths(submit: Submit, block_size: int, max_model_len: int) -> None:
-    if _REQUEST_ID.fullmatch(submit.request_id) is None:
-        raise ValueError(f"request_id must match {_REQUEST_ID.pattern}")
+    if not is_name(submit.request_id):
+        raise ValueError("request_id is not one that a router accepts")
     if submit.prompt_tokens > max_model_len:
         raise ValueError(
             f"prompt_tokens {submit.prompt_tokens} exceeds the context of {max_model_len} tokens"

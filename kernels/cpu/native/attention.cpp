@@ -1,15 +1,17 @@
-// Paged attention of one mixed step, fp32 and bf16, over blocks where they lie: nothing is gathered. Keys and values may be
-// in 8 bits with a scale each (kernels/kv_pool.py): scores are multiplied by the scales of keys, weights by those of values.
+// Paged attention of one mixed step, fp32 and bf16, over blocks in place, without gathering. Keys and values may be in
+// 8 bits with a scale each (kernels/kv_pool.py). Scores are multiplied by the scales of keys, weights by those of
+// values.
 //
 // A block holds its keys as [kv head, P / 16, D, 16], so that one dimension of 16 keys is one vector, and its values as
-// [kv head, P, D]. In bf16 they are [kv head, P / 16, D / 2, 16, 2] and [kv head, P / 2, D, 2]: a vector has two dimensions
-// of 16 keys, or 16 dimensions of two values, which one instruction multiplies and adds where the CPU has it, the weights
-// rounded to bf16. Elsewhere they are widened, one half after the other.
+// [kv head, P, D]. In bf16 they are [kv head, P / 16, D / 2, 16, 2] and [kv head, P / 2, D, 2]. A vector then has two
+// dimensions of 16 keys, or 16 dimensions of two values. One instruction multiplies and adds these where the CPU has
+// it, with the weights rounded to bf16. Elsewhere they are widened, one half after the other.
 //
-// Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one kv head, in tiles of
-// 64 keys with an online softmax in fp32. Decodes whose first blocks are the same are an item together: what they share is
-// read once for all of them, then each reads on alone (cascade). The tiles of a row, and so its bits, are the same with
-// whomever it shares. Hidden keys are masked by selection, so what lies in slots that no query sees, NaN too, weighs nothing.
+// Work is cut into items: the G query heads of some tokens of a sequence, as M packed rows, against one kv head. An
+// item goes through tiles of 64 keys with an online softmax in fp32. Decodes with the same first blocks form one
+// item (cascade). Their shared keys are read once for all of them, then each reads on alone. The tiles of a row, and so
+// its bits, do not depend on the rows that it shares with. Hidden keys are masked by selection, so slots that no query
+// sees may hold anything, NaN too.
 //
 // T tokens, N query heads, K kv heads, G = N / K, D head size, P tokens a block, M packed rows of an item.
 
@@ -22,7 +24,7 @@
 
 constexpr int TILE_KEYS = 64;
 constexpr int TILE_PARTS = TILE_KEYS / LANES;
-// Packed rows of an item: accumulators and queries stay in the first two caches.
+// Packed rows of an item. Accumulators and queries stay in the first two caches.
 constexpr int ITEM_ROWS = 32;
 // Rows and vectors of one register tile.
 constexpr int ROWS = 4;
@@ -32,9 +34,9 @@ constexpr int VECTORS = 4;
 constexpr int VECTORS = 1;
 #endif
 constexpr float LOWEST = -3e38f;
-constexpr double LEAST_SPARED = 0.125;
+constexpr double LEAST_SAVED = 0.125;
 
-// Fields as in kernels/cpu/library.py. `is_bf16` says what `q` and `out` point to, `stored` what `pool` does.
+// Fields as in kernels/cpu/library.py. `is_bf16` gives the type of `q` and `out`, `stored` that of `pool`.
 struct Attention {
     const void* q;
     void* out;
@@ -48,8 +50,8 @@ struct Attention {
     float scale;
 };
 
-// `count` tokens of each of `num_rows` rows, from a row's query `first` on: many of one row, or one of each of many decodes,
-// which have the blocks of their first `shared` keys in common. Neither is 0.
+// `count` tokens of each of `num_rows` rows, from a row's query `first` on. They are many tokens of one row, or one
+// token each of many decodes that have their first `shared` keys in the same blocks. Neither number is 0.
 struct Item {
     const int* rows;
     int num_rows, first, count, head;
@@ -63,8 +65,9 @@ static inline int64_t token_of(const Attention& a, const Item& item, int t) {
     return a.query_starts[item.rows[t / item.count]] + item.first + t % item.count;
 }
 
-// Keys from `base` on, before `end`, in blocks of `row`, against the item's tokens from `first_token` to before `end_token`.
-// Of these the first sees keys from `first_key` to `position`, each other one more; of what rows share all see all.
+// Keys from `base` on, before `end`, in blocks of `row`, against the item's tokens from `first_token` to before
+// `end_token`. The first of these sees keys from `first_key` to `position`, each later one sees one more. Shared keys
+// are seen by all.
 struct Tile {
     int row, first_token, end_token;
     int64_t first_key, position, base, end;
@@ -83,7 +86,7 @@ static inline Tile first_tile(const Attention& a, const Item& item) {
     return {item.rows[0], 0, item.num_tokens(), 0, item.shared, 0, item.shared};
 }
 
-// To the item's next tile. False, and it stays, where there is none.
+// Move to the item's next tile. Return false, and stay, if there is none.
 static inline bool advance(const Attention& a, const Item& item, Tile& tile) {
     if (tile.base + TILE_KEYS < tile.end) {
         tile.base += TILE_KEYS;
@@ -95,14 +98,14 @@ static inline bool advance(const Attention& a, const Item& item, Tile& tile) {
     return true;
 }
 
-// Where 16 keys of one kv head and their values lie, and their scales where they are quantised.
+// Pointers to 16 keys of one kv head and their values, and to their scales if they are quantised.
 template <class S>
 struct Part {
     const S *keys, *values;
     const float *key_scales, *value_scales;
 };
 
-// Fills in the parts of a tile, as many as it has.
+// Fill in the parts of a tile, as many as it has.
 template <class S>
 static inline void locate(const Attention& a, int head, const Tile& tile, Part<S>* parts) {
     const int32_t* table = a.table + tile.row * a.table_stride;
@@ -141,8 +144,8 @@ static inline void add_product(Floats& sum, const float* x, Words y) {
 }
 #endif
 
-// Each asks meanwhile for what will be read of the next tile, into the second cache, as two tiles of floats are more than
-// the first holds: blocks lie scattered, no prefetcher of the hardware guesses the next, and all at once would wait for one
+// Each call prefetches a part of the next tile into the second cache, because two tiles of floats do not fit the first.
+// Blocks lie scattered, so no hardware prefetcher finds the next one. All prefetches at once would wait for one
 // another.
 template <class S, int R, int J>
 static inline void score(const Input<S>* q, int64_t dim, float scale, const Part<S>* parts, const Part<S>* next,
@@ -166,10 +169,10 @@ static inline void score(const Input<S>* q, int64_t dim, float scale, const Part
         }
 }
 
-// The weights of a row, where its scores were.
+// The weights of a row, in place of its scores.
 template <class S>
 constexpr int ROW_WEIGHTS = TILE_KEYS * sizeof(float) / sizeof(Input<S>);
-// Of a pair what is kept.
+// Masks of the parts of a pair that are kept.
 constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;
 
 template <class S, int R, int J>
@@ -198,8 +201,8 @@ static inline void weigh(const Input<S>* weights, const float* rescale, const Pa
         for (int v = 0; v < J * PARTS; v++) store_floats(acc + r * dim + column + v * WIDTH, sums[r][v]);
 }
 
-// Scores of one row become weights: 2^(score - peak), 0 for keys outside first .. last, times the values' scales. Returns
-// what older sums shrink by.
+// Turn the scores of one row into weights: 2^(score - peak), 0 for keys outside first .. last, times the values'
+// scales. Return the factor for older sums.
 template <class S>
 static inline float soften(float* scores, const Part<S>* parts, int num_parts, int first, int last, float& peak,
                            float& total) {
@@ -223,8 +226,8 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
     return rescale;
 }
 
-// `next` is the item's first tile, and then that of the following item, which `take` gives when the last tile begins: an
-// item or null. Returns it.
+// `next` is the item's first tile, and then that of the following item. `take` gives that item, or null, when the last
+// tile begins. Returns it.
 template <class T, class S, class F>
 static const Item* attend_item(const Attention& a, const Item& item, F take, Part<S>* next, std::vector<float>& scratch) {
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.num_tokens() * group;
@@ -278,7 +281,7 @@ static const Item* attend_item(const Attention& a, const Item& item, F take, Par
     return following;
 }
 
-// Rows with one query each come to stand in the order of their tables: those with a prefix in common side by side.
+// Sort rows with one query each by their block tables, so that rows with a common prefix are adjacent.
 static void sort_decodes(const Attention& a, int* rows, int num_decodes) {
     auto num_blocks = [&](int row) { return (a.context_lens[row] + a.block_size - 1) / a.block_size; };
     std::sort(rows, rows + num_decodes, [&](int left, int right) {
@@ -289,7 +292,7 @@ static void sort_decodes(const Attention& a, int* rows, int num_decodes) {
     });
 }
 
-// Keys, in whole tiles and at most `most`, whose blocks two rows have in common; each keeps one of its own at least.
+// Return how many keys, in whole tiles and at most `most`, two rows share. Each keeps at least one of its own.
 static int64_t keys_in_common(const Attention& a, int left, int right, int64_t most) {
     most = std::min<int64_t>(most, std::min(a.context_lens[left], a.context_lens[right]) - 1);
     const int32_t *of_left = a.table + left * a.table_stride, *of_right = a.table + right * a.table_stride;
@@ -298,33 +301,34 @@ static int64_t keys_in_common(const Attention& a, int left, int right, int64_t m
     return std::min(most, alike * a.block_size) / TILE_KEYS * TILE_KEYS;
 }
 
-// Decodes that are an item together: `count` of the sorted rows from `first` on. `keys` are all that they see.
+// Decodes that form one item: `count` of the sorted rows from `first` on. `keys` are all that they see.
 struct Group {
     int first, count;
     int64_t shared, keys;
 };
 
-// Sorts the decodes, and parts them so that the most keys need not be read again, among groups that fill an item's packed
-// rows at most, keep a thread no longer than half of its share, or others would wait for it, and spare LEAST_SPARED of
-// their keys. Most keys first. Under a window nothing is shared.
+// Sort the decodes, and partition them so that the most key reads are saved. A group fills at most an item's packed
+// rows, and saves at least LEAST_SAVED of its keys. It keeps a thread busy for at most half of its share, or others
+// would wait for it. Most keys first. Under a window nothing is shared.
 static std::vector<Group> group_decodes(const Attention& a, int* rows, int num_decodes, int threads) {
     const int most = a.window ? 1 : std::max<int64_t>(1, ITEM_ROWS * a.num_kv_heads / a.num_heads);
     if (most > 1) sort_decodes(a, rows, num_decodes);
-    // Of the first so many rows: their keys, the most that can be spared, and the last group of those that spare it.
-    std::vector<int64_t> keys(num_decodes + 1), spared(num_decodes + 1);
+    // For each number of leading rows: their keys, the most that can be saved, and the last group of that best
+    // partition.
+    std::vector<int64_t> keys(num_decodes + 1), saved(num_decodes + 1);
     std::vector<Group> last(num_decodes + 1);
     for (int i = 0; i < num_decodes; i++) keys[i + 1] = keys[i] + a.context_lens[rows[i]];
     const int64_t most_keys = keys[num_decodes] * a.num_kv_heads / (2 * threads);
     for (int end = 1; end <= num_decodes; end++) {
-        spared[end] = spared[end - 1];
+        saved[end] = saved[end - 1];
         last[end] = {end - 1, 1, 0, keys[end] - keys[end - 1]};
         int64_t shared = INT64_MAX;
         for (int first = end - 2; first >= 0 && end - first <= most; first--) {
             shared = keys_in_common(a, rows[first], rows[first + 1], shared);
             const int64_t seen = keys[end] - keys[first], gain = shared * (end - first - 1);
             if (!shared || seen > most_keys) break;
-            if (gain < seen * LEAST_SPARED || spared[first] + gain <= spared[end]) continue;
-            spared[end] = spared[first] + gain;
+            if (gain < seen * LEAST_SAVED || saved[first] + gain <= saved[end]) continue;
+            saved[end] = saved[first] + gain;
             last[end] = {first, end - first, shared, seen};
         }
     }
@@ -334,7 +338,7 @@ static std::vector<Group> group_decodes(const Attention& a, int* rows, int num_d
     return groups;
 }
 
-// Rows that have one query, up to the first that has more.
+// Return how many rows have one query, up to the first that has more.
 static int count_decodes(const Attention& a) {
     int count = 0;
     while (count < a.num_rows && query_len(a, count) == 1) count++;
@@ -348,7 +352,7 @@ static void attend(const Attention& a, int threads) {
     std::vector<int> rows(a.num_rows);
     for (int row = 0; row < a.num_rows; row++) rows[row] = row;
     const int num_decodes = count_decodes(a);
-    // Prefill rows come last and take longest: they are begun first.
+    // Prefill rows come last and take longest, so they start first.
     for (int row = a.num_rows - 1; row >= num_decodes; row--)
         for (int head = 0; head < a.num_kv_heads; head++)
             for (int first = (query_len(a, row) - 1) / tokens * tokens; first >= 0; first -= tokens)
@@ -361,8 +365,8 @@ static void attend(const Attention& a, int threads) {
     {
         std::vector<float> scratch;
         Part<S> next[TILE_PARTS] = {};
-        // Whoever is free takes an item, and the following one a tile ahead: as far as its last tile reaches, it fetches that
-        // one's first.
+        // A free thread takes an item, and the following one a tile ahead. During the last tile of an item it
+        // prefetches the first tile of the next.
         auto take = [&]() -> const Item* {
             const size_t i = num_taken++;
             return i < items.size() ? &items[i] : nullptr;
@@ -379,8 +383,8 @@ extern "C" void by_attend(int is_bf16, int threads, const Attention* a) {
     });
 }
 
-// How many items decodes are for each kv head, most keys first; of each the keys that its rows share, and its rows, one
-// after the other. For tests: what is read together does not show in what comes of it.
+// Return how many items the decodes form for each kv head, most keys first, and for each the keys that its rows share
+// and its rows. For tests: the results do not show which rows were read together.
 extern "C" int by_decode_groups(int threads, const Attention* a, int64_t* shared, int32_t* counts, int32_t* rows) {
     const int num_decodes = count_decodes(*a);
     std::vector<int> sorted(num_decodes);

@@ -1,10 +1,12 @@
-// Linear layers with weights and activations in 8 bits, for AVX-512 VNNI or AVX2: by its own scale each row and each output.
+// Linear layers with weights and activations in 8 bits, for AVX-512 VNNI or AVX2. Each row and each output has a scale
+// of its own.
 //
-// Sums are whole numbers in 32 bits, exact in any order, so a row's result does not depend on what else is in the batch, nor
-// on which of the two computes it. A weight is [O / 16, I / 4 + 2, 64] bytes: of 16 outputs, 4 inputs of each side by side,
-// then their 16 scales (fp32) and 16 corrections (int32). VNNI multiplies unsigned by signed bytes: activations are raised
-// by 128, and the correction takes 128 times the sum of the weights off again. AVX2 adds products of bytes in 16 bits, which
-// may not hold them: there both are widened to 16 bits first, weights once for all rows of a tile.
+// Sums are exact 32-bit integers in any order. So a row's result does not depend on the rest of the batch, or on which
+// of the two instruction sets computes it. A weight is [O / 16, I / 4 + 2, 64] bytes. For 16 outputs it has 4 inputs of
+// each side by side, then their 16 scales (fp32) and 16 corrections (int32). VNNI multiplies unsigned by signed bytes.
+// So activations are raised by 128, and the correction subtracts 128 times the sum of the weights. AVX2 adds products
+// of bytes in 16 bits, which may overflow. There both are widened to 16 bits first, weights once for all rows of a
+// tile.
 //
 // T tokens, I input size, O output size.
 
@@ -27,7 +29,8 @@ constexpr int GROUPS = 1;
 using Activation = int16_t;
 #endif
 
-// Raised by 128 into q, and the scale. What is not finite makes the scale NaN, and so the row's result.
+// Write a row raised by 128 into q, and return its scale. A value that is not finite makes the scale NaN, and so the
+// result.
 template <class T>
 static float quantise(const T* x, Activation* q, int64_t width) {
     f32x16 highest = {}, finite = {};
@@ -39,7 +42,7 @@ static float quantise(const T* x, Activation* q, int64_t width) {
     const float most = reduced(highest, larger), scale = most / 127.0f + sum_of(finite);
     const float inverse = most > 0.0f && scale == scale ? 127.0f / most : 0.0f;
     for (int64_t i = 0; i < width; i += LANES) {
-        f32x16 y = load_some(x + i, width - i) * inverse + 128.5f;  // rounds to the nearest by cutting off
+        f32x16 y = load_some(x + i, width - i) * inverse + 128.5f;  // truncation rounds to the nearest
         y = larger(y == y ? y : f32x16{} + 128.0f, f32x16{} + 1.0f);
         y = y < 255.0f ? y : f32x16{} + 255.0f;  // also where the inverse is infinite
         i32x16 raised = __builtin_convertvector(y, i32x16);
@@ -50,7 +53,7 @@ static float quantise(const T* x, Activation* q, int64_t width) {
     return scale;
 }
 
-// The sums of R rows and G groups of outputs, of which a line holds four inputs each.
+// The sums of R rows and G groups of outputs. A line holds four inputs of each group.
 #ifdef __AVX512VNNI__
 template <int R, int G>
 static inline void add_up(const uint8_t* q, int64_t num_inputs, const int8_t* weight, int64_t group_bytes, i32x16 (&result)[R][G]) {
@@ -73,7 +76,7 @@ static inline void add_up(const uint8_t* q, int64_t num_inputs, const int8_t* we
 #else
 template <int R, int G>
 static inline void add_up(const int16_t* q, int64_t num_inputs, const int8_t* weight, int64_t group_bytes, i32x16 (&result)[R][G]) {
-    constexpr int PARTS = LINE / 16;  // of a line: four outputs each, of which every register has two sums
+    constexpr int PARTS = LINE / 16;  // registers of a line, with four outputs each, of which every register has two sums
     for (int g = 0; g < G; g++) {
         __m256i sums[R][PARTS] = {};
         for (int64_t k = 0; k < num_inputs / 4; k++) {

@@ -1,9 +1,9 @@
 // Vectors of 16 floats: loaded from fp32, bf16, int8 or e4m3, computed in fp32, stored rounded to the nearest even.
 //
-// One AVX-512 register, two of AVX2, four of NEON: gcc's vector types leave that to the compiler, but for conversions
-// that gcc would do number by number where AVX-512 has one instruction. Sums that should stay in registers are kept in
-// `Floats`, which AVX-512 and AVX2 hold in one: of vectors that take two gcc makes memory. Compiled without -ffast-math, so
-// NaN stays NaN and reaches the sampler, which fails the row.
+// A vector is one AVX-512 register, two of AVX2, four of NEON. gcc's vector types leave that to the compiler. Only
+// conversions are explicit that gcc would do number by number where AVX-512 has one instruction. Sums that should stay
+// in registers are `Floats`, which AVX-512 and AVX2 hold in one register: gcc puts vectors of two registers in memory.
+// Compiled without -ffast-math, so NaN stays NaN and reaches the sampler, which fails the row.
 
 #pragma once
 
@@ -33,7 +33,7 @@ struct e4m3 {
 // Stored numbers that are multiplied by a scale.
 template <class S>
 constexpr bool QUANTISED = sizeof(S) == 1;
-// What one of them is at most.
+// The largest magnitude of a stored number.
 template <class S>
 constexpr float LARGEST = std::is_same_v<S, e4m3> ? 448.0f : 127.0f;
 
@@ -48,10 +48,10 @@ using Floats = float __attribute__((vector_size(4 * WIDTH)));
 using Words = uint32_t __attribute__((vector_size(4 * WIDTH)));
 constexpr float LOG2_E = 1.44269504f;
 
-// Numbers that lie side by side where they are multiplied and added in one go: bf16 goes by pairs.
+// How many numbers lie side by side to be multiplied and added in one go: two for bf16.
 template <class S>
 constexpr int TOGETHER = std::is_same_v<S, bf16> ? 2 : 1;
-// What they are multiplied with: bf16 only where an instruction does that.
+// The type of the other factor: bf16 only where an instruction multiplies it.
 #ifdef __AVX512BF16__
 constexpr bool MULTIPLIES_BF16 = true;
 #else
@@ -67,7 +67,7 @@ static inline V read(const void* p) {
     return v;
 }
 
-// Each one instruction of AVX-512, where gcc 12 by itself goes by halves, and from 8 bits number by number.
+// One instruction of AVX-512 each. gcc 12 would go by halves, and from 8 bits number by number.
 #ifdef __AVX512F__
 static inline u32x16 widened(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
 static inline i32x16 widened(i8x16 v) { return (i32x16)_mm512_cvtepi8_epi32((__m128i)v); }
@@ -93,7 +93,7 @@ static inline f32x16 load(const int8_t* p) {
     memcpy(&numbers, p, sizeof numbers);
     return __builtin_convertvector(widened(numbers), f32x16);
 }
-// Of bits widened with their sign. Exponent and mantissa as those of an fp32 make it 2^120 times too small.
+// Of bits widened with their sign. Read as those of an fp32, exponent and mantissa are 2^120 times too small.
 template <class F, class U>
 static inline F from_e4m3(U bits) {
     return (F)(bits << 20 & 0x87f00000u) * 0x1p120f;
@@ -104,7 +104,7 @@ static inline f32x16 load(const e4m3* p) {
     return from_e4m3<f32x16>((u32x16)widened(numbers));
 }
 static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
-// As 16 bits each; NaN, where `is_nan`, stays NaN.
+// Round to 16 bits each. NaN, where `is_nan`, stays NaN.
 template <class U, class M>
 static inline U rounded_to_bf16(U bits, M is_nan) {
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -146,7 +146,7 @@ static inline void store_floats(S* p, Floats v) {
     store(p, v);
 }
 #endif
-// The first `count` of a register; the others are 0, and are not stored.
+// The first `count` of a register. The others are 0, and are not stored.
 template <class T>
 static inline Floats load_some_floats(const T* p, int64_t count) {
     if (count >= WIDTH) return load_floats(p);
@@ -161,7 +161,7 @@ static inline void store_some_floats(T* p, Floats v, int64_t count) {
     store_floats(part, v);
     memcpy(p, part, count * sizeof(T));
 }
-// To whole numbers below 2^22, ties to even.
+// Round to whole numbers below 2^22, ties to even.
 static inline f32x16 whole(f32x16 v) { return (v + 0x1.8p23f) - 0x1.8p23f; }
 static inline f32x16 magnitude(f32x16 v) { return (f32x16)((i32x16)v & 0x7fffffff); }
 static inline void store(int8_t* p, f32x16 v) {
@@ -169,7 +169,7 @@ static inline void store(int8_t* p, f32x16 v) {
     i8x16 numbers = __builtin_convertvector(wide, i8x16);
     memcpy(p, &numbers, sizeof numbers);
 }
-// Whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, on top of where its exponent begins.
+// Whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, added to where its exponent begins.
 static inline void store(e4m3* p, f32x16 v) {
     i32x16 bits = (i32x16)v, exponent = (bits >> 23 & 0xff) - 127;
     exponent = exponent < -6 ? i32x16{} - 6 : exponent;
@@ -179,7 +179,7 @@ static inline void store(e4m3* p, f32x16 v) {
     u8x16 numbers = __builtin_convertvector(wide, u8x16);
     memcpy(p, &numbers, sizeof numbers);
 }
-// The first `count` lanes; the others are 0, and are not stored.
+// The first `count` lanes. The others are 0, and are not stored.
 template <class T>
 static inline f32x16 load_some(const T* p, int64_t count) {
     if (count >= LANES) return load(p);
@@ -202,7 +202,7 @@ static inline Floats rounded_to(Floats v) {
 }
 
 constexpr auto larger = [](auto a, auto b) { return a > b ? a : b; };
-// Lane numbers, 0 and up.
+// Lane numbers from 0 on.
 template <class V>
 static inline auto lanes_of(V) {
     using Numbers = decltype(V{} < V{});
@@ -238,20 +238,20 @@ static inline V exp2_of(V x) {
     return x < -126.0f ? V{} : y;
 }
 
-// Calls f(first, n) over 0 .. count in tiles of MOST and smaller ones, n being a constant of the compiler.
+// Call f(first, n) over 0 .. count in tiles of MOST and smaller ones. n is a constant of the compiler.
 template <int MOST, class F>
 static inline void in_tiles(int count, F f, int first = 0) {
     for (; count - first >= MOST; first += MOST) f(first, std::integral_constant<int, MOST>());
     if constexpr (MOST > 1) in_tiles<MOST / 2>(count, f, first);
 }
 
-// Bytes of the keys, or values, of one block and kv head: its numbers, and behind them a scale for each token.
+// Bytes of the keys, or values, of one block and kv head: its numbers, then a scale for each token.
 template <class S>
 static inline int64_t stored_bytes(int64_t block_size, int64_t dim) {
     return block_size * (dim * (int64_t)sizeof(S) + (QUANTISED<S> ? (int64_t)sizeof(float) : 0));
 }
 
-// Calls f(an element, a stored number). `stored` is 0: as elements, 1: int8, 2: e4m3.
+// Call f(an element, a stored number). `stored` is 0 for the elements' type, 1 for int8, 2 for e4m3.
 template <class F>
 static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     auto of = [&](auto element) {
@@ -260,15 +260,15 @@ static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     is_bf16 ? of(bf16()) : of(float());
 }
 
-// Of rows, and of a matrix: below so many elements waking other threads costs more than they save.
+// With fewer elements, of rows or of a matrix, waking other threads costs more than they save.
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
 
-// A linear layer: x [T, I] and the bias, if any, in the elements' type; the weight as its kernel lays it out.
+// A linear layer: x [T, I] and the bias, if any, in the elements' type. The weight has its kernel's layout.
 struct Linear {
     const void* x;
     const void* weight;
-    const void* bias;  // null: none
+    const void* bias;  // null: no bias
     void* out;         // [T, O]
     int64_t x_stride, out_stride, num_rows, num_inputs, num_outputs;
 };

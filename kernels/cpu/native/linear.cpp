@@ -1,12 +1,12 @@
-// Linear layers on packed weights in fp32 or bf16, for AVX-512 or AVX2: sums in fp32, in one order whatever the batch.
+// Linear layers on packed weights in fp32 or bf16, for AVX-512 or AVX2. Sums are fp32, in one order whatever the batch.
 //
-// A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read as
-// four streams: that is what the CPU fetches ahead best. The last panel is whole in memory, whatever of it is wanted.
-// Where rows make several tiles, a piece of the panel, 128 inputs deep, stays in the first cache while all of them pass
-// over it, and each tile fetches its share of the next piece: so the weight streams from memory while the rows compute.
-// AVX2 has half the registers of half the size: the more rows a tile has, the fewer groups it takes at once.
-// Of bf16 one instruction multiplies and adds two inputs where the CPU has it. Elsewhere one widens 16 numbers, the even
-// inputs by a shift, the odd ones by a mask, and rows are widened once a call.
+// A weight is [O / 16, I, 16] in fp32, and [O / 16, I / 2, 16, 2] in bf16. Four groups of 16 outputs are a panel, read
+// as four streams, which the CPU prefetches best. The last panel is complete in memory, even if only a part of it is
+// wanted. If rows make several tiles, a piece of the panel, 128 inputs deep, stays in the first cache while all of them
+// pass over it. Each tile fetches its share of the next piece, so the weight streams from memory while the rows
+// compute. AVX2 has half the registers of half the size. So the more rows a tile has, the fewer groups it takes at
+// once. In bf16 one instruction multiplies and adds two inputs where the CPU has it. Elsewhere one instruction widens
+// 16 numbers, the even inputs by a shift and the odd ones by a mask, and rows are widened once a call.
 //
 // T tokens, I input size, O output size.
 
@@ -22,7 +22,7 @@ constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
 constexpr int64_t LINE = 64;  // of a cache, in bytes
-// The rows of a tile that takes so many groups at once, and how many groups are for so many rows: their sums have 24 of 32
+// The rows of a tile that takes so many groups at once, and the groups for so many rows. Their sums have 24 of 32
 // registers, or at most 12 of 16.
 #ifdef __AVX512F__
 constexpr int64_t MANY_TILES = 16;
@@ -32,7 +32,7 @@ static inline void with_groups(int64_t, F f) {
     f(std::integral_constant<int, GROUPS>());
 }
 #else
-constexpr int64_t MANY_TILES = INT64_MAX;  // never: there what an instruction more costs is not hidden
+constexpr int64_t MANY_TILES = INT64_MAX;  // never: without AVX-512 the cost of one more instruction is not hidden
 constexpr int rows_with(int groups) { return groups == 1 ? 6 : groups == 2 ? 3 : 1; }
 template <class F>
 static inline void with_groups(int64_t rows, F f) {
@@ -41,31 +41,31 @@ static inline void with_groups(int64_t rows, F f) {
                : f(std::integral_constant<int, GROUPS>());
 }
 #endif
-// At once: their inputs stay in the cache, and their copies small.
+// Rows at once. Their inputs stay in the cache, and their copies stay small.
 constexpr int64_t MOST_ROWS = 256;
-// Among several threads few panels of many rows are parted by rows too, into items of so many rows at least: so that no
-// thread goes without, or waits long for the last.
+// With several threads, few panels of many rows are also split by rows, into items of at least so many. So no thread is
+// idle, or waits long for the last item.
 constexpr int64_t ITEMS_A_THREAD = 16, LEAST_ROWS = 48;
 
 template <int R, int G>
 using Sums = Floats[R][G * PARTS];
 
-// Calls f(v, where the weights of each register lie).
+// Call f(v, address of the weights of each register).
 template <int G, class W, class F>
 static inline void each_register(const W* weight, int64_t apart, F f) {
     for (int v = 0; v < G * PARTS; v++) f(v, weight + v / PARTS * apart + v % PARTS * WIDTH * TOGETHER<W>);
 }
-// Adds the products of one input, or of two that lie together, to the sums of R rows in G groups.
+// Add the products of one input, or of two that lie together, to the sums of R rows in G groups.
 template <int R, int G>
 static inline void add_products(const float* x, int64_t stride, const float* weight, int64_t apart, Sums<R, G>& sum) {
     Floats values[G * PARTS];
     each_register<G>(weight, apart, [&](int v, const float* from) { values[v] = read<Floats>(from); });
     for (int r = 0; r < R; r++) {
-        const Floats factor = x[r * stride] - Floats{};  // minus 0 is no operation
+        const Floats factor = x[r * stride] - Floats{};  // subtracting 0 costs no operation
         for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
     }
 }
-// The pairs are loaded twice: kept, they would take registers from the sums.
+// The pairs are loaded twice. Kept, they would take registers from the sums.
 template <int R, int G>
 static inline void add_products(const float* x, int64_t stride, const bf16* weight, int64_t apart, Sums<R, G>& sum) {
     auto some = [&](int which, auto widened) {
@@ -91,8 +91,8 @@ static inline void add_products(const bf16* x, int64_t stride, const bf16* weigh
 }
 #endif
 
-// A piece of a panel, whose groups lie `apart`, and what a tile fetches meanwhile: of two groups, or of none, `share`
-// inputs each. Of the last piece of all it would be what lies behind, to no harm.
+// A piece of a panel, with groups that lie `apart`, and the part of the next piece that a tile fetches: `share` inputs of
+// each of two groups, or of none. For the last piece this is the memory behind it, which does no harm.
 template <class W>
 struct Piece {
     const W* weight;
@@ -100,8 +100,8 @@ struct Piece {
     const W* ahead[2];
 };
 
-// Adds the piece's inputs to the sums of R rows in G groups, and fetches of as many groups as FETCHED says. What MANY rows
-// have of these inputs does not stay in the cache either: then the next R rows' is fetched too.
+// Add the piece's inputs to the sums of R rows in G groups, and prefetch as many groups as FETCHED says. With MANY
+// rows, their inputs do not stay in the cache either. Then the inputs of the next R rows are prefetched too.
 template <class W, int R, int G, int FETCHED, bool MANY>
 static inline void add(const Input<W>* x, int64_t stride, Piece<W> piece, float* sums) {
     Sums<R, G> sum = {};
@@ -120,13 +120,13 @@ static inline void add(const Input<W>* x, int64_t stride, Piece<W> piece, float*
         }
 }
 
-// Calls f(n) with n as a constant of the compiler, up to MOST.
+// Call f(n) with n as a constant of the compiler, up to MOST.
 template <int MOST, class F>
 static inline void as_constant(int64_t n, F f) {
     if constexpr (MOST > 0) n == MOST ? f(std::integral_constant<int, MOST>()) : as_constant<MOST - 1>(n, f);
 }
 
-// Tile `tile`'s part of the piece of G groups that begins at `next`.
+// The part of tile `tile` in the piece of G groups that begins at `next`.
 template <int G, class W>
 static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64_t tiles) {
     auto first_of = [&](int64_t group) { return (group * tiles + G - 1) / G; };
@@ -141,7 +141,7 @@ static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64
     piece.ahead[0] = next + group * piece.apart + (tile - first) * piece.share * LANES;
 }
 
-// All rows over one piece of G groups, which `next` follows.
+// Pass all rows over one piece of G groups, which `next` follows.
 template <int G, class W>
 static inline void pass(const Input<W>* x, int64_t stride, int64_t num_rows, Piece<W> piece, const W* next, float* sums) {
     constexpr int ROWS = rows_with(G);
@@ -154,7 +154,7 @@ static inline void pass(const Input<W>* x, int64_t stride, int64_t num_rows, Pie
                 add<W, r, G, fetched, many>(x + row * stride, stride, piece, sums + row * PANEL);
             };
             const std::false_type few;
-            tiles == 1 && G > 1  ? with(std::integral_constant<int, 0>(), few)  // of several streams the CPU does it better
+            tiles == 1 && G > 1  ? with(std::integral_constant<int, 0>(), few)  // the CPU prefetches several streams better by itself
             : tiles < G          ? with(std::integral_constant<int, 2>(), few)
             : tiles < MANY_TILES ? with(std::integral_constant<int, 1>(), few)
                                  : with(std::integral_constant<int, 1>(), std::true_type());
@@ -163,7 +163,7 @@ static inline void pass(const Input<W>* x, int64_t stride, int64_t num_rows, Pie
     }
 }
 
-// All rows over one panel: `sums` is [T, 64].
+// Pass all rows over one panel. `sums` is [T, 64].
 template <int G, class W>
 static void multiply(const Input<W>* x, int64_t stride, int64_t num_rows, const W* panel, int64_t num_inputs, float* sums) {
     Piece<W> piece{.weight = panel, .apart = num_inputs * LANES};
@@ -190,7 +190,7 @@ static void linear(Linear l, int threads) {
         l.num_rows -= first.num_rows;
         return linear<T>(l, threads);
     }
-    static thread_local std::vector<float> widened;  // kept: a step asks for it a hundred times
+    static thread_local std::vector<float> widened;  // kept, because a step needs it a hundred times
     constexpr bool IS_WIDENED = sizeof(Input<T>) > sizeof(T);
     auto x = (const Input<T>*)l.x;
     int64_t stride = l.x_stride;
@@ -214,7 +214,7 @@ static void linear(Linear l, int threads) {
         }
         static thread_local std::vector<float> sums;
         sums.resize(std::max<size_t>(sums.size(), l.num_rows * PANEL));
-        // A thread whose core is taken for a while, by another program or another machine, leaves items to the others.
+        // Dynamic: a thread on a core that is busy with another program leaves items to the others.
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < panels * parts; item++) {
             const int64_t output = item / parts * PANEL, wanted = std::min<int64_t>(PANEL, l.num_outputs - output);
@@ -233,7 +233,7 @@ static void linear(Linear l, int threads) {
     }
 }
 
-// Where the CPU multiplies tiles of bf16 (AMX, whether or not the compiler knows of it), oneDNN's way of it is the faster.
+// Where the CPU multiplies tiles of bf16 (AMX, whether or not the compiler knows it), oneDNN is faster.
 extern "C" int by_has_linear(int is_bf16) {
     unsigned a, b, c, features = 0;
     const bool has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features >> 22 & 1);

@@ -1,5 +1,5 @@
-// Which tokens top-k and top-p keep, without sorting the vocabulary: weights of at least 0 are ordered as their bits
-// are, so one pass puts each into a bin by its highest bits, and only the bin that holds the threshold is sorted.
+// Finds which tokens top-k and top-p keep, without sorting the vocabulary. Weights of at least 0 have the order of
+// their bits. So one pass puts each into a bin by its highest bits, and only the bin with the threshold is sorted.
 //
 // F rows, V vocabulary.
 
@@ -7,18 +7,18 @@
 
 #include "lanes.h"
 
-// Of each weight's bits all but these many choose its bin: a sixteenth of an octave.
+// All but these many bits of a weight choose its bin: a sixteenth of an octave.
 constexpr int REST_BITS = 19;
 constexpr int NUM_BINS = 1 << (32 - 1 - REST_BITS);
 
 // Fields as in kernels/cpu/library.py.
 struct Nuclei {
     const float* weights;  // [F, V], at least 0
-    const int64_t* top_k;  // V where there is none
+    const int64_t* top_k;  // V means no top-k
     const double* top_p;
-    const bool* unsettled;
+    const bool* pending;
     float* threshold;
-    float* members;  // [threads, V], to work in
+    float* members;  // [threads, V], workspace
     int64_t stride, num_rows, vocab_size;
 };
 
@@ -28,10 +28,10 @@ static int32_t bits_of(float weight) {
     return bits;
 }
 
-// NaN and what is below 0 fall into some bin too: of such a row any threshold will do.
+// NaN and negative weights fall into some bin too. The threshold of such a row is arbitrary.
 static int bin_of(float weight) { return (bits_of(weight) >> REST_BITS) & (NUM_BINS - 1); }
 
-// One row's weights by bins.
+// The weights of one row in bins.
 class Bins {
     struct Bin {
         int64_t count;
@@ -59,7 +59,8 @@ class Bins {
         }
     }
 
-    // The largest weights, at most so many, and each with less than `most_mass` before it; the very largest always.
+    // The largest weights, at most so many, and each with less than `most_mass` before it. The very largest is always
+    // among them.
     Kept largest(int64_t most, double most_mass) {
         int bin = NUM_BINS - 1;
         while (!bins[bin].count) bin--;
@@ -87,21 +88,21 @@ class Bins {
             members[num_members] = weights[i];
             num_members += bin_of(weights[i]) == bin;
         }
-        // By their bits, among which NaN has a place too.
+        // By their bits, which order NaN too.
         std::sort(members, members + num_members, [](float a, float b) { return bits_of(a) > bits_of(b); });
     }
 };
 
-static void settle_row(const Nuclei& n, int64_t row) {
+static void find_threshold(const Nuclei& n, int64_t row) {
     Bins bins(n.weights + row * n.stride, n.vocab_size, n.members + omp_get_thread_num() * n.vocab_size);
     const int64_t top_k = n.top_k[row];
     const double mass = top_k < n.vocab_size ? bins.largest(top_k, INFINITY).mass : 1.0;
     n.threshold[row] = bins.largest(top_k, n.top_p[row] * mass).least;
 }
 
-extern "C" void by_settle_nuclei(int, int threads, const Nuclei* n) {
+extern "C" void by_top_k_top_p_thresholds(int, int threads, const Nuclei* n) {
     const bool is_worth_it = n->num_rows > 1 && n->num_rows * n->vocab_size >= PARALLEL_ELEMENTS;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (is_worth_it)
     for (int64_t row = 0; row < n->num_rows; row++)
-        if (n->unsettled[row]) settle_row(*n, row);
+        if (n->pending[row]) find_threshold(*n, row);
 }

@@ -1,6 +1,6 @@
-// Calls of the other kernels, one after the other, as they were recorded: no Python between them.
+// Replays recorded calls of the other kernels one after the other, without Python between them.
 //
-// And the one operation that a step has beside theirs: the rows of a table.
+// Also has the one operation that a step needs besides them: reading rows of a table.
 
 #include "lanes.h"
 
@@ -23,7 +23,7 @@ void by_replay(int threads, const Call* calls, int64_t count) {
     for (int64_t i = 0; i < count; i++) calls[i].function(calls[i].is_bf16, threads, calls[i].work);
 }
 
-// A row that the table does not have is NaN.
+// A row beyond the table is NaN.
 void by_gather(int, int, const Gather* g) {
     for (int64_t i = 0; i < g->num_rows; i++) {
         char* out = (char*)g->out + i * g->row_bytes;

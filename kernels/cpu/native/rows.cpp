@@ -1,8 +1,8 @@
-// What is done token by token beside attention: rotary embedding with the KV write, norms, SiLU-mul, the likeliest token
-// of logits; fp32 and bf16.
+// Operations on single tokens besides attention: rotary embedding with the KV write, norms, SiLU-mul, and the argmax
+// token of logits. fp32 and bf16.
 //
-// Computed in fp32 and rounded where Hugging Face's Llama rounds. How keys and values lie in a block is attention.cpp's,
-// what 8 bits mean kernels/kv_pool.py's.
+// Computed in fp32 and rounded where Hugging Face's Llama rounds. attention.cpp defines the layout of a block, and
+// kernels/kv_pool.py the meaning of 8 bits.
 //
 // T tokens, N query heads, K kv heads, D head size, P tokens a block, H hidden size, I intermediate size.
 
@@ -18,17 +18,17 @@ static void over_rows(int64_t rows, int64_t width, int threads, F f) {
     for (int64_t row = 0; row < rows; row++) f(row);
 }
 
-// Fields of the structs as in kernels/cpu/library.py. `is_bf16` says what every void pointer points to, but for `pool`.
+// Fields of the structs as in kernels/cpu/library.py. `is_bf16` gives the type of every void pointer except `pool`.
 struct Placement {
     void* q;
     const void *k, *v;
     void* pool;
-    const float* cos_sin;  // null: nothing is rotated
+    const float* cos_sin;  // null: no rotation
     const int64_t *positions, *slots;
-    const void *q_norm, *k_norm;           // null: heads are not normalised
+    const void *q_norm, *k_norm;           // null: no head norms
     int64_t q_stride, k_stride, v_stride;  // elements from token to token; heads lie side by side
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, block_size;
-    int64_t stored;  // what `pool` points to, as stored_as takes it
+    int64_t stored;  // the type of `pool`, as stored_as takes it
     float eps;
 };
 
@@ -42,9 +42,9 @@ static inline float inverse_norm(const T* x, int64_t width, float eps) {
     return 1.0f / std::sqrt(sum_of(squares) / width + eps);
 }
 
-// The head at x, normalised and rotated where asked, given to put(dimension, lanes, count) in pieces.
+// Pass the head at x, normalised and rotated if wanted, to put(dimension, lanes, count) in pieces.
 template <class T, class F>
-static inline void turned(const T* x, const void* norm, float eps, const float* cos_sin, int64_t dim, F put) {
+static inline void rotated(const T* x, const void* norm, float eps, const float* cos_sin, int64_t dim, F put) {
     const int64_t half = dim / 2;
     const float inverse = norm ? inverse_norm(x, dim, eps) : 1.0f;
     for (int64_t d = 0; d < half; d += WIDTH) {
@@ -66,14 +66,14 @@ static inline void turned(const T* x, const void* norm, float eps, const float* 
     }
 }
 
-// A head's numbers and its scale.
+// Store a head's numbers and its scale.
 template <class T, class S>
 static inline void quantise(const T* head, int64_t dim, S* numbers, float* scale) {
     f32x16 spoilt = {}, peaks = {};
     for (int64_t d = 0; d < dim; d += LANES) {
         f32x16 lanes = load(head + d);
         peaks = larger(magnitude(lanes), peaks);
-        spoilt += lanes * 0.0f;  // NaN for what is not finite
+        spoilt += lanes * 0.0f;  // NaN if a value is not finite
     }
     const float peak = reduced(peaks, larger), inverse = LARGEST<S> / std::max(peak, SMALLEST_PEAK);
     *scale = peak / LARGEST<S> + sum_of(spoilt);
@@ -86,26 +86,26 @@ static void place_token(const Placement& p, int64_t token) {
     const float* cos_sin = p.cos_sin ? p.cos_sin + p.positions[token] * dim : nullptr;
     for (int64_t head = 0; head < p.num_heads; head++) {
         T* q = (T*)p.q + token * p.q_stride + head * dim;
-        // In place: each piece is read before it is written, the norm before all.
-        turned(q, p.q_norm, p.eps, cos_sin, dim,
+        // In place: each piece is read before it is written, and the norm reads all of them first.
+        rotated(q, p.q_norm, p.eps, cos_sin, dim,
                [&](int64_t d, Floats lanes, int64_t count) { store_some_floats(q + d, lanes, count); });
     }
     const int64_t slot = p.slots[token];
     if (slot < 0) return;  // padding
     const int64_t offset = slot % p.block_size;
-    T turned_key[MAX_HEAD_DIM];
+    T rotated_key[MAX_HEAD_DIM];
     S numbers[MAX_HEAD_DIM];
     for (int64_t head = 0; head < p.num_kv_heads; head++) {
         const T *k = (const T*)p.k + token * p.k_stride + head * dim, *v = (const T*)p.v + token * p.v_stride + head * dim;
         char* key_row = (char*)p.pool + (slot / p.block_size * 2 * p.num_kv_heads + head) * row_bytes;
         S *keys = (S*)key_row, *values = (S*)(key_row + p.num_kv_heads * row_bytes);
-        turned(k, p.k_norm, p.eps, cos_sin, dim,
-               [&](int64_t d, Floats lanes, int64_t count) { store_some_floats(turned_key + d, lanes, count); });
+        rotated(k, p.k_norm, p.eps, cos_sin, dim,
+               [&](int64_t d, Floats lanes, int64_t count) { store_some_floats(rotated_key + d, lanes, count); });
         if constexpr (QUANTISED<S>) {
-            quantise(turned_key, dim, numbers, (float*)(keys + p.block_size * dim) + offset);
+            quantise(rotated_key, dim, numbers, (float*)(keys + p.block_size * dim) + offset);
             quantise(v, dim, values + offset * dim, (float*)(values + p.block_size * dim) + offset);
         } else {
-            memcpy(numbers, turned_key, dim * sizeof(T));
+            memcpy(numbers, rotated_key, dim * sizeof(T));
             values += offset / TOGETHER<S> * TOGETHER<S> * dim + offset % TOGETHER<S>;
             for (int64_t d = 0; d < dim; d++) values[d * TOGETHER<S>] = v[d];
         }
@@ -116,7 +116,7 @@ static void place_token(const Placement& p, int64_t token) {
 
 struct Norm {
     const void* x;
-    void* residual;  // null: there is none
+    void* residual;  // null: no residual
     const void* weight;
     void* out;
     int64_t x_stride, residual_stride, out_stride, num_rows, hidden;
@@ -171,7 +171,7 @@ struct Likeliest {
     int64_t stride, num_rows, vocab_size;
 };
 
-// Of equals the first. Of a row that is not finite, any.
+// The first of equals. The token of a row that is not finite is arbitrary.
 template <class T>
 static void likeliest_of_row(const Likeliest& l, int64_t row) {
     const T* logits = (const T*)l.logits + row * l.stride;
@@ -181,7 +181,7 @@ static void likeliest_of_row(const Likeliest& l, int64_t row) {
     for (int64_t i = 0; i < l.vocab_size; i += WIDTH) {
         const int32_t count = std::min<int64_t>(WIDTH, l.vocab_size - i);
         Floats some = load_some_floats(logits + i, count);
-        spoilt += some * 0.0f;  // NaN for what is not finite
+        spoilt += some * 0.0f;  // NaN if a value is not finite
         auto is_better = some > best;
         if (count < WIDTH) is_better &= lane < count;
         places = is_better ? lane + (int32_t)i : places;

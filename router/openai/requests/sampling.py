@@ -7,6 +7,7 @@ are checked as for gRPC.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from blockyard.proto.limits import COUNTS, MAX_LOGIT_BIAS
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.fields import (
@@ -26,7 +27,6 @@ from blockyard.router.openai.requests.fields import (
     token_ids,
 )
 from blockyard.router.openai.requests.structures import STRUCTURES, given_structure
-from blockyard.router.request.sampling_checks import COUNTS, MAX_LOGIT_BIAS
 
 Value = TypeVar("Value")
 

@@ -6,6 +6,7 @@ Owns the names and shapes of fields. Does not own whether a schema or an express
 
 from typing import Any
 
+from blockyard.proto.limits import MAX_REGEX_BYTES
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.fields import (
@@ -22,7 +23,6 @@ from blockyard.router.openai.requests.fields import (
     text,
 )
 from blockyard.router.openai.requests.unsupported import unsupported
-from blockyard.router.request.structured_output import MAX_REGEX_BYTES
 
 StructuredOutput = inference_pb2.StructuredOutput
 MAX_CHOICES = 1024

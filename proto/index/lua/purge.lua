@@ -1,18 +1,12 @@
-"""The Lua that walks over all buckets of the prefix index, a slice of them in each call: purging and counting.
+-- Advances the purge by one slice: removes the berths of dead workers, and frees their numbers at the end.
+-- A slice is atomic and takes Redis about a millisecond. The index changes between slices.
+-- ARGV: most buckets, most entries, number of buckets. Returns {active, next bucket, changed entries, freed berths}.
+-- include prelude
 
-Owns who is dead, and how large the index is. A slice is atomic and holds Redis up for about a millisecond; between two
-slices the index changes. Does not own the layout (schema.py) nor single names (scripts.py).
-"""
-
-from blockyard.proto.index.scripts import PRELUDE
-
-PURGE = (
-    PRELUDE
-    + """
 local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local condemned = prefix .. 'condemned'
 
--- From here the epoch is gone, so nothing can be written under the number while the walk lasts.
+-- A condemned berth has no epoch, so nothing can be written under its number during the purge.
 local function condemn()
   local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
   local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0
@@ -22,7 +16,7 @@ local function condemn()
     redis.call('HSET', state, 'since', now)
   end
   local serving = now - last_beat <= beat_lease
-  -- No worker of ours wrote a lease that is longer than a lease. Alive until then, it would never be struck out.
+  -- No worker of ours writes a lease this far ahead. Live until then, its berth would never be purged.
   for _, berth in ipairs(redis.call('ZRANGEBYSCORE', leases, '(' .. now + 2 * beat_lease, '+inf')) do
     local lease_ms = tonumber(redis.pcall('HGET', berth_key(berth), 'lease')) or beat_lease
     if redis.call('ZSCORE', leases, berth) - now > 2 * lease_ms then
@@ -51,7 +45,7 @@ local function release()
     redis.call('HDEL', prefix .. 'names', berth)
     redis.call('DEL', berth_key(berth))
     redis.call('ZREM', leases, berth)
-    -- What is no number was never a berth.
+    -- A member that is no number was never a berth.
     if string.match(berth, '^%d+$') then
       redis.call('SADD', prefix .. 'free', berth)
       freed[#freed + 1] = berth
@@ -64,7 +58,7 @@ end
 
 local cursor = redis.call('HGET', state, 'cursor')
 if cursor then
-  -- One that is not of our making would never come to the end: everything is walked over.
+  -- A cursor that our scripts did not write would never reach the end: begin again.
   cursor = tonumber(cursor) or 0
   if cursor < 0 or cursor > num_buckets or cursor % 1 ~= 0 then cursor = 0 end
 else
@@ -77,7 +71,7 @@ local keep = {}
 for _, berth in ipairs(redis.call('ZRANGE', leases, 0, -1)) do keep[tonumber(berth) or 0] = true end
 for _, berth in ipairs(redis.call('SMEMBERS', condemned)) do keep[tonumber(berth) or 0] = nil end
 
--- Odd or out of order it is not of our making, whatever it says: whom it belongs to will find that it is not there.
+-- An odd or unsorted value was not written by our scripts. Drop it: its owners will find that it is missing.
 local function survivors(field, value)
   local kept, last = {}, 0
   if #field ~= 7 or #value % 2 == 1 or #value > max_value_bytes then return '' end
@@ -111,33 +105,3 @@ end
 if cursor == num_buckets then return {0, 0, changed, release()} end
 redis.call('HSET', state, 'cursor', cursor)
 return {1, cursor, changed, {}}
-"""
-)
-
-INFO = (
-    PRELUDE
-    + """
-local first, stop, sample_every = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-
--- What is not of our making counts as nothing. A managed Redis may refuse MEMORY.
-local function number_of(...)
-  local reply = redis.pcall(...)
-  return type(reply) == 'number' and reply or 0
-end
-
-local names, filled, sampled_names, sampled_bytes = 0, 0, 0, 0
-for number = first, stop - 1 do
-  local bucket = bucket_key(number)
-  local size = number_of('HLEN', bucket)
-  if size > 0 then
-    if filled % sample_every == 0 then
-      local bytes = number_of('MEMORY', 'USAGE', bucket)
-      if bytes > 0 then sampled_names, sampled_bytes = sampled_names + size, sampled_bytes + bytes end
-    end
-    names, filled = names + size, filled + 1
-  end
-end
-local live = number_of('ZCOUNT', leases, '(' .. now_ms(), '+inf')
-return {names, sampled_names, sampled_bytes, live, number_of('ZCARD', leases) - live}
-"""
-)
