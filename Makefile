@@ -80,6 +80,7 @@ check: install .typing/blockyard
 	MYPYPATH=.typing $(BIN)/mypy
 	$(BIN)/python -m proto.generate --check
 	$(BIN)/python -m tools.api_reference --check
+	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.blocking_client --check
 	$(BIN)/python -m supply_chain.sbom --check
 	$(BIN)/python -m supply_chain.advisories

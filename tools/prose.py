@@ -46,7 +46,7 @@ class Finding:
 def long_sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a text with more than MAX_WORDS words. A blank line or a list item ends a sentence."""
     for paragraph in _paragraphs(text):
-        plain = _LINK.sub(r"\1", _CODE.sub("code", paragraph))
+        plain = _LINK.sub(r"\1", _CODE.sub("Code", paragraph))
         for sentence in _SENTENCE_END.split(plain):
             if len(_WORD.findall(sentence)) > MAX_WORDS:
                 yield " ".join(sentence.split())
@@ -106,7 +106,7 @@ def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
 def in_document(path: str, text: str) -> Iterator[Finding]:
     """Yield the long sentences of a Markdown file, with the line on which the text begins to be found."""
     for sentence in long_sentences(text):
-        start = " ".join(sentence.split()[:4]).split("code")[0]
+        start = " ".join(sentence.split()[:4]).split("Code")[0]
         line = next(
             (row for row, content in enumerate(text.splitlines(), 1) if start and start in content), 1
         )

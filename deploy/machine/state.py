@@ -171,7 +171,7 @@ def known_clusters() -> list[str]:
 
 
 def _wrong_with(document: object) -> str:
-    """What keeps a document from being a ClusterState's; empty for nothing that shows at its top."""
+    """Return why a document cannot be a ClusterState, as far as its top level shows, or an empty string."""
     if not isinstance(document, dict):
         return f"it holds no JSON object but a {type(document).__name__}"
     if missing := [name for name in _ALWAYS_WRITTEN if name not in document]:

@@ -27,9 +27,9 @@ CPU_PROCESS_BYTES = 360 * 2**20
 """Memory that a worker on a CPU takes beside its weights and its KV cache: Python, PyTorch, Ray and work space.
 
 Measured on 2026-11-26 on two cores with avx512_bf16, Python 3.11, PyTorch 2.13.0+cpu and Ray 2.60.0. It is the resident
-set (VmRSS) of the demo model's only worker after three requests of 100 tokens, less weights and pool: 346 MiB in
-bfloat16 with a pool of 18 MiB, 358 MiB in float32 with one of 1 GiB. About 139 MiB of it are pages of files, which
-workers of a machine share. A larger model takes more: its steps need more work space."""
+set (VmRSS) of the demo model's only worker after three requests of 100 tokens, less weights and pool. It was 346 MiB in
+bfloat16 with a pool of 18 MiB, and 358 MiB in float32 with one of 1 GiB. Of these 139 MiB are pages of files, which
+workers of a machine share. A larger model takes more, because its steps need more work space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ModelSize:
     """Memory of the process beside them. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
     memory_bytes: int | None
-    """What the machine or the GPU has; None if unknown."""
+    """Memory of the machine or the GPU. None if unknown."""
 
     @property
     def total_bytes(self) -> int:

@@ -25,7 +25,7 @@ _BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_na
     *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
 }
 _SIMILARITY = 0.65
-"""Of two names, so that one is taken for a slip of the other. From here on max_completion_tokens is not min_tokens."""
+"""Similarity of two names from which one is suggested for the other. max_completion_tokens and min_tokens have less."""
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
 
 
