@@ -4,8 +4,8 @@ import pytest
 
 from tools.prose import MAX_WORDS, NOT_YET, checked_paths, in_document, in_source
 
-LONG = " ".join(["word"] * (MAX_WORDS + 1))
-SHORT = " ".join(["word"] * MAX_WORDS)
+LONG = " ".join(["Word", *["word"] * MAX_WORDS])
+SHORT = " ".join(["Word", *["word"] * (MAX_WORDS - 1)])
 
 
 @pytest.mark.parametrize("word", ["Of", "What", "Those", "By"])
@@ -23,7 +23,7 @@ def test_a_long_sentence_is_found_in_docstrings_and_comments(source: str) -> Non
 
 
 def test_a_comment_of_several_lines_is_one_text() -> None:
-    half = " ".join(["word"] * (MAX_WORDS // 2 + 1))
+    half = " ".join(["Word"] * (MAX_WORDS // 2 + 1))
     assert len(list(in_source("x.py", f"# {half}\n# {half}.\n"))) == 1
     assert not list(in_source("x.py", f"# {half}.\n# {half}.\n")), "a full stop ends a sentence"
 
