@@ -252,7 +252,7 @@ def test_a_joined_ray_whose_dashboard_does_not_answer_is_named_at_once(folder: P
         in refused.output
     )
     state.save(state.ClusterState(**{**_fields(remembered), **joined, "dashboard_url": None}))
-    assert f"they lie in {folder} of each node" in run().output
+    assert f"find them in {folder} of each node" in run().output
 
 
 def _fields(cluster: state.ClusterState) -> dict[str, object]:
