@@ -27,14 +27,14 @@ All services are of the package `blockyard.v1`, on one port, with server reflect
 field that is absent stands for the server's default, never for zero.
 
 If the cluster has tokens, each call carries one as metadata `authorization: Bearer TOKEN`. The token's role must be
-among those that may call the method. Without tokens every caller may call everything ([SECURITY.md](../SECURITY.md)). The
-metadata `blockyard-tenant` names a tenant. Every call has a deadline: the caller's, or 600 s.
+among those that may call the method. Without tokens every caller may call everything ([SECURITY.md](../SECURITY.md)).
+The metadata `blockyard-tenant` names a tenant. Every call has a deadline: the caller's, or 600 s.
 """
 ERRORS_HEAD = f"""## Errors
 
 Every error is a `google.rpc.Status`. Its details hold a `google.rpc.ErrorInfo` of domain `{ERROR_DOMAIN}` with one of
-the reasons below. A `BadRequest` names the fields that are wrong and what is allowed. A `RetryInfo` says when to retry, and
-so does the trailing metadata `grpc-retry-pushback-ms`. Messages name fields, never their values.
+the reasons below. A `BadRequest` names the fields that are wrong and what is allowed. A `RetryInfo` says when to retry,
+and so does the trailing metadata `grpc-retry-pushback-ms`. Messages name fields, never their values.
 
 | reason | code | when |
 |---|---|---|"""
