@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Return the table's rows [T, H] of these tokens. The caller may write to them."""
         ...
 
-    def place_heads(
+    def qk_norm_rope_write(
         self,
         heads_TXD: torch.Tensor,
         norms: HeadNorms | None,
@@ -130,7 +130,7 @@ class Backend(Protocol):
         """Copy whole blocks. Destinations are distinct, and none is also a source."""
         ...
 
-    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the argmax token of each row [S], any of equals, and whether all its logits are finite [S]. Where they
         are not, the token is arbitrary."""
         ...
@@ -167,8 +167,8 @@ class Backend(Protocol):
         ...
 
 
-def likeliest(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `Backend.likeliest` with PyTorch, on any device."""
+def greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `Backend.greedy_tokens` with PyTorch, on any device."""
     # argmax gives the same, and takes four times as long for bf16 on a CPU.
     largest_S, tokens_S = logits_SV.max(dim=-1)
     return tokens_S, torch.isfinite(largest_S) & torch.isfinite(logits_SV.amin(dim=-1))

@@ -16,7 +16,7 @@ import grpc
 from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
 from blockyard.proto.metrics.prometheus import exposition
 from blockyard.proto.metrics.readings import Readings
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.security.tls import listen, server_credentials
@@ -153,7 +153,7 @@ class RouterServer:
         async with AsyncExitStack() as stack:
             parts, index = await build_parts(self._config, stack)
             if self._owns_process:
-                stack.enter_context(spared_by_garbage_collection())
+                stack.enter_context(kept_out_of_garbage_collection())
             self._fleet = parts.fleet
             self._tell_fleet()
             # The group is inside, because the caller of `start` must not get an error of `_listen` in a group.

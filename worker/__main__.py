@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
 from blockyard.proto.metrics.prometheus import metrics_endpoint
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
 from blockyard.proto.runtime.settings import add_arguments, given
 from blockyard.proto.security.tls_files import session_tls
@@ -79,7 +79,7 @@ async def serve(config: WorkerConfig) -> int:
     await server.start()
     loop.add_signal_handler(signal.SIGUSR1, _tell_of_loop)
     try:
-        with spared_by_garbage_collection(), _metrics(server):
+        with kept_out_of_garbage_collection(), _metrics(server):
             ends = [asyncio.create_task(event.wait()) for event in (stop, server.failed)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:

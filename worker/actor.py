@@ -16,7 +16,7 @@ import ray
 from blockyard.proto.metrics.ray import keep_reporting
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.model_files import resolve_tokenizer
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
@@ -107,7 +107,7 @@ class WorkerActor:
         log, worker_id = self._config.log, self._config.worker_id
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         address = await self._server.start()
-        self._serving.enter_context(spared_by_garbage_collection())
+        self._serving.enter_context(kept_out_of_garbage_collection())
         reporting = keep_reporting(worker_source(self._config), self._server.stats)
         self._reports.start(reporting, name="metrics")
         self._started = StartedWorker(

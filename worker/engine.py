@@ -196,8 +196,8 @@ class Engine:
         self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
-        if ended.num_blamed:
-            self._failures_in_a_row += ended.num_blamed
+        if ended.num_failed_alone:
+            self._failures_in_a_row += ended.num_failed_alone
         else:
             self._failures_in_a_row = 0
             self.mixed_steps.observe(ended.plan, ended.seconds)

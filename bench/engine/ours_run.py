@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import torch
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.worker.engine import Engine
 from blockyard.worker.sequences.identifiers import RequestId
 
@@ -46,5 +46,5 @@ def load(settings: Settings) -> Loaded:
 
 
 if __name__ == "__main__":
-    with spared_by_garbage_collection():
+    with kept_out_of_garbage_collection():
         serve(load)

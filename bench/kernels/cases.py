@@ -186,11 +186,11 @@ def _writes(
         table = torch.randn(tokens, shape.head_dim, device=bench.device)
         weight = bench.random(shape.head_dim)
         norms = HeadNorms(q_weight_D=weight, k_weight_D=weight, eps=1e-6) if shape.has_head_norms else None
-        return lambda: backend.place_heads(every, norms, table, pool, plan)
+        return lambda: backend.qk_norm_rope_write(every, norms, table, pool, plan)
 
     yield case(f"write_kv{in_pool(stored)}", 2 * tokens * kv * head_bytes + stored_bytes, 0, write)
     yield case(
-        f"place_heads{' with QK norms' if shape.has_head_norms else ''}{in_pool(stored)}",
+        f"qk_norm_rope_write{' with QK norms' if shape.has_head_norms else ''}{in_pool(stored)}",
         2 * (heads + kv) * tokens * head_bytes + stored_bytes,
         (7 if shape.has_head_norms else 3) * tokens * (heads + kv) * shape.head_dim,
         place,
@@ -209,9 +209,9 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         ids = torch.randint(shape.vocab, (tokens,), device=bench.device)
         return lambda: backend.embed(table, ids)
 
-    def likeliest() -> Callable[[], object]:
+    def greedy_tokens() -> Callable[[], object]:
         logits = bench.random(tokens, shape.vocab)
-        return lambda: backend.likeliest(logits)
+        return lambda: backend.greedy_tokens(logits)
 
     def copy() -> Callable[[], object]:
         pool = bench.random(2 * tokens, 2, kv, BLOCK_SIZE, shape.head_dim)
@@ -219,7 +219,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         return lambda: backend.copy_blocks(pool, pairs)
 
     def draw(top_p: float) -> Callable[[], object]:
-        sampler = Sampler(shape.vocab, bench.device, backend.likeliest, NucleusSearch.of(backend))
+        sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, NucleusSearch.of(backend))
         logits, rows = (
             bench.random(tokens, shape.vocab),
             [_row_that_draws(number, top_p) for number in range(tokens)],
@@ -232,7 +232,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         yield case("copy_blocks (one a token)", copied_bytes, 0, copy)
         yield _linear(bench, model, tokens, "linear head", shape.vocab, hidden)
         logits_bytes = tokens * shape.vocab * item
-        yield case("likeliest token", logits_bytes, 0, likeliest)
+        yield case("greedy tokens", logits_bytes, 0, greedy_tokens)
         # For each logit: its weight in fp32, the cumulative sum in fp64, and their inputs.
         held_bytes = logits_bytes + 24 * tokens * shape.vocab
         yield replace(case("draw, no filter", logits_bytes, 0, partial(draw, 1.0)), resident_bytes=held_bytes)

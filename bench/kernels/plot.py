@@ -16,9 +16,9 @@ FAMILIES = {
     "attention of prompts": (Look(style.VERMILLION, "v"), ("prefill attention", "mixed attention")),
     "linears": (Look(style.ORANGE, "s"), ("linear",)),
     "norms, rotary, SiLU": (Look(style.PURPLE, "P"), ("rms_norm", "add_rms_norm", "silu_mul", "rotary")),
-    "KV writes": (Look(style.GREEN, "D"), ("write_kv", "place_heads")),
+    "KV writes": (Look(style.GREEN, "D"), ("write_kv", "qk_norm_rope_write", "place_heads")),
     "copies of blocks": (Look(style.SKY, "<"), ("copy_blocks", "blocks ")),
-    "embedding and draws": (Look(style.BLACK, "X"), ("embed", "draw", "likeliest token")),
+    "embedding and draws": (Look(style.BLACK, "X"), ("embed", "draw", "greedy tokens", "likeliest token")),
     "other": (Look(style.GREY, "^"), ("",)),
 }
 """Look of each family, and the beginnings of its kernels' names."""

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.worker.engine import Engine
 
 from bench.engine.build import BLOCK_SIZE, EngineSettings, build_engine
@@ -84,7 +84,7 @@ def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
     known = Decodes()
     num_steps = decode_steps(arguments.steps)
     first, *further = arguments.contexts
-    with spared_by_garbage_collection():
+    with kept_out_of_garbage_collection():
         for running in arguments.decodes:
             with decoding(engine, running=running, context=first, num_steps=num_steps):
                 known.plain[first, running] = profile_steps(engine, Stopwatch(), arguments.steps)
@@ -180,7 +180,7 @@ def _course(
     engine: Engine, seen: Stopwatch, vocab_size: int, repeat: int, *, is_spared: bool = True
 ) -> Course:
     requests = requests_of("mixed", vocab_size=vocab_size, rate=1.0, repeat=repeat)
-    with spared_by_garbage_collection() if is_spared else nullcontext():
+    with kept_out_of_garbage_collection() if is_spared else nullcontext():
         return whole_workload(engine, seen, requests)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from blockyard.kernels.cpu.native_linear import LANES
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
@@ -32,7 +32,7 @@ OPERATIONS = (
     "embed",
     "attention",
     "write_kv",
-    "place_heads",
+    "qk_norm_rope_write",
     "rotary",
     "rms_norm",
     "add_rms_norm",
@@ -243,7 +243,7 @@ def large_pool_collection_ms(*, running: int, context: int, count: int) -> float
     runner = SimulatedRunner(
         vocab_size=4000, prefill_tokens_per_second=1.0, step_seconds=0.0, sleep=lambda seconds: None
     )
-    with spared_by_garbage_collection():
+    with kept_out_of_garbage_collection():
         config = SchedulerConfig(
             block_size=BLOCK_SIZE,
             max_num_seqs=running,

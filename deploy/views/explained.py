@@ -5,7 +5,16 @@ from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-_TERMS = ("queue_ms", "prefill_ms", "host_load_ms", "decode_ms", "memory_ms", "others_ms", "total_ms", "cost")
+_TERMS = (
+    "queue_ms",
+    "prefill_ms",
+    "host_load_ms",
+    "decode_ms",
+    "memory_ms",
+    "interference_ms",
+    "total_ms",
+    "cost",
+)
 """Fields of a candidate, in the order in which they add up."""
 
 

@@ -31,7 +31,7 @@ from blockyard.kernels.cpu.library import (
     Attention,
     CpuLibrary,
     Gather,
-    Likeliest,
+    GreedyTokens,
     Norm,
     Nuclei,
     Placement,
@@ -87,7 +87,7 @@ class CpuBackend(TorchBackend):
             return super().write_kv(k_TKD, v_TKD, kv_pool_B2KPD, plan)
         self._place(k_TKD[:, :0], k_TKD, v_TKD, None, None, kv_pool_B2KPD, plan)
 
-    def place_heads(
+    def qk_norm_rope_write(
         self,
         heads_TXD: torch.Tensor,
         norms: HeadNorms | None,
@@ -96,7 +96,7 @@ class CpuBackend(TorchBackend):
         plan: AttentionPlan,
     ) -> torch.Tensor:
         if not has_native_layout(kv_pool_B2KPD, heads_TXD.dtype):
-            return super().place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+            return super().qk_norm_rope_write(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
         q_TND, k_TKD, v_TKD = split_heads(heads_TXD, kv_pool_B2KPD.shape[2])
         self._place(q_TND, k_TKD, v_TKD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
         return q_TND
@@ -282,13 +282,13 @@ class CpuBackend(TorchBackend):
         self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return out_TH
 
-    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not _is_native(logits_SV):
-            return super().likeliest(logits_SV)
+            return super().greedy_tokens(logits_SV)
         num_rows, vocab_size = logits_SV.shape
         tokens_S = torch.empty(num_rows, dtype=torch.int64)
         is_finite_S = torch.empty(num_rows, dtype=torch.bool)
-        work = Likeliest(
+        work = GreedyTokens(
             logits=logits_SV.data_ptr(),
             tokens=tokens_S.data_ptr(),
             is_finite=is_finite_S.data_ptr(),
@@ -296,7 +296,7 @@ class CpuBackend(TorchBackend):
             num_rows=num_rows,
             vocab_size=vocab_size,
         )
-        self._library.likeliest(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        self._library.greedy_tokens(logits_SV.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return tokens_S, is_finite_S
 
     def top_k_top_p_thresholds(

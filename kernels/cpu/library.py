@@ -62,8 +62,8 @@ class Linear(ctypes.Structure):
     ]
 
 
-class Likeliest(ctypes.Structure):
-    """`Likeliest` of native/rows.cpp."""
+class GreedyTokens(ctypes.Structure):
+    """`GreedyTokens` of native/rows.cpp."""
 
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("logits", "tokens", "is_finite")),
@@ -100,7 +100,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "place": ("by_place", Placement),
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
-    "likeliest": ("by_likeliest", Likeliest),
+    "greedy_tokens": ("by_greedy_tokens", GreedyTokens),
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
@@ -116,7 +116,7 @@ class CpuLibrary:
     place: Callable[..., None]
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
-    likeliest: Callable[..., None]
+    greedy_tokens: Callable[..., None]
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]

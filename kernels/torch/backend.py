@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
-from blockyard.kernels.interface import HeadNorms, likeliest, split_heads
+from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
@@ -100,7 +100,7 @@ class TorchBackend:
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]
 
-    def place_heads(
+    def qk_norm_rope_write(
         self,
         heads_TXD: torch.Tensor,
         norms: HeadNorms | None,
@@ -184,8 +184,8 @@ class TorchBackend:
         pool = movable(kv_pool_B2KPD)
         pool[src_dst_C2[:, 1]] = pool[src_dst_C2[:, 0]]
 
-    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return likeliest(logits_SV)
+    def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return greedy_tokens(logits_SV)
 
     def top_k_top_p_thresholds(
         self,

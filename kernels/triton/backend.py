@@ -19,16 +19,16 @@ import triton
 from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
-from blockyard.kernels.interface import HeadNorms, likeliest, split_heads
+from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from blockyard.kernels.triton.nucleus import top_k_top_p_kernel
-from blockyard.kernels.triton.placing_launch import (
+from blockyard.kernels.triton.pool_writes import (
     check_dense_rows,
     check_pool,
-    launch_place_heads,
+    launch_qk_norm_rope_write,
     launch_write_kv,
     pool_pointers,
 )
@@ -61,7 +61,7 @@ class TritonBackend:
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]
 
-    def place_heads(
+    def qk_norm_rope_write(
         self,
         heads_TXD: torch.Tensor,
         norms: HeadNorms | None,
@@ -69,7 +69,7 @@ class TritonBackend:
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        launch_place_heads(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
+        launch_qk_norm_rope_write(heads_TXD, norms, cos_sin_SD, kv_pool_B2KPD, plan)
         return split_heads(heads_TXD, kv_pool_B2KPD.shape[2])[0]
 
     def write_kv(
@@ -269,8 +269,8 @@ class TritonBackend:
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
         copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
 
-    def likeliest(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return likeliest(logits_SV)
+    def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return greedy_tokens(logits_SV)
 
     def top_k_top_p_thresholds(
         self,

@@ -18,7 +18,7 @@ to 18 ms where most of them were garbage.
 
 
 @contextmanager
-def spared_by_garbage_collection() -> Iterator[None]:
+def kept_out_of_garbage_collection() -> Iterator[None]:
     """Freeze what the process has loaded, while the context lives. The collector ignores frozen objects: with
     transformers in memory, one collection would take 600 ms. It collects new objects in small portions."""
     gc.collect()

@@ -410,7 +410,7 @@ class ExplainPlacementRequest(_message.Message):
     def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "others_ms")
+    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -422,7 +422,7 @@ class PlacementCandidate(_message.Message):
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_LOAD_MS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
-    OTHERS_MS_FIELD_NUMBER: _ClassVar[int]
+    INTERFERENCE_MS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     cached_tokens: int
     uncached_tokens: int
@@ -434,8 +434,8 @@ class PlacementCandidate(_message.Message):
     host_cached_tokens: int
     host_load_ms: float
     cost: float
-    others_ms: float
-    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., others_ms: _Optional[float] = ...) -> None: ...
+    interference_ms: float
+    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., interference_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainPlacementResponse(_message.Message):
     __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available")

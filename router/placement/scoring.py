@@ -1,6 +1,6 @@
 """Scores: the estimated cost of a request on each worker, by arithmetic over a snapshot.
 
-    total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + others_ms
+    total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + interference_ms
 
 The terms estimate the time to the first token in milliseconds. So they add up, and operators can check each of them
 (ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences on the worker. With
@@ -65,7 +65,7 @@ class Score(NamedTuple):
     decode_ms: float
     """Part of the decode steps of present sequences, and the time to read all their context."""
     memory_ms: float
-    others_ms: float
+    interference_ms: float
     """Part of the delay that this prompt's prefill causes to present sequences."""
     cost: float
     """Value that the policy compares, in its own unit. The least wins.
@@ -80,7 +80,7 @@ class Score(NamedTuple):
 
     @property
     def total_ms(self) -> float:
-        return self.load_ms + self.prefill_ms + self.host_load_ms + self.others_ms
+        return self.load_ms + self.prefill_ms + self.host_load_ms + self.interference_ms
 
     @property
     def needed_tokens(self) -> int:
@@ -114,7 +114,7 @@ def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config
         + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
-    others_ms = config.others_fraction * candidate.sequences * prefill_ms
+    interference_ms = config.others_fraction * candidate.sequences * prefill_ms
     return Score(
         address=candidate.address,
         worker_id=candidate.worker_id,
@@ -126,8 +126,8 @@ def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config
         host_load_ms=host_load_ms,
         decode_ms=decode_ms,
         memory_ms=memory_ms,
-        others_ms=others_ms,
-        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + others_ms,
+        interference_ms=interference_ms,
+        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + interference_ms,
     )
 
 

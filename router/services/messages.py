@@ -77,7 +77,7 @@ def candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
         host_load_ms=score.host_load_ms,
         decode_ms=score.decode_ms,
         memory_ms=score.memory_ms,
-        others_ms=score.others_ms,
+        interference_ms=score.interference_ms,
         total_ms=score.total_ms,
         cost=score.cost,
     )

@@ -58,14 +58,14 @@ TESTS = {
     "rotary": "tests/kernels/test_elementwise.py",
     "write_kv": "tests/kernels/test_cache_ops.py",
     "write_kv, KV": "tests/kernels/test_quantised_pool.py",
-    "place_heads": "tests/kernels/test_cache_ops.py",
-    "place_heads, KV": "tests/kernels/test_quantised_pool.py",
-    "place_heads with QK norms": "tests/kernels/test_cache_ops.py",
-    "place_heads with QK norms, KV": "tests/kernels/test_quantised_pool.py",
+    "qk_norm_rope_write": "tests/kernels/test_cache_ops.py",
+    "qk_norm_rope_write, KV": "tests/kernels/test_quantised_pool.py",
+    "qk_norm_rope_write with QK norms": "tests/kernels/test_cache_ops.py",
+    "qk_norm_rope_write with QK norms, KV": "tests/kernels/test_quantised_pool.py",
     "linear": "tests/kernels/test_panel_linear.py",
     "embed": "tests/kernels/test_cpu_backend.py",
     "copy_blocks": "tests/kernels/test_cache_ops.py",
-    "likeliest token": "tests/kernels/test_cpu_backend.py",
+    "greedy tokens": "tests/kernels/test_cpu_backend.py",
     "draw, no filter": "tests/worker/test_sampler.py",
     "draw, wide top-p": "tests/kernels/test_nucleus.py",
     "blocks to host memory": "tests/worker/test_host_blocks.py",
@@ -127,9 +127,9 @@ def test_a_linear_moves_its_weight_and_multiplies_it_with_each_token() -> None:
 
 def test_a_head_is_multiplied_and_searched_for_no_more_rows_than_sample() -> None:
     sizes = replace(SMALL, sequences=(256,), prefills=(257,))
-    for kernel in ("linear head", "likeliest token"):
+    for kernel in ("linear head", "greedy tokens"):
         assert [c.shape for c in cases(BENCH, sizes) if c.kernel == kernel] == ["256 tokens"]
-    assert case("likeliest token", "3 tokens").num_bytes == 3 * 32000 * 4
+    assert case("greedy tokens", "3 tokens").num_bytes == 3 * 32000 * 4
     assert case("embed", "3 tokens").num_bytes == 2 * 3 * 1024 * 4
 
 
@@ -150,14 +150,14 @@ def test_a_chunk_sees_what_came_before_it_and_a_decode_beside_it_all_of_its_own(
 def test_heads_are_read_in_full_and_written_in_8_bits_with_a_scale_each() -> None:
     for stored in ("int8", "fp8"):
         assert case(f"write_kv, KV in {stored}", "3 tokens").num_bytes == 2 * 3 * 4 * (64 * 4 + 64 + 4)
-        placed = case(f"place_heads, KV in {stored}", "3 tokens")
+        placed = case(f"qk_norm_rope_write, KV in {stored}", "3 tokens")
         assert placed.num_bytes == 2 * (16 + 4) * 3 * 64 * 4 + 2 * 3 * 4 * (64 + 4)
-    assert case("place_heads", "3 tokens").num_bytes == (2 * 16 + 4 * 4) * 3 * 64 * 4
+    assert case("qk_norm_rope_write", "3 tokens").num_bytes == (2 * 16 + 4 * 4) * 3 * 64 * 4
 
 
 def test_only_models_with_norms_of_heads_are_given_them() -> None:
     small = replace(SMALL, models=("llama-166m", "qwen3-0.6b"))
-    placed = {c.model: c for c in cases(BENCH, small) if c.kernel.startswith("place_heads")}
+    placed = {c.model: c for c in cases(BENCH, small) if c.kernel.startswith("qk_norm_rope_write")}
     assert "with QK norms" not in placed["llama-166m"].kernel
     assert "with QK norms" in placed["qwen3-0.6b"].kernel
     with torch.inference_mode():

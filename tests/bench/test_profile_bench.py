@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.proto.runtime.garbage_collection import spared_by_garbage_collection
+from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.worker.engine import Engine
 from safetensors.torch import load_file
 
@@ -285,7 +285,7 @@ def test_a_full_collection_is_by_the_wall_clock_and_walks_what_is_spared_only_wh
             time.sleep(SLEEP_SECONDS)
 
     held = [Slow()]
-    with spared_by_garbage_collection():
+    with kept_out_of_garbage_collection():
         held.clear()  # garbage that is spared
         assert full_collections_ms(1)[1] >= 1000 * SLEEP_SECONDS
         assert gc.get_freeze_count()

@@ -111,13 +111,13 @@ def test_a_token_that_is_printed_for_programs_is_the_one_that_the_file_knows(tmp
 def test_explain_prints_each_term_of_each_worker(cluster: Processes) -> None:
     shown = run(cluster, "router-0", "explain", PROMPT)
     assert shown.exit_code == 0, shown.output
-    for heading in ("worker", "cached", "queue", "prefill", "decode", "memory", "others", "total", "cost"):
+    for heading in ("worker", "cached", "queue", "prefill", "decode", "memory", "interference", "total", "cost"):
         assert heading in shown.output
     explained = document(cluster, "explain", PROMPT)
     assert explained["chosen_worker_id"] == "worker-0"
     (candidate,) = explained["candidates"]
     assert candidate["cached_tokens"] + candidate["uncached_tokens"] > 16
-    parts = ("queue_ms", "prefill_ms", "host_load_ms", "decode_ms", "memory_ms", "others_ms")
+    parts = ("queue_ms", "prefill_ms", "host_load_ms", "decode_ms", "memory_ms", "interference_ms")
     assert sum(candidate[part] for part in parts) == pytest.approx(candidate["total_ms"])
 
 

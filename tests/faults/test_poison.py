@@ -47,7 +47,7 @@ async def code_of_poison(router: Process) -> grpc.StatusCode:
 
 
 @pytest.mark.fault(25)
-async def test_a_step_that_raises_ends_the_request_that_is_to_blame_alone(
+async def test_a_step_that_raises_ends_the_failing_request_alone(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
     options = (*SIMULATED, "--simulated-step-seconds", "0.02", "--simulated-fault", f"{MARKER_TOKEN}:raise")

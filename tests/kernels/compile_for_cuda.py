@@ -15,7 +15,7 @@ from blockyard.kernels.triton import (
     attention,
     cache_ops,
     elementwise,
-    placing,
+    qk_norm_rope,
     shared_attention,
 )
 from blockyard.kernels.triton import (
@@ -132,13 +132,13 @@ def compile_write_kv(dtype: str, stored: str | None = None) -> Any:
     )
 
 
-def compile_place_heads(dtype: str, *, normed: bool, stored: str | None = None) -> Any:
+def compile_qk_norm_rope_write(dtype: str, *, normed: bool, stored: str | None = None) -> Any:
     pool_pointers, pool_constants = pool_types(dtype, stored)
     pointers = dict.fromkeys(("heads_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{dtype}") | pool_pointers
     pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
     heads = {"NUM_HEADS": 14, "HEADS_POW2": 16, "NUM_KV_HEADS": 2, "KV_HEADS_POW2": 2}
     return compile_kernel(
-        placing.place_heads_kernel,
+        qk_norm_rope.qk_norm_rope_write_kernel,
         pointers,
         {"stride_t": "i32", "stride_x": "i32", "eps": "fp32"},
         {"NORMED": normed, "HALF_DIM": 64, "BLOCK_SIZE": 16} | heads | pool_constants,
@@ -219,8 +219,8 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
             "add_rms_norm": compile_rms_norm(dtype, True),
         }
         compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
-        compiled["place_heads"] = compile_place_heads(dtype, normed=False)
-        compiled["place_heads with norms"] = compile_place_heads(dtype, normed=True)
+        compiled["qk_norm_rope_write"] = compile_qk_norm_rope_write(dtype, normed=False)
+        compiled["qk_norm_rope_write with norms"] = compile_qk_norm_rope_write(dtype, normed=True)
         for stored in ("u8",) if is_quick else ("i8", "u8"):
             decode = decode_tiles(4, 128, torch_dtype)
             compiled |= {
@@ -228,7 +228,9 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
                 f"prefill of {stored}": compile_attention(dtype, 128, tiles, stored=stored),
                 f"shared of {stored}": compile_shared(dtype, 128, tiles, stored),
                 f"write_kv to {stored}": compile_write_kv(dtype, stored),
-                f"place_heads to {stored}": compile_place_heads(dtype, normed=True, stored=stored),
+                f"qk_norm_rope_write to {stored}": compile_qk_norm_rope_write(
+                    dtype, normed=True, stored=stored
+                ),
             }
         if dtype == "bf16":
             half = decode_tiles(4, 128, torch.float16)

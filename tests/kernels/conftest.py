@@ -76,7 +76,7 @@ class OnPlainPools(CpuBackend):
         super().write_kv(k_TKD, v_TKD, native, plan)
         kv_pool_B2KPD.copy_(from_native(native, k_TKD.dtype))
 
-    def place_heads(
+    def qk_norm_rope_write(
         self,
         heads_TXD: torch.Tensor,
         norms: HeadNorms | None,
@@ -85,7 +85,7 @@ class OnPlainPools(CpuBackend):
         plan: AttentionPlan,
     ) -> torch.Tensor:
         native = to_native(kv_pool_B2KPD, heads_TXD.dtype)
-        q_TND = super().place_heads(heads_TXD, norms, cos_sin_SD, native, plan)
+        q_TND = super().qk_norm_rope_write(heads_TXD, norms, cos_sin_SD, native, plan)
         kv_pool_B2KPD.copy_(from_native(native, heads_TXD.dtype))
         return q_TND
 

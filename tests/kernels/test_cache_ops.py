@@ -88,7 +88,7 @@ def test_heads_are_placed_as_by_norm_rotation_and_write(
         q_TND, k_TKD = _normed(q_TND, norms.q_weight_D), _normed(k_TKD, norms.k_weight_D)
     reference.rotary(q_TND, k_TKD, cos_sin_SD, step.plan.positions_T)
     reference.write_kv(k_TKD, v_TKD, expected, step.plan)
-    placed = backend.place_heads(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
+    placed = backend.qk_norm_rope_write(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(placed, q_TND, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(pool, expected, atol=tolerance, rtol=tolerance, equal_nan=True)

@@ -113,7 +113,9 @@ def test_heads_are_normalised_rotated_and_stored_as_one_by_one(
     reference.rotary(q_TND, k_TKD, cos_sin_SD, step.plan.positions_T)
     reference.write_kv(k_TKD, v_TKD, expected, step.plan)
     pool = torch.full_like(expected, float("nan"))
-    result = cpu_backend.place_heads(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
+    result = cpu_backend.qk_norm_rope_write(
+        heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan
+    )
     assert_near(result, q_TND)
     assert torch.equal(pool.isnan(), expected.isnan())
     assert_near(pool.nan_to_num(9.0), expected.nan_to_num(9.0))
@@ -248,7 +250,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest_and_what_is_not_finite_
     cpu_backend: Backend, rows: int, vocab_size: int, dtype: torch.dtype, spoilt: float, data: st.DataObject
 ) -> None:
     logits_SV = torch.randint(-4, 4, (rows, vocab_size + 3)).to(dtype)[:, :vocab_size]  # many are equal
-    tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+    tokens_S, is_finite_S = cpu_backend.greedy_tokens(logits_SV)
     assert is_finite_S.all()
     for row, token in enumerate(tokens_S.tolist()):
         values = logits_SV[row].tolist()
@@ -256,7 +258,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest_and_what_is_not_finite_
     if rows:
         row, place = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, vocab_size - 1))
         logits_SV[row, place] = spoilt
-        tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+        tokens_S, is_finite_S = cpu_backend.greedy_tokens(logits_SV)
         assert is_finite_S.tolist() == [index != row for index in range(rows)]
         assert ((tokens_S >= 0) & (tokens_S < vocab_size)).all()
 
@@ -285,6 +287,6 @@ def test_a_nucleus_is_what_a_sort_says(
 def test_tokens_that_are_impossible_are_not_the_likeliest(cpu_backend: Backend, dtype: torch.dtype) -> None:
     logits_SV = torch.full((2, 40), -float("inf"), dtype=dtype)
     logits_SV[0, 37] = -5000.0
-    tokens_S, is_finite_S = cpu_backend.likeliest(logits_SV)
+    tokens_S, is_finite_S = cpu_backend.greedy_tokens(logits_SV)
     assert tokens_S[0] == 37
     assert not is_finite_S.any()

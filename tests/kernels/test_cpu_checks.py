@@ -25,7 +25,7 @@ def plan() -> AttentionPlan:
 
 
 def placed(backend: Backend, **changes: Any) -> None:
-    """A sound call of `place_heads`, but for the changes."""
+    """A sound call of `qk_norm_rope_write`, but for the changes."""
     arguments: dict[str, Any] = {
         "heads_TXD": torch.randn(4, 4, HEAD_DIM),
         "norms": HeadNorms(q_weight_D=torch.ones(HEAD_DIM), k_weight_D=torch.ones(HEAD_DIM), eps=1e-6),
@@ -33,7 +33,7 @@ def placed(backend: Backend, **changes: Any) -> None:
         "kv_pool_B2KPD": torch.zeros(3, 2, 1, 16, HEAD_DIM),
         "plan": plan(),
     }
-    backend.place_heads(**arguments | changes)
+    backend.qk_norm_rope_write(**arguments | changes)
 
 
 def norms_of(weight_D: torch.Tensor) -> HeadNorms:

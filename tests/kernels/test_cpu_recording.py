@@ -150,7 +150,7 @@ def test_a_replay_refuses_a_plan_that_has_come_to_point_elsewhere(backend: CpuBa
     heads_TXD, q_TND, out_TND = torch.randn(1, 3, 16), torch.randn(1, 1, 16), torch.empty(1, 1, 16)
 
     def compute() -> torch.Tensor:
-        backend.place_heads(heads_TXD, None, cos_sin_SD, pool_B2KPD, plan)
+        backend.qk_norm_rope_write(heads_TXD, None, cos_sin_SD, pool_B2KPD, plan)
         backend.attention(q_TND, pool_B2KPD, plan, scale=1.0, out_TND=out_TND)
         return out_TND
 

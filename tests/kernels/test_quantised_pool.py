@@ -165,7 +165,7 @@ def test_heads_are_placed_as_by_norm_rotation_and_write(
     reference.rotary(q_TND, k_TKD, cos_sin_SD, step.plan.positions_T)
     expected, pool = empty_pool(step, kv_dtype), empty_pool(step, kv_dtype)
     reference.write_kv(k_TKD, v_TKD, expected, step.plan)
-    placed = backend.place_heads(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
+    placed = backend.qk_norm_rope_write(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(placed, q_TND, atol=tolerance, rtol=tolerance)
     written = step.plan.slot_mapping_T >= 0

@@ -27,7 +27,7 @@ def test_terms_are_milliseconds_and_add_up() -> None:
     weights = PlacementConfig(decode_ms_per_sequence=4.0, others_fraction=0.1)
     score = place(PlacementRequest(prompt_tokens=1000), [worker], "prefix", Random(0), weights).chosen
     assert (score.queue_ms, score.prefill_ms, score.decode_ms, score.memory_ms) == (300.0, 800.0, 20.0, 0.0)
-    assert score.others_ms == 0.1 * 5 * 800.0
+    assert score.interference_ms == 0.1 * 5 * 800.0
     assert score.total_ms == 1520.0
 
 

@@ -117,7 +117,7 @@ def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) ->
     ("changed", "sign", "term"),
     [
         ("queued_prefill_tokens", 1, lambda score: score.queue_ms),
-        ("sequences", 1, lambda score: score.decode_ms + score.others_ms),
+        ("sequences", 1, lambda score: score.decode_ms + score.interference_ms),
         ("context_tokens", 1, lambda score: score.decode_ms),
         ("used_blocks", 1, lambda score: score.memory_ms),
         ("cached_tokens", -1, lambda score: score.prefill_ms + score.host_load_ms),

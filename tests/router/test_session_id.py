@@ -57,7 +57,7 @@ async def test_an_explanation_shows_what_the_policy_compares_and_terms_that_add_
     for worker in explained.candidates:
         terms = (worker.queue_ms, worker.prefill_ms, worker.host_load_ms, worker.decode_ms)
         assert worker.prefill_ms == 2 * worker.uncached_tokens > 0
-        assert sum(terms) + worker.memory_ms + worker.others_ms == pytest.approx(worker.total_ms)
+        assert sum(terms) + worker.memory_ms + worker.interference_ms == pytest.approx(worker.total_ms)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "a\n", "é", "a" * 129])

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in Hugging Face format, and what transformers says about them.
 
 Weights are drawn wider than a fresh model's, norms and biases included, so that every tensor matters to the
-result and the likeliest token leads the second by a clear gap.
+result and the most likely token leads the second by a clear gap.
 """
 
 import functools

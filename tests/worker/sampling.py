@@ -45,7 +45,7 @@ def make_row(
 
 @functools.cache
 def backend(device: torch.device) -> Backend:
-    """The one that serves there: on most CPUs it finds the likeliest token and nuclei itself."""
+    """The one that serves there: on most CPUs it finds the most likely token and nuclei itself."""
     return choose_backend(device)
 
 
@@ -54,7 +54,7 @@ def sample_rows(logits_SV: torch.Tensor, rows: list[ScheduledRow]) -> StepTokens
     device = logits_SV.device
     sampled = Sampler(logits_SV.shape[1], device).sample(logits_SV, rows, in_flight={})
     own = backend(device)
-    sampler = Sampler(logits_SV.shape[1], device, own.likeliest, NucleusSearch.of(own))
+    sampler = Sampler(logits_SV.shape[1], device, own.greedy_tokens, NucleusSearch.of(own))
     assert sampler.sample(logits_SV, rows, in_flight={}) == sampled
     return sampled
 

@@ -60,7 +60,10 @@ def operations_of(*options: dict[str, Any], settle: FindThresholds | None = None
     settle may wait."""
     backend = TritonBackend()
     sampler = Sampler(
-        VOCAB_SIZE, DEVICE, backend.likeliest, NucleusSearch(find=settle or backend.top_k_top_p_thresholds)
+        VOCAB_SIZE,
+        DEVICE,
+        backend.greedy_tokens,
+        NucleusSearch(find=settle or backend.top_k_top_p_thresholds),
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)

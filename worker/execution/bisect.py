@@ -26,7 +26,7 @@ from blockyard.worker.sequences.step_plan import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_BLAMED_IN_A_ROW = 3
+MAX_FAILED_ALONE = 3
 """After this many requests that raised alone, and no success in this step, the device is at fault."""
 
 Group = list[int]
@@ -34,11 +34,11 @@ Group = list[int]
 
 
 class NothingSucceeds(Exception):
-    """Every part of the step that was run raised. `num_blamed` parts of it raised alone."""
+    """Every part of the step that was run raised. `num_failed_alone` parts of it raised alone."""
 
-    def __init__(self, num_blamed: int) -> None:
-        super().__init__(f"{num_blamed} parts of the step failed alone")
-        self.num_blamed = num_blamed
+    def __init__(self, num_failed_alone: int) -> None:
+        super().__init__(f"{num_failed_alone} parts of the step failed alone")
+        self.num_failed_alone = num_failed_alone
 
 
 def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool]) -> StepTokens:
@@ -67,7 +67,7 @@ def in_halves(
     except HostBlockCorrupted as found:
         return _without(found.slots, runner, plan, is_being_filled)
     if not halves.succeeded:
-        raise NothingSucceeds(max(1, halves.num_blamed))
+        raise NothingSucceeds(max(1, halves.num_failed_alone))
     return StepTokens(tokens=halves.tokens, extras=halves.extras)
 
 
@@ -119,7 +119,7 @@ class _Halves:
     def __init__(self, runner: Runner, plan: StepPlan) -> None:
         self.tokens = [FAILED_TOKEN] * len(plan.rows)
         self.extras: dict[int, RowExtras] = {}
-        self.num_blamed = 0
+        self.num_failed_alone = 0
         self.succeeded = False
         self._runner = runner
         self._plan = plan
@@ -127,12 +127,12 @@ class _Halves:
     def split(self, groups: list[Group]) -> None:
         """Run the halves of groups that raised together."""
         if len(groups) == 1:
-            self.num_blamed += 1
+            self.num_failed_alone += 1
             logger.error("the step fails for request %d", self._request(groups[0]))
             return
         middle = len(groups) // 2
         for half in (groups[:middle], groups[middle:]):
-            if not self.succeeded and self.num_blamed >= MAX_BLAMED_IN_A_ROW:
+            if not self.succeeded and self.num_failed_alone >= MAX_FAILED_ALONE:
                 return
             if not self._run(sorted(index for group in half for index in group)):
                 self.split(half)

@@ -130,7 +130,7 @@ class TorchRunner:
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         nuclei = NucleusSearch.of(backend)
-        self._sampler = Sampler(config.vocab_size, self.device, backend.likeliest, nuclei)
+        self._sampler = Sampler(config.vocab_size, self.device, backend.greedy_tokens, nuclei)
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,

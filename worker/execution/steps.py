@@ -32,7 +32,7 @@ class EndedStep:
     updates: list[Update]
     seconds: float
     """Seconds in which the device worked on this step alone."""
-    num_blamed: int = 0
+    num_failed_alone: int = 0
     """Requests with a part that failed, where nothing else succeeded."""
     is_disturbed: bool = False
     """A row failed, or a part was run again: what was computed on top of it does not count."""
@@ -141,15 +141,19 @@ class Steps:
         try:
             tokens = run()
         except NothingSucceeds as failure:
-            updates, num_blamed, is_disturbed = self._scheduler.fail(plan), failure.num_blamed, True
+            updates, num_failed_alone, is_disturbed = (
+                self._scheduler.fail(plan),
+                failure.num_failed_alone,
+                True,
+            )
         else:
-            updates, num_blamed = self._scheduler.commit(plan, tokens), 0
+            updates, num_failed_alone = self._scheduler.commit(plan, tokens), 0
             is_disturbed = is_disturbed or FAILED_TOKEN in tokens.tokens
         self._last_end = self._clock()
         return EndedStep(
             plan=plan,
             updates=updates,
             seconds=self._last_end - started_at,
-            num_blamed=num_blamed,
+            num_failed_alone=num_failed_alone,
             is_disturbed=is_disturbed,
         )

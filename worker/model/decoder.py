@@ -92,7 +92,7 @@ class Decoder:
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
-        return self._backend.place_heads(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
+        return self._backend.qk_norm_rope_write(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
 
     def _attend(
         self, layer: LayerWeights, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan

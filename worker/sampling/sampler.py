@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from blockyard.kernels.interface import likeliest
+from blockyard.kernels.interface import greedy_tokens
 from blockyard.kernels.torch.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.memory.transfers import Readback, upload
 from blockyard.worker.sampling.draw import draw
@@ -35,8 +35,8 @@ DRAWN_AT_ONCE = 2**18
 LEAST_DRAWN_AT_ONCE = 8
 """Least rows drawn at once on a CPU. Its threads divide a search by rows."""
 
-Likeliest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""The type of `Backend.likeliest`."""
+GreedyTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""The type of `Backend.greedy_tokens`."""
 ApplyMasks = Callable[[torch.Tensor, Sequence[ScheduledRow]], None]
 """Makes tokens impossible in logits [S, V], in place."""
 
@@ -69,11 +69,11 @@ class Sampler:
         self,
         vocab_size: int,
         device: torch.device,
-        likeliest: Likeliest = likeliest,
+        greedy_tokens: GreedyTokens = greedy_tokens,
         nuclei: NucleusSearch = BY_SORTING,
     ) -> None:
         self.state = SamplingState(vocab_size, device)
-        self._likeliest = likeliest
+        self._greedy_tokens = greedy_tokens
         self._nuclei = nuclei
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
@@ -109,10 +109,10 @@ class Sampler:
         batch = self.state.gather(rows, in_flight)
         edited_SV = self._edited(logits_SV, rows, batch, apply_masks)
         if edited_SV is logits_SV:
-            greedy_S, finite_S = self._likeliest(logits_SV)
+            greedy_S, finite_S = self._greedy_tokens(logits_SV)
             usable_S = finite_S
         else:
-            greedy_S, _ = self._likeliest(edited_SV)
+            greedy_S, _ = self._greedy_tokens(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
         tokens_SN = _choose(edited_SV, greedy_S, batch, self._nuclei)

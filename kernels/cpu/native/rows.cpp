@@ -164,7 +164,7 @@ static void silu_mul_row(const SiluMul& s, int64_t row) {
     }
 }
 
-struct Likeliest {
+struct GreedyTokens {
     const void* logits;
     int64_t* tokens;
     bool* is_finite;
@@ -173,7 +173,7 @@ struct Likeliest {
 
 // The first of equals. The token of a row that is not finite is arbitrary.
 template <class T>
-static void likeliest_of_row(const Likeliest& l, int64_t row) {
+static void greedy_token_of_row(const GreedyTokens& l, int64_t row) {
     const T* logits = (const T*)l.logits + row * l.stride;
     Floats best = Floats{} - INFINITY, spoilt = {};
     const auto lane = lanes_of(best);
@@ -211,8 +211,8 @@ void by_silu_mul(int is_bf16, int threads, const SiluMul* s) {
     over_rows(s->num_rows, s->width, threads,
               [&](int64_t row) { is_bf16 ? silu_mul_row<bf16>(*s, row) : silu_mul_row<float>(*s, row); });
 }
-void by_likeliest(int is_bf16, int threads, const Likeliest* l) {
+void by_greedy_tokens(int is_bf16, int threads, const GreedyTokens* l) {
     over_rows(l->num_rows, l->vocab_size, threads,
-              [&](int64_t row) { is_bf16 ? likeliest_of_row<bf16>(*l, row) : likeliest_of_row<float>(*l, row); });
+              [&](int64_t row) { is_bf16 ? greedy_token_of_row<bf16>(*l, row) : greedy_token_of_row<float>(*l, row); });
 }
 }

@@ -8,7 +8,7 @@ import pytest
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import MAX_FAILURES_IN_A_ROW, Engine, EngineFailed
 from blockyard.worker.engine_types import EngineRequest
-from blockyard.worker.execution.bisect import MAX_BLAMED_IN_A_ROW, NothingSucceeds, execute, together
+from blockyard.worker.execution.bisect import MAX_FAILED_ALONE, NothingSucceeds, execute, together
 from blockyard.worker.execution.runner import PendingStep, TorchRunner
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, RequestId
@@ -323,7 +323,7 @@ def test_rows_of_a_request_and_rows_that_share_a_block_being_filled_stay_togethe
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 13])
-def test_whoever_is_to_blame_is_found(size: int) -> None:
+def test_every_failing_request_is_found(size: int) -> None:
     plan = StepPlan(step=1, rows=rows(*([number] for number in range(size))))
     for poison in range(size):
         runner = Raises(lambda number, poison=poison: number == poison)  # type: ignore[misc]
@@ -337,7 +337,7 @@ def test_a_step_of_which_nothing_succeeds_is_given_up_early() -> None:
     plan = StepPlan(step=1, rows=rows(*([number] for number in range(64))))
     with pytest.raises(NothingSucceeds) as caught:
         execute(runner, plan, lambda block: False)
-    assert caught.value.num_blamed == MAX_BLAMED_IN_A_ROW
+    assert caught.value.num_failed_alone == MAX_FAILED_ALONE
     assert len(runner.parts) < 16
 
 

@@ -49,7 +49,7 @@ def _scaled(normed_NH, weight_H, TYPE: tl.constexpr):
 
 
 @triton.jit
-def place_heads_kernel(
+def qk_norm_rope_write_kernel(
     heads_ptr,  # [T, X, D], strides (stride_t, stride_x, 1): queries, keys, values
     q_norm_ptr,  # [D], only with NORMED
     k_norm_ptr,  # [D], only with NORMED

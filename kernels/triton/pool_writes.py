@@ -13,7 +13,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms
 from blockyard.kernels.kv_pool import SCALE_BYTES, head_dim_of, is_quantised
 from blockyard.kernels.triton.cache_ops import write_kv_kernel
-from blockyard.kernels.triton.placing import place_heads_kernel
+from blockyard.kernels.triton.qk_norm_rope import qk_norm_rope_write_kernel
 
 SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -43,7 +43,7 @@ def launch_write_kv(
     )
 
 
-def launch_place_heads(
+def launch_qk_norm_rope_write(
     heads_TXD: torch.Tensor,
     norms: HeadNorms | None,
     cos_sin_SD: torch.Tensor,
@@ -59,7 +59,7 @@ def launch_place_heads(
     if not num_tokens:
         return
     numbers, scales, scale_bytes = pool_pointers(kv_pool_B2KPD)
-    place_heads_kernel[(num_tokens,)](
+    qk_norm_rope_write_kernel[(num_tokens,)](
         heads_TXD,
         heads_TXD if norms is None else norms.q_weight_D,
         heads_TXD if norms is None else norms.k_weight_D,
