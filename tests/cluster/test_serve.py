@@ -43,7 +43,7 @@ class Served:
     told: str
     """Output on stdout."""
     errors: list[str] = field(default_factory=list)
-    """Lines on stderr, once it has ended."""
+    """Output on stderr, once it has ended."""
 
     def value(self, name: str) -> str:
         """Return the value of a line such as `HTTP       http://...`."""

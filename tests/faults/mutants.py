@@ -67,7 +67,7 @@ class Verdict:
 
 @contextmanager
 def copied_tree() -> Iterator[Path]:
-    """Copy the checkout's files as they are now, also to the product's import name."""
+    """Yield a copy of the checkout's files as they are now, which Python can import by the product's name."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     folder = Path(tempfile.mkdtemp(prefix="blockyard-mutant-"))
@@ -85,8 +85,7 @@ def copied_tree() -> Iterator[Path]:
 
 @contextmanager
 def broken(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """Return the tree with this mutant in it. Raises ValueError if the product has changed since the mutant was
-    written."""
+    """Apply this mutant to the tree for the context. Raises ValueError if it no longer fits the product."""
     files = [(edit, edit.file(tree)) for edit in mutant.edits]
     sound = {file: file.read_text() for _, file in files}
     try:

@@ -115,7 +115,7 @@ class Tally:
 
 @cache
 def methods() -> tuple[MethodDescriptor, ...]:
-    """Return all methods. Those with more fields occur more often."""
+    """Return all methods. Those with more that can be wrong occur more often."""
     weights = {
         "Generate": 8,
         "GenerateStream": 8,

@@ -1,4 +1,4 @@
-"""Messages that never end, or never begin: the memory, number and time that they take from a router are bounded."""
+"""Messages that never end, or never begin: a router bounds their size, number and time."""
 
 import contextlib
 import socket

@@ -111,7 +111,7 @@ def test_without_the_secret_nothing_is_read(house: House, secret: str | None) ->
 
 
 def test_strangers_cost_the_worker_next_to_nothing(house: House) -> None:
-    """The worker resists any bytes sent without a certificate, with or without a TLS greeting."""
+    """Strangers send any number of bytes without a certificate, with or without a TLS greeting."""
     host, _, port = house.worker.address.rpartition(":")
     before = house.worker.resident_bytes
     with ExitStack() as stack:
@@ -222,7 +222,7 @@ def test_a_handle_in_use_and_cancels_of_nothing_touch_nobody(house: House) -> No
 
 
 def test_nothing_is_cached_under_a_name_that_is_not_its_own(house: House) -> None:
-    """A router that names its own tokens like another's prompt would get that prompt's cache."""
+    """A router that gives its tokens the names of another prompt would poison that prompt's cache."""
     prompt, lie = [9] * 64, [11] * 64
     names = b"".join((ROOT, *chain(ROOT, prompt, 16)))
 

@@ -29,7 +29,7 @@ MAY_SIGN = x509.KeyUsage(
     key_cert_sign=True,
     crl_sign=True,
 )
-"""Extensions that Python 3.13 requires: of a CA, and for a certificate to name its CA's key."""
+"""Key usage of a CA. Python 3.13 rejects a CA without it, and a certificate that does not name its CA's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Authority:
         dns: str = "localhost",
         address: str = "127.0.0.1",
     ) -> Pair:
-        """Write a certificate `name` for `dns` and `address`, valid for that long."""
+        """Write a certificate `name` for `dns` and `address`. It is valid for `lasts`, and ends `ends_in` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         until = datetime.now(UTC) + (-DAY if has_expired else ends_in)
         names = [x509.DNSName(dns), x509.IPAddress(ip_address(address))]
@@ -93,7 +93,7 @@ class Authority:
 
 
 def unchecked(ca: str, own: Pair | SessionTls) -> grpc.ChannelCredentials:
-    """Return the options of a client, with any certificate."""
+    """Return a client's credentials, without a check of its certificate."""
     return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (ca, own.key, own.cert)))
 
 

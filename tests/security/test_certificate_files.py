@@ -44,7 +44,7 @@ def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_certificate_of_another_time_is_refused_at_start(
     ca: Authority, ends_in: timedelta, told: str
 ) -> None:
-    """Expiry appears on every port, and for a client's certificate."""
+    """Every port refuses such a certificate of its own, and so does a client."""
     pair = ca.pair("wrong", ends_in=ends_in)
     for start in (
         lambda: read_pair(pair.key, pair.cert),
@@ -106,7 +106,7 @@ def test_a_file_server_that_hangs_keeps_no_caller(
 
 
 def put(pair: Pair, at: Pair) -> None:
-    """Replace one certificate's files by the other's."""
+    """Copy the files of one pair over those of another."""
     for source, destination in ((pair.cert, at.cert), (pair.key, at.key)):
         if source != destination:
             shutil.copy(source, destination)

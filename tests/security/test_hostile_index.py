@@ -573,7 +573,7 @@ async def test_the_largest_replies_of_a_replaced_server_hold_up_no_loop(item: by
 
 
 async def test_a_replaced_server_that_answers_too_much_is_soon_not_asked() -> None:
-    """Each answer is within the parser's bounds, and costs as much as reading it."""
+    """Each answer is within the parser's bounds, and reading it takes time."""
     reply = b"*2000\r\n" + b"$4\r\na\0li\r\n:1\r\n" * 1000
     async with server_that_answers(reply) as url, connect(url, timeout_seconds=1.0) as client:
         lookup = PrefixLookup(

@@ -46,7 +46,7 @@ NOT_OF_MODULES = {
 NO_USES = ("Pattern", "Match", "escape", "DOTALL")
 SEARCHED = {"worker.grammar.refusals._QUOTED"}
 SIZES = (2**10, 2**14, 2**17)
-"""Yield the smaller sizes first: an exponential expression fails there."""
+"""Sizes in characters, the smaller ones first: an expression of exponential time fails there."""
 MAX_CPU_SECONDS = 1.0
 
 
@@ -118,8 +118,7 @@ def test_the_cut_of_control_tokens_is_linear() -> None:
 
 
 def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
-    """All regular expressions are in modules, which are all tried above. A search at each position costs more than a
-    match."""
+    """All expressions of modules are tried above. A search at each position of a text costs more than a match."""
     searched = set()
     for package in PACKAGES:
         (folder,) = importlib.import_module(f"blockyard.{package}").__path__

@@ -76,7 +76,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
 
 
 def _is_forbidden(name: str) -> bool:
-    """Return whether the import is forbidden: an unpickler in any package, a call from above, or all names at once."""
+    """Return whether the import is forbidden: an unpickler in any package, a name in CALLS, or all names at once."""
     return not MODULES.isdisjoint(name.split(".")) or name in CALLS or name.endswith(".*")
 
 

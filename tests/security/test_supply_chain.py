@@ -256,7 +256,7 @@ def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> dict[str, str]:
-    """An environment that cannot reach a registry, and never could."""
+    """An environment that reaches no registry and has no cache of earlier answers."""
     closed = "http://127.0.0.1:9"
     return {**os.environ, "HTTPS_PROXY": closed, "HTTP_PROXY": closed, "XDG_CACHE_HOME": str(tmp_path)}
 

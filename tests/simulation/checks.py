@@ -32,7 +32,7 @@ LONGEST_PAUSE_SECONDS = 6.0
 DROPPED_SECONDS = 0.7
 """Twice the longest step, and the delay behind what was sent while the path was slow."""
 LATE_SECONDS = 1.0
-"""Maximum delay of an end by deadline."""
+"""Maximum time between a deadline and the end that it causes."""
 
 
 class Violation(AssertionError):

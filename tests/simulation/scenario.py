@@ -228,7 +228,7 @@ def _request(
 
 
 def _faults(chance: random.Random, num_workers: int, num_routers: int) -> tuple[Fault, ...]:
-    """Return a few over all the time, or many at once; of all kinds, or of two."""
+    """Return few faults over all the time, or many at once; of all kinds, or of two."""
     start, end = chance.choice(((0.3, BUSY_SECONDS), (0.3, BUSY_SECONDS), (0.9, 1.6)))
     kinds = chance.choice((KINDS, KINDS, tuple(chance.sample(KINDS, 2))))
     faults = [

@@ -18,7 +18,7 @@ from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
 MUTANT_RUNS = 60
-"""Runs that find the slowest of the mutants. Most are found in the first few."""
+"""Runs within which the slowest mutant is found. Most are found in the first few."""
 
 SCENARIOS = st.builds(drawn, st.randoms(use_true_random=False), st.integers(0, 1000))
 DRAWING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -1,7 +1,7 @@
 """One run of a scenario: the cluster is built, requests come, faults strike and end, everything comes to rest.
 
-Owns the order of events, the log that two runs of one seed must agree in, and the true state of the cluster: which
-processes live and which paths work. Does not own what must hold (checks.py).
+Owns the order of events, the log in which two runs of one seed must agree, and the true state of the cluster. That
+state says which processes live and which paths work. Does not own what must hold (checks.py).
 """
 
 import asyncio
