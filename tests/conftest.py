@@ -1,6 +1,10 @@
-"""For every test: where there is no GPU, Triton interprets its kernels, which is to be said before anything imports it;
-how long threads spin on a machine crowded with processes; which cases of crossed parameters are quick; and where a row
-of the fault matrix says what it measured."""
+"""Settings for every test.
+
+- Without a GPU Triton interprets its kernels, which must be set before anything imports Triton.
+- Threads spin only briefly on a machine crowded with processes.
+- Crossed parameters: the quick run takes some of the cases.
+- `measured` takes the figures of a row of the fault matrix.
+"""
 
 import os
 from collections import defaultdict
@@ -17,7 +21,8 @@ if find_spec("hypothesis"):  # A bare machine with a GPU runs the kernels' tests
     # A machine crowded with processes may stop for a second in the middle of an example.
     settings.register_profile("crowded", deadline=None)
     settings.load_profile("crowded")
-# Dozens of processes share the cores here, workers that compute among them: one that spins keeps another from its work.
+# Dozens of processes share the cores here, computing workers among them. A thread that spins keeps another from its
+# work.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -25,8 +30,8 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where parameters are crossed, the quick run has each value of each of them at least once; `make test-all` has
-    every combination. A module of cluster tests runs in one process, and everything with Ray in one too."""
+    """Mark tests. Where parameters are crossed, the quick run has each value at least once, and `make test-all` every
+    combination. A module of cluster tests runs in one process, and so does everything with Ray."""
     functions: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -49,14 +54,15 @@ def _mark_repeated_values(cases: Sequence[pytest.Function]) -> None:
 
 
 def _same(value: object) -> str | int:
-    """Equal for equal plain values, and for the same object otherwise: to write some of them down takes 60 MB."""
+    """Return a key that is equal for equal plain values, and otherwise for the same object: the text of some takes 60
+    MB."""
     is_plain = value is None or isinstance(value, str | bytes | int | float)
     return repr(value) if is_plain else id(value)
 
 
 @pytest.fixture
 def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A row puts in what the report shows: `failed`, `migrated` (requests), `recovery_seconds`, `note`."""
+    """Figures of a row that the report shows: `failed`, `migrated` (requests), `recovery_seconds`, `note`."""
     figures: dict[str, Any] = {}
     request.node.user_properties.append(("measured", figures))
     return figures

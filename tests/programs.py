@@ -1,5 +1,7 @@
-"""Programs of the system that some tests need and no package of Python brings: where one is missing they are skipped,
-or fail where BLOCKYARD_REQUIRE_PROGRAMS is set, as by CI that has installed them."""
+"""Programs of the system that some tests need and no Python package provides.
+
+A test that lacks one is skipped. It fails where BLOCKYARD_REQUIRE_PROGRAMS is set, as in CI, which installs them.
+"""
 
 import os
 import shutil
@@ -18,7 +20,7 @@ def missing(*names: str) -> list[str]:
 
 
 def first_of(*names: str, why: str) -> str:
-    """The path of the first that is here; else the running test ends."""
+    """Return the path of the first program that exists here; otherwise skip or fail the running test."""
     for name in names:
         if (path := shutil.which(name)) is not None:
             return path

@@ -1,4 +1,4 @@
-"""Each Redis and Valkey that is on this machine, for tests that run once on each.
+"""Each Redis and Valkey on this machine, for tests that run once on each.
 
 BLOCKYARD_REDIS_SERVERS names others, paths with a colon between them.
 """
@@ -12,19 +12,19 @@ from blockyard.deploy.machine.redis_versions import version_of_program
 
 SERVERS_VARIABLE = "BLOCKYARD_REDIS_SERVERS"
 LEAST = 2
-"""A test for each server is meant to find what differs."""
+"""Least number of servers: a test for each is meant to find what differs."""
 
 
 def servers() -> list[Path]:
-    """Of several of one version the first."""
+    """Return one server per version, the first found."""
     named = os.environ.get(SERVERS_VARIABLE)
     found = [Path(path) for path in named.split(":")] if named else find_redis_servers()
     return list({str(version_of_program(path)): path for path in reversed(found)}.values())[::-1]
 
 
 def each_server(*, are_all_quick: bool = True) -> list[object]:
-    """Parameters of a fixture: the servers, and a skipped one that says so where there is only one. Unless all are
-    quick, `make test-all` alone has those that are neither the one that `up` would take, nor the oldest or newest."""
+    """Return the parameters of a fixture: the servers. If there is only one, add a skipped one that says so. Unless all
+    are quick, `make test-all` alone has those that are neither the default of `up`, nor the oldest or newest."""
     versions = {path: version_of_program(path) for path in servers()}
     by_age = sorted(versions, key=lambda path: ((known := versions[path]) and known.version) or ())
     quick = {*by_age[:1], *by_age[-1:], *[*versions][:1]}

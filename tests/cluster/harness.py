@@ -1,5 +1,4 @@
-"""What the cluster tests share: the command that users type, with a home of its own, and a cluster that
-serves."""
+"""Helpers of the cluster tests: the command that users type, with a home of its own, and a cluster that serves."""
 
 import json
 import os
@@ -21,7 +20,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def readme_commands() -> list[tuple[str, ...]]:
-    """The arguments of each line of its block that begins with `up`: what somebody types first."""
+    """Return the arguments of each line of the README's block that begins with `up`: what a new user types first."""
     text = README.read_text(encoding="utf-8")
     block = next(
         block for block in re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S) if "blockyard up " in block
@@ -31,7 +30,7 @@ def readme_commands() -> list[tuple[str, ...]]:
 
 
 UP = (*readme_commands()[0], "--router-port", "0", "--deterministic")
-"""As the README has it, but on a free port, and with tokens that can be compared."""
+"""The README's `up` command, but on a free port, and with tokens that can be compared."""
 COMMAND_SECONDS = 240.0
 UNDO_SECONDS = 60.0
 

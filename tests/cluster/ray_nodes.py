@@ -22,7 +22,7 @@ JOIN_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One that has joined: a session of processes."""
+    """A node that has joined: a session of processes."""
 
     session: int
     processes: tuple[ProcessIdentity, ...]
@@ -38,8 +38,9 @@ class Node:
 def operators_head(
     *, num_cpus: int = 2, hook: str | None = None, python_path: Path | None = None
 ) -> Iterator[RayHead]:
-    """An operator's Ray; inside, commands of this process have its token. `hook` in place of ours; `python_path` comes
-    before everything else that its Python finds. The folder's path must be short: Ray puts sockets in it."""
+    """Start an operator's Ray. In the context, commands of this process have its token. `hook` replaces ours;
+    `python_path` comes before everything else that its Python finds. The folder's path must be short: Ray puts sockets
+    in it."""
     directory = Path(tempfile.mkdtemp(prefix="by-nodes-", dir="/tmp"))
     head = None
     try:
@@ -62,7 +63,7 @@ def operators_head(
 
 @contextmanager
 def second_node(head: RayHead, *, num_cpus: int, python_path: Path | None = None) -> Iterator[Node]:
-    """Joins as the document says; what it has of the package is at `python_path`, if given."""
+    """Join as the document says. `python_path`, if given, is where the node finds the package."""
     environment = dict(os.environ)
     if python_path is not None:
         environment["PYTHONPATH"] = str(python_path)
@@ -88,7 +89,7 @@ def second_node(head: RayHead, *, num_cpus: int, python_path: Path | None = None
 
 
 def documented_join() -> str:
-    """The command by which the document has a second machine join."""
+    """Return the command with which the document has a second machine join."""
     (line,) = {
         line.partition("#")[0].strip()
         for line in DOCUMENT.read_text(encoding="utf-8").splitlines()

@@ -1,5 +1,7 @@
-"""The whole path with real processes: what a user of a running cluster relies on. In order: each test leaves a cluster
-that serves."""
+"""The whole path with real processes: what a user of a running cluster relies on.
+
+The tests run in order: each leaves a cluster that serves.
+"""
 
 import json
 import os
@@ -169,7 +171,7 @@ def test_looking_leaves_no_job_in_rays_list(cluster: Cluster) -> None:
 
 
 def _jobs(cluster: Cluster) -> list[str]:
-    """As the Jobs tab of Ray's dashboard lists them."""
+    """Return the jobs as the Jobs tab of Ray's dashboard lists them."""
     token = Path(str(cluster.state.ray_token_path)).read_text(encoding="ascii").strip()
     asked = urllib.request.Request(
         f"{cluster.state.dashboard_url}/api/jobs/", headers={"Authorization": f"Bearer {token}"}
@@ -269,7 +271,7 @@ def test_a_killed_worker_loses_no_token_and_comes_back_as_a_new_incarnation(clus
         assert eventually(healed, seconds=HEAL_SECONDS)
     reborn = cluster.command.place("worker-0")
     assert reborn["num_starts"] == 2
-    # Before Linux 6.15 Ray's node may take note of a death first, and then nobody else can.
+    # Before Linux 6.15 Ray's node may reap a dead process first, and then no other process sees the status.
     told = {"its process was killed by SIGKILL"} | (set() if tells_of_deaths() else {"its process died"})
     assert reborn["error"] in told
     assert reborn["pid"] != victim["pid"]

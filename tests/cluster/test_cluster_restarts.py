@@ -1,5 +1,8 @@
-"""Workers that are drained and restarted under load, on real Ray processes: nobody fails, and nobody can tell by the
-tokens. In order: each test leaves a cluster that serves."""
+"""Workers that are drained and restarted under load, on real Ray processes: no request fails, and the tokens do not
+change.
+
+The tests run in order: each leaves a cluster that serves.
+"""
 
 import os
 import signal
@@ -52,7 +55,7 @@ class Load:
 
 @contextmanager
 def load(cluster: Cluster) -> Iterator[Load]:
-    """Under load inside; raises what any stream raised."""
+    """Run the load inside the context, and raise what any stream raised."""
     with cluster.client() as client, ThreadPoolExecutor(max_workers=NUM_STREAMS) as threads:
         running = Load(client)
         streams: list[Future[None]] = [threads.submit(running.run, first) for first in range(NUM_STREAMS)]
@@ -67,7 +70,7 @@ def load(cluster: Cluster) -> Iterator[Load]:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """What each question gets while nothing else happens."""
+    """Return the tokens of each question while nothing else happens."""
     with cluster.client() as client:
         return {question: ask(client, question).token_ids for question in QUESTIONS}
 
@@ -200,6 +203,6 @@ def test_an_unknown_name_is_refused_before_anything_stops(cluster: Cluster) -> N
 
 
 def _started(cluster: Cluster) -> list[dict[str, object]]:
-    """Return all workers and routers, but for the age of their last error, which grows meanwhile."""
+    """Return all workers and routers without the age of their last error, which grows meanwhile."""
     places = cluster.command.json("status")["places"]
     return [{name: value for name, value in place.items() if name != "error_age_seconds"} for place in places]

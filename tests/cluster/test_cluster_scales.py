@@ -1,5 +1,8 @@
-"""A cluster grows and shrinks under load, on real Ray processes: nobody fails, prefixes are still found, and nothing
-is left. In order: the last test ends it."""
+"""A cluster grows and shrinks under load, on real Ray processes: no request fails, prefixes are still found, and
+nothing is left.
+
+The tests run in order: the last ends the cluster.
+"""
 
 import asyncio
 import os
@@ -57,7 +60,7 @@ def test_who_left_is_in_no_list_and_not_in_the_index(cluster: Cluster) -> None:
 
 
 async def indexed(cluster: Cluster) -> list[str]:
-    """The workers that the index takes for alive."""
+    """Return the workers that the index takes for alive."""
     assert cluster.state.router_redis_url is not None
     async with connect(cluster.state.router_redis_url, timeout_seconds=5.0) as redis:
         return [

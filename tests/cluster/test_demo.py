@@ -1,4 +1,4 @@
-"""`make demo` where its output goes into a pipe, as in CI: all that it tells can be read, line by line."""
+"""`make demo` with its output in a pipe, as in CI: all that it prints can be read, line by line."""
 
 import os
 import re
@@ -32,7 +32,7 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a demo has printed until it ended."""
+    """Output of a demo, up to its end."""
 
     output: str
     errors: str
@@ -40,7 +40,7 @@ class Told:
     """Processes that it started and that still run."""
 
     def section(self, title: str) -> str:
-        """The lines between the rule with this title and the next rule."""
+        """Return the lines between the rule with this title and the next rule."""
         (found,) = re.findall(rf"^{re.escape(title)} ─+\n(.*?)(?=^\S[^\n]* ─+$|\Z)", self.output, re.M | re.S)
         return str(found)
 

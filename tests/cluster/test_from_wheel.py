@@ -1,7 +1,7 @@
-"""The way of a new user from the wheel to the first token: one command installs it, one serves, and one asks.
+"""The steps of a new user from the wheel to the first token: one command installs it, one serves, and one asks.
 
-Nothing of this machine's set-up takes part but Python, curl and pip's settings: the virtual environment is new, the
-home is empty, and the cluster's files lie in a temporary folder of their own. With -s the times of the parts are shown.
+Of this machine's set-up the test uses only Python, curl and pip's settings. The virtual environment is new, the home is
+empty, and the cluster's files are in a temporary folder of their own. With -s it shows the time of each step.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.ray, pytest.mar
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "proto", "kernels", "worker", "router", "deploy")
-"""What the wheel is built from, as deploy/Dockerfile copies it."""
+"""Sources of the wheel, as deploy/Dockerfile copies them."""
 INSTALL_SECONDS = 1800.0
 """PyTorch's build for CUDA is gigabytes."""
 TOKEN_SECONDS = 60.0
@@ -34,7 +34,7 @@ TOKEN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """Somebody with an empty home, a virtual environment, and a temporary folder."""
+    """A new user with an empty home, a virtual environment, and a temporary folder."""
 
     home: Path
     venv: Path
@@ -71,7 +71,8 @@ def _is_of_the_network(name: str) -> bool:
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
-    """Has a short temporary folder, for sockets of Ray lie there, and an empty virtual environment."""
+    """Yield a new user with a short temporary folder, because Ray puts sockets there, and an empty virtual
+    environment."""
     home, venv = tmp_path / "home", tmp_path / "venv"
     home.mkdir()
     subprocess.run((sys.executable, "-m", "venv", str(venv)), check=True, timeout=TOKEN_SECONDS)
@@ -88,7 +89,7 @@ def timed(part: str) -> Iterator[None]:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build it with setuptools, from a copy: the build leaves files beside its sources."""
+    """Build the wheel with setuptools, from a copy: the build leaves files beside its sources."""
     sources = folder / "sources"
     sources.mkdir()
     for name in SOURCES:
@@ -104,7 +105,7 @@ def build_wheel(folder: Path) -> Path:
 
 @contextmanager
 def serving(user: User, *arguments: str) -> Iterator[Served]:
-    """Ends it by Ctrl-C, and nothing is left then."""
+    """Serve, end it by Ctrl-C, and check that nothing is left."""
     with user.start("blockyard", "serve", "demo", *arguments) as process:
         try:
             with timed("from `serve` until it serves"):

@@ -1,4 +1,4 @@
-"""An `up` that is interrupted takes everything back that it has started."""
+"""An interrupted `up` removes everything that it has started."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 
 def processes_of(home: Path) -> list[int]:
-    """Every process that inherited this test's BLOCKYARD_HOME: Ray's and Redis's are among them."""
+    """Return every process that inherited this test's BLOCKYARD_HOME, those of Ray and Redis among them."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -1,5 +1,4 @@
-"""A Ray cluster that was there before us: `up --address` joins it, `down` ends our actors and nothing of
-Ray's."""
+"""A Ray cluster that existed before: `up --address` joins it, and `down` ends our actors and nothing of Ray's."""
 
 import signal
 import threading
@@ -26,7 +25,7 @@ def head() -> Iterator[RayHead]:
 
 
 def actors_of(head: RayHead) -> list[ProcessIdentity]:
-    """Processes that Ray has titled as our actors."""
+    """Return the processes that Ray has titled as our actors."""
     titles = {member: Path(f"/proc/{member.pid}/cmdline") for member in session_members(head.session)}
     names = (b"ray::WorkerActor", b"ray::RouterActor", b"ray::Supervisor")
     return [member for member, title in titles.items() if title.read_bytes().startswith(names)]
@@ -80,7 +79,7 @@ def check_logs_through_the_dashboard(command: Command) -> None:
 
 
 def test_of_two_clusters_of_one_name_that_come_at_once_one_comes_up(head: RayHead, tmp_path: Path) -> None:
-    """From two homes, as from two machines: the one that is refused leaves the other alone."""
+    """Run `up` from two homes, as from two machines: the refused one leaves the other alone."""
     twins = [Command(home=tmp_path / name, cluster="twin") for name in ("one", "other")]
     arguments = ("up", *SIMULATED, "--workers", "1", "--router-port", "0", "--address", head.address)
     starts = [twin.start(*arguments) for twin in twins]

@@ -1,4 +1,4 @@
-"""What hangs or dies for good on a real cluster is started again, and no command waits for it."""
+"""Liveness of a real cluster: a hung or dead process is replaced, and no command waits for it."""
 
 import os
 import signal
@@ -30,11 +30,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
 HUNG_SECONDS = 8
 HEAL_SECONDS = 180.0
 TRUTH_SECONDS = 30.0
-"""The design gives 5; a command alone takes as long on a busy machine."""
+"""Bound on reporting a fault. The design gives 5 s; a command alone takes as long on a busy machine."""
 ANSWER_SECONDS = 30.0
-"""By the wall clock, on a busy machine."""
+"""Bound on a command's wall-clock time on a busy machine."""
 OWN_SECONDS = 10.0
-"""What the design gives: without the time in which the command was ready to run and other programs had the CPUs."""
+"""The design's bound on a command, without the time in which it was ready to run and other programs had the CPUs."""
 NUM_CLIENTS = 12
 HOLD = textwrap.dedent("""
     import ctypes, os, sys, time
@@ -51,7 +51,7 @@ READY = cluster_pb2.WORKER_STATE_READY
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers, and two routers on one port."""
+    """Start two workers, and two routers on one port."""
     command = Command(home=tmp_path_factory.mktemp("home"), cluster="lively")
     up = ("up", *SIMULATED, "--workers", "2", "--routers", "2", "--hung-seconds", str(HUNG_SECONDS))
     result = command.run(*up)
@@ -98,7 +98,7 @@ def _seconds_until(is_so: Callable[[], bool], *, within_seconds: float) -> float
 
 
 def _timed(cluster: Cluster, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A command that answers within its time, and how long that takes."""
+    """Run a command that must answer within its time. Return its result and how long it took."""
     begun = time.monotonic()
     process = cluster.command.start(*arguments, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -114,8 +114,8 @@ def _timed(cluster: Cluster, *arguments: str) -> tuple[subprocess.CompletedProce
 
 
 def _seconds_without_a_cpu(pid: int) -> float:
-    """For how long a process's main thread was ready to run and did not; also of one that has ended, before it is
-    reaped. 0 where the kernel does not count that."""
+    """Return how long a process's main thread was ready to run and did not, also after its end, before it is reaped. 0
+    where the kernel does not count it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def _seconds_without_a_cpu(pid: int) -> float:
 
 
 def _told(cluster: Cluster, *arguments: str) -> tuple[str, float]:
-    """What a command says that cannot answer, and how long that takes."""
+    """Return the error of a command that cannot answer, and how long it took."""
     result, took_seconds = _timed(cluster, *arguments)
     assert result.returncode == 1, result.stdout
     assert "Traceback" not in result.stderr
@@ -229,7 +229,7 @@ def test_a_raylet_whose_event_loop_hangs_is_killed_and_all_is_started_again(clus
 
 @contextmanager
 def hung_main_thread(pid: int) -> Iterator[None]:
-    """Holds the main thread, in which a raylet has its event loop, and lets gRPC's threads run."""
+    """Stop the main thread, in which a raylet has its event loop, and let gRPC's threads run."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(pid)], stdout=subprocess.PIPE, text=True
     ) as holder:

@@ -1,4 +1,4 @@
-"""What only Ray can do to a cluster: a node that dies, a head that dies, a worker that its supervisor cannot start."""
+"""Faults of a cluster that only Ray can cause: a dead node, a dead head, a worker that its supervisor cannot start."""
 
 import itertools
 import os
@@ -58,7 +58,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def stream_once(
     client: Client, seed: int, begun: threading.Barrier | None = None
 ) -> tuple[Completion, float]:
-    """An answer, and its longest pause."""
+    """Return an answer, and its longest pause."""
     pieces, times = [], [time.monotonic()]
     for delta in client.stream(
         f"def f{seed}(x):",
@@ -76,7 +76,7 @@ def stream_once(
 
 @contextmanager
 def disturbed(cluster: Cluster, measured: dict[str, Any]) -> Iterator[Client]:
-    """Streams run while the body does its worst; each must bring the tokens of the run before."""
+    """Run streams while the body does its worst. Each must bring the tokens of the run before."""
     with cluster.client() as client, ThreadPoolExecutor(max_workers=NUM_STREAMS) as threads:
         seeds = range(NUM_STREAMS)
         reference = list(threads.map(lambda seed: stream_once(client, seed)[0], seeds))
@@ -110,7 +110,7 @@ def test_a_worker_that_cannot_start_says_why_and_the_others_serve_on(
         assert eventually(says_why, seconds=HEAL_SECONDS)
     time.sleep(5.0)
     place = cluster.command.place("worker-1")
-    # How often it was tried, and how long apart, does not show outside: that part of the row is not asserted.
+    # The number of tries and the time between them are not visible outside: that part of the row is not asserted.
     measured["note"] = f"told: {place['error'][:60]}"
     assert "Traceback" not in place["error"]
     config.write_text(sound)
@@ -157,7 +157,7 @@ def test_streams_go_on_when_the_head_of_ray_has_died_and_its_end_is_told(
 
 
 def _last_served(client: Client) -> float:
-    """When the last of many requests was answered, one after the other until the first that is not."""
+    """Return when the last of many requests was answered, one after the other until the first that fails."""
     last = time.monotonic()
     while True:
         try:
@@ -169,7 +169,7 @@ def _last_served(client: Client) -> float:
 
 
 def _member(session: int, name: bytes) -> int:
-    """The process of a session whose program has this name."""
+    """Return the process of a session whose program has this name."""
     (pid,) = (
         member.pid
         for member in session_members(session)
@@ -180,7 +180,7 @@ def _member(session: int, name: bytes) -> int:
 
 @pytest.fixture
 def two_nodes() -> Iterator[tuple[RayHead, "subprocess.Popen[bytes]"]]:
-    """An operator's Ray of two nodes. The folder's path must be short: Ray puts sockets in it."""
+    """Start an operator's Ray of two nodes. The folder's path must be short: Ray puts sockets in it."""
     directory = Path(tempfile.mkdtemp(prefix="by-fault-", dir="/tmp"))
     head = start_head(directory, num_cpus=4)
     recorded = session_members(head.session)
@@ -211,7 +211,7 @@ def test_the_death_of_a_node_moves_all_that_ran_there(
     head, node = two_nodes
     assert eventually(lambda: _has_raylet(node.pid), seconds=60)
     command = Command(home=tmp_path / "home", cluster="nodes")
-    # More than one node has room for, so that none of them waits for the other's workers; the router stays.
+    # More than one node has room for, so that no worker waits for those of the other node; the router stays.
     placed = ("--workers", "6", "--cpus-per-worker", "1", "--router-resource", "node:__internal_head__")
     up = ("up", "--model", "demo", *SIMULATED, *placed, "--address", head.address)
     assert eventually(lambda: command.run(*up).returncode == 0, seconds=60), command.run(*up).stderr

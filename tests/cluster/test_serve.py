@@ -1,5 +1,8 @@
-"""`blockyard serve`: in the foreground until Ctrl-C, for this machine alone, or for others with TLS and a token as
-SECURITY.md says: a stranger in another network namespace."""
+"""`blockyard serve`: in the foreground until Ctrl-C.
+
+It serves this machine alone, or others with TLS and a token as SECURITY.md says: a stranger in another network
+namespace.
+"""
 
 import json
 import os
@@ -38,19 +41,19 @@ SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 class Served:
     process: subprocess.Popen[str]
     told: str
-    """What it has printed."""
+    """Output on stdout."""
     errors: list[str] = field(default_factory=list)
-    """What it has said beside that, once it has ended."""
+    """Output on stderr, once it has ended."""
 
     def value(self, name: str) -> str:
-        """Of a line such as `HTTP       http://...`."""
+        """Return the value of a line such as `HTTP       http://...`."""
         (found,) = re.findall(rf"^{name} +(\S+)$", self.told, re.MULTILINE)
         return str(found)
 
 
 @contextmanager
 def serving(command: Command, *arguments: str) -> Iterator[Served]:
-    """Ends it by Ctrl-C, and nothing is left then."""
+    """Serve for the context, end it by Ctrl-C, and check that nothing is left."""
     with command.start("serve", "demo", *arguments, stdin=subprocess.DEVNULL) as process:
         served = None
         try:
@@ -155,7 +158,7 @@ def dashboard_port_taken() -> Iterator[None]:
 
 @pytest.fixture
 def stranger() -> Iterator[tuple[str, ...]]:
-    """The beginning of a command that runs in a network of its own, where this machine is NEAR."""
+    """Yield the beginning of a command that runs in a network namespace of its own, where this machine is NEAR."""
     if any(shutil.which(program) is None for program in ("ip", "unshare", "nsenter")):
         pytest.skip("ip, unshare and nsenter are needed")
     with subprocess.Popen(("unshare", "--net", "sh", "-c", "echo; exec cat"), stdin=-1, stdout=-1) as far:

@@ -1,4 +1,4 @@
-"""Several router processes behind one port: they share the clients, and the death of one is a pause at most."""
+"""Several router processes behind one port: they share the clients, and the death of one causes a pause at most."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow]
 
 NUM_ROUTERS = 2
 NUM_CONNECTIONS = 16
-"""That all of them go to one of two processes happens once in 32,768 runs."""
+"""All connections go to the same one of two processes once in 32,768 runs."""
 HEAL_SECONDS = 60.0
 MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 
@@ -45,7 +45,7 @@ def router_places(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def connections(address: str, pid: int) -> int:
-    """Established connections of clients that a process holds on the port."""
+    """Count the established client connections that a process holds on the port."""
     port = int(address.rpartition(":")[2])
     inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     # gRPC listens for IPv4 on sockets of IPv6.

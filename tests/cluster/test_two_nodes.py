@@ -1,5 +1,8 @@
-"""Two Ray nodes, joined as docs/deploying.md says: a second one is used once the cluster is scaled, its death fails
-nobody, and one that has other code is refused or given ours."""
+"""Two Ray nodes, joined as docs/deploying.md says.
+
+The second one is used once the cluster is scaled, and its death fails no request. A node with other code is refused or
+given ours.
+"""
 
 import re
 import subprocess
@@ -57,13 +60,13 @@ def phases(command: Command) -> list[str]:
 
 
 def where(places: list[dict[str, Any]]) -> dict[str, set[str]]:
-    """The workers of each node."""
+    """Return the workers of each node."""
     nodes = {place["node_id"] for place in places}
     return {node: {place["name"] for place in places if place["node_id"] == node} for node in nodes}
 
 
 def workers_by_metrics(command: Command) -> dict[str, set[str]]:
-    """Those that each node's metrics port tells of."""
+    """Return the workers that each node's metrics port reports."""
     told = {}
     for node in command.json("status")["nodes"]:
         with urllib.request.urlopen(f"http://{node['metrics_address']}/metrics", timeout=10) as answer:
@@ -115,7 +118,7 @@ def test_a_second_node_that_joins_is_used_and_its_death_fails_nobody(head: RayHe
 
 @pytest.fixture(scope="module")
 def other_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as an older node has it: one line differs."""
+    """Write the package as an older node has it: one line differs."""
     folder = tmp_path_factory.mktemp("other")
     target = folder / "installed"
     install = [
@@ -171,7 +174,7 @@ def test_a_node_with_other_code_that_joins_later_gets_no_worker(
 
 
 def doctor(head: RayHead) -> "subprocess.CompletedProcess[str]":
-    """It takes no --cluster, unlike the commands of `Command`."""
+    """Run a command that takes no --cluster, unlike the commands of `Command`."""
     return subprocess.run(
         [
             sys.executable,

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 CHUNK_BYTES = 16_384
 IN_FLIGHT_CHUNKS = 64
-"""Of one connection and direction: beyond them the proxy reads no more, and the sender feels it."""
+"""Maximum chunks in flight per connection and direction. At the bound the proxy stops reading, so the sender has to
+wait."""
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -36,7 +37,7 @@ class _Way:
     jitter_seconds: float = 0.0
     bytes_per_second: float = inf
     free_at: float = 0.0
-    """When the link has sent all that was put on it."""
+    """Time at which the link has sent everything that was queued on it."""
 
     def arrival(self, num_bytes: int, now: float) -> float:
         self.free_at = max(now, self.free_at) + num_bytes / self.bytes_per_second
@@ -53,7 +54,7 @@ class _Connection:
     task: asyncio.Task[Any]
     writers: list[asyncio.StreamWriter]
     has_lost: bool = False
-    """Bytes, or an end, that a black hole swallowed: it can never be whole again."""
+    """True once a black hole swallowed bytes or an end: the connection can never be whole again."""
     is_reset: bool = False
 
     def reset(self) -> None:
@@ -103,30 +104,30 @@ class ChaosProxy:
             way.delay_seconds, way.jitter_seconds = seconds / 2, jitter / 2
 
     async def bandwidth(self, bytes_per_second: float) -> None:
-        """Of all connections together, in each direction."""
+        """Limit the rate of all connections together, in each direction."""
         for way in (self._up, self._down):
             way.bytes_per_second = bytes_per_second
 
     async def black_hole(self, upstream: bool = True, downstream: bool = True) -> None:
-        """What goes that way is swallowed, ends and resets too. Connections stay; new ones are accepted and say
-        nothing."""
+        """Swallow everything that goes that way, ends and resets too. Connections stay open; new ones are accepted and
+        receive nothing."""
         self._up.is_black_hole, self._down.is_black_hole = upstream, downstream
 
     async def reset(self) -> None:
-        """Every connection, now; new ones work as before."""
+        """Reset every connection now. New ones work as before."""
         await self._reset(set(self._connections))
 
     async def refuse(self) -> None:
-        """Every connection is reset, and each new one as soon as it comes."""
+        """Reset every connection now, and each new one as soon as it arrives."""
         self._refuses = True
         await self.reset()
 
     async def point_at(self, target: str) -> None:
-        """New connections go there; those that are open stay. `reset` moves their clients."""
+        """Send new connections to another target. Open connections stay; `reset` moves their clients."""
         self._target = target
 
     async def heal(self) -> None:
-        """No fault from now on. What a black hole swallowed is lost: the connections that missed it are reset."""
+        """End all faults. Reset the connections that lost bytes in a black hole."""
         self._refuses = False
         for way in (self._up, self._down):
             way.heal()
@@ -149,7 +150,7 @@ class ChaosProxy:
             else:
                 await self._join(connection, reader, writer)
         except asyncio.CancelledError:
-            # A reset does this, and nobody but the proxy awaits the task.
+            # A reset does this, and only the proxy awaits the task.
             pass
         finally:
             self._connections.discard(connection)
@@ -159,7 +160,7 @@ class ChaosProxy:
     async def _join(
         self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Until both ends have said all, or one of them is gone; in a black hole nobody hears of that."""
+        """Relay until both ends have closed, or one of them is gone. In a black hole neither end learns of that."""
         try:
             if self._up.is_black_hole:
                 await self._pump(connection, reader, None, self._up)

@@ -1,5 +1,5 @@
-"""For the fault matrix: the report that `make faults` makes. (What a row measured it puts into `measured`,
-tests/conftest.py.)"""
+"""Fault matrix fixtures, and the report that `make faults` writes. A row puts its figures into `measured`
+(tests/conftest.py)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def shared_redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.fixture
 def redis_cluster(shared_redis_cluster: RedisCluster) -> Iterator[RedisCluster]:
-    """One for all rows of Redis; whole again after each."""
+    """Yield one cluster for all rows of Redis, and make it whole again after each."""
     yield shared_redis_cluster
     shared_redis_cluster.proxy.heal()
     shared_redis_cluster.redis.mend()

@@ -1,11 +1,11 @@
-"""What must hold after every fault, whatever it was. Each function is one of the invariants and raises AssertionError.
+"""Invariants that hold after every fault. Each function checks one of them and raises AssertionError.
 
-I1 blocks are conserved: free + cached + used = total, and after the last request none is used
-I2 tokens come exactly once: those of the undisturbed run, in its order (offsets are checked by the client)
-I3 every call ends once, by its deadline, with a status that is not UNKNOWN
-I4 who was not touched by the fault has the undisturbed run's tokens
-I6 no prompt and no secret in any log
-I7 processes and Redis are as they were: descriptors, threads, memory, keys, no request left
+- I1: blocks are conserved: free + cached + used = total. After the last request no block is used.
+- I2: tokens come exactly once, in the order of the undisturbed run. The client checks offsets.
+- I3: every call ends once, by its deadline, with a status that is not UNKNOWN.
+- I4: a request that the fault did not touch has the undisturbed run's tokens.
+- I6: no log contains a prompt or a secret.
+- I7: processes and Redis are as before: descriptors, threads, memory, keys, and no request left.
 """
 
 import time
@@ -35,7 +35,7 @@ FAILURES = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.D
 
 
 async def pool_of(worker: Process) -> cluster_pb2.BlockPool:
-    """The worker's own word, not through a router."""
+    """Return the pool as the worker itself reports it, not through a router."""
     async with open_session(worker.address) as channel:
         stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
         pool: cluster_pb2.BlockPool = await stub.GetBlockPool(cluster_pb2.GetBlockPoolRequest(), timeout=10.0)
@@ -43,7 +43,8 @@ async def pool_of(worker: Process) -> cluster_pb2.BlockPool:
 
 
 async def holders_of_blocks(worker: Process) -> set[str]:
-    """The requests that hold a block, by the worker's own word. A count could be somebody else's."""
+    """Return the requests that hold a block, as the worker itself reports them. A count could include other
+    requests."""
     async with open_session(worker.address) as channel:
         stub = EngineServiceStub(channel)  # type: ignore[no-untyped-call]
         page = await stub.ListBlocks(cluster_pb2.ListBlocksRequest(page_size=1000), timeout=10.0)
@@ -52,7 +53,7 @@ async def holders_of_blocks(worker: Process) -> set[str]:
 
 
 def check_pool(pool: cluster_pb2.BlockPool) -> None:
-    """I1, at any moment."""
+    """Check I1, at any moment."""
     assert pool.free_blocks + pool.cached_blocks + pool.used_blocks == pool.total_blocks
     assert sum(run.length for run in pool.runs) == pool.total_blocks
     used = sum(run.length for run in pool.runs if run.state == cluster_pb2.BLOCK_STATE_USED)
@@ -60,7 +61,7 @@ def check_pool(pool: cluster_pb2.BlockPool) -> None:
 
 
 async def blocks_are_free(worker: Process, *, seconds: float = QUIET_SECONDS) -> float:
-    """I1 once nothing runs any more: seconds until no block was used."""
+    """Check I1 once nothing runs. Return the seconds until no block was used."""
 
     async def is_free() -> bool:
         pool = await pool_of(worker)
@@ -72,7 +73,7 @@ async def blocks_are_free(worker: Process, *, seconds: float = QUIET_SECONDS) ->
 
 
 def same_tokens(streams: Sequence[Stream], reference: Sequence[Stream]) -> None:
-    """I2 and I4: all of them, in order, against the run without a fault."""
+    """Check I2 and I4: all tokens, in order, against the run without a fault."""
     assert len(streams) == len(reference)
     for stream, undisturbed in zip(streams, reference, strict=True):
         assert stream.error is None, f"{stream.request_id}: {stream.error}"
@@ -80,7 +81,7 @@ def same_tokens(streams: Sequence[Stream], reference: Sequence[Stream]) -> None:
 
 
 def each_ended_once(streams: Iterable[Stream]) -> None:
-    """I3."""
+    """Check I3."""
     for stream in streams:
         assert stream.ended is not None, f"{stream.request_id} has not ended"
         assert stream.ended <= stream.started + stream.timeout_seconds + LATE_SECONDS
@@ -88,7 +89,7 @@ def each_ended_once(streams: Iterable[Stream]) -> None:
 
 
 def nothing_is_told(logs: Iterable[Path]) -> None:
-    """I6."""
+    """Check I6."""
     for log in logs:
         text = log.read_bytes()
         assert CANARY.encode() not in text, f"{log.name} holds a prompt"
@@ -97,7 +98,7 @@ def nothing_is_told(logs: Iterable[Path]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process takes."""
+    """Resources that a process uses."""
 
     descriptors: int
     threads: int
@@ -124,7 +125,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """How the cluster was before the fault. A process that was started again since has none."""
+    """State of the cluster before the fault. A process that was restarted since has no entry."""
 
     by_pid: dict[int, Usage]
     num_keys: int
@@ -150,7 +151,8 @@ class Baseline:
 
 
 def num_keys(cluster: Processes) -> int:
-    """Keys but the index's buckets, of which there are at most 4,096 and which hold what caches hold."""
+    """Count the keys except the index's buckets. There are at most 4,096 buckets, and their content follows the
+    caches."""
     if cluster.redis is None:
         return 0
     with redis_client.Redis.from_url(cluster.redis.url, socket_timeout=5.0) as client:
@@ -158,7 +160,7 @@ def num_keys(cluster: Processes) -> int:
 
 
 async def all_is_as_before(cluster: Processes, baseline: Baseline, *clients: AsyncClient) -> None:
-    """I1, I6 and I7 of all that runs."""
+    """Check I1, I6 and I7 of everything that runs."""
     for client in clients:
 
         async def is_idle(client: AsyncClient = client) -> bool:

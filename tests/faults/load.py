@@ -1,6 +1,6 @@
-"""Streams through the real client, and what became of each: tokens, when they came, how it ended.
+"""Streams through the real client, and a record of each: tokens, when they came, how it ended.
 
-Owns the making of load and the waiting for states. Does not own faults nor what must hold (invariants.py).
+Owns the load and the waiting for states. Does not own faults or what must hold (invariants.py).
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from blockyard.router.client.errors import BlockyardError
 from blockyard.router.client.results import Finish
 
 CANARY = "canary-7f3a"
-"""In every prompt: whatever log holds it has held a prompt."""
+"""Part of every prompt: a log that contains it contains a prompt."""
 TIMEOUT_SECONDS = 60.0
 READY = cluster_pb2.WORKER_STATE_READY
 
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One call, from its beginning to its one end."""
+    """One call, from its beginning to its only end."""
 
     request_id: str
     prompt: str
@@ -34,12 +34,12 @@ class Stream:
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
     arrivals: list[float] = field(default_factory=list)
-    """When each piece came."""
+    """Time at which each piece came."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By output."""
+    """Tokens by output."""
     text: dict[int, str] = field(default_factory=dict)
     finish: Finish | None = None
-    """Of the output that ended last."""
+    """Finish of the output that ended last."""
     error: BlockyardError | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,20 +57,20 @@ class Stream:
         return "" if self.error is None else self.error.reason
 
     def longest_gap(self, since: float) -> float:
-        """Between two pieces of which the later came after `since`."""
+        """Return the longest pause between two pieces of which the later came after `since`."""
         times = [self.started, *self.arrivals]
         gaps = [later - earlier for earlier, later in itertools.pairwise(times) if later > since]
         return max(gaps, default=0.0)
 
     async def until_tokens(self, num_tokens: int) -> None:
-        """Raises AssertionError where it ends before."""
+        """Wait for that many tokens. Raises AssertionError if the stream ends before."""
         while self.num_tokens < num_tokens:
             assert self.ended is None, f"ended after {self.num_tokens} tokens: {self.error}"
             self._news.clear()
             await asyncio.wait_for(self._news.wait(), TIMEOUT_SECONDS)
 
     async def run(self, client: AsyncClient) -> None:
-        """Takes everything; an error is kept, not raised."""
+        """Take the whole stream. An error is kept, not raised."""
         try:
             deltas = client.stream(
                 self.prompt,
@@ -108,22 +108,22 @@ class Load:
         return stream
 
     def cancel(self, stream: Stream) -> None:
-        """As a client does that is told to stop: the call ends at once."""
+        """Cancel the stream as a client does: the call ends at once."""
         self._runs[self.streams.index(stream)].cancel()
 
     async def until_tokens(self, num_tokens: int) -> None:
-        """All of them have so many."""
+        """Wait until every stream has that many tokens."""
         await asyncio.gather(*(stream.until_tokens(num_tokens) for stream in self.streams))
 
     async def finished(self) -> list[Stream]:
-        """All of them, once all have ended."""
+        """Return all streams once all have ended."""
         await asyncio.gather(*self._runs, return_exceptions=True)
         return self.streams
 
 
 @asynccontextmanager
 async def load(client: AsyncClient, streams: Sequence[Stream] = ()) -> AsyncIterator[Load]:
-    """Ends what still runs with the context."""
+    """Run streams beside the test. When the context ends, cancel those that still run."""
     async with asyncio.TaskGroup() as tasks:
         running = Load(client, tasks)
         for stream in streams:
@@ -136,7 +136,8 @@ async def load(client: AsyncClient, streams: Sequence[Stream] = ()) -> AsyncIter
 
 
 def streams(count: int, *, max_tokens: int = 60, prefix: str = "r", **arguments: Any) -> list[Stream]:
-    """So many requests, each with a prompt and seed of its own; the same whenever it is asked with the same words."""
+    """Return that many requests, each with its own prompt and seed. The same arguments always give the same
+    requests."""
     return [
         Stream(
             request_id=f"{prefix}-{number}-{time.monotonic_ns()}",
@@ -148,25 +149,26 @@ def streams(count: int, *, max_tokens: int = 60, prefix: str = "r", **arguments:
 
 
 async def answers(client: AsyncClient, wanted: Sequence[Stream]) -> list[Stream]:
-    """All run to their ends, at once."""
+    """Run all streams at once, each to its end."""
     async with load(client, wanted) as running:
         return await running.finished()
 
 
 async def states(client: AsyncClient) -> dict[str, int]:
-    """What the router believes, by worker."""
+    """Return the state of each worker as the router sees it."""
     return {worker.worker_id or worker.address: worker.state for worker in await client.list_workers()}
 
 
 async def holders(client: AsyncClient) -> dict[str, str]:
-    """The worker that each of the router's requests is on, by request."""
+    """Return the worker of each of the router's requests, by request."""
     return {request.request_id: request.worker_id for request in await client.list_requests()}
 
 
 async def until(
     holds: Callable[[], bool | Awaitable[bool]], what: str, *, seconds: float = 30.0, every: float = 0.01
 ) -> float:
-    """Seconds until it held. Raises AssertionError with `what` where it does not within the bound."""
+    """Return the seconds until the condition held. Raises AssertionError with `what` if it does not hold within the
+    bound."""
     started = time.monotonic()
     while True:
         held = holds()
@@ -177,7 +179,7 @@ async def until(
 
 
 async def until_ready(client: AsyncClient, *worker_ids: str, seconds: float = 60.0) -> float:
-    """Exactly these workers are READY."""
+    """Wait until exactly these workers are READY."""
 
     async def are_ready() -> bool:
         ready = {name for name, state in (await states(client)).items() if state == READY}

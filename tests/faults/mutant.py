@@ -1,7 +1,7 @@
 """The product, broken on purpose in one way, which the tests of a row of the fault matrix must find.
 
-Which mutants there are is in mutants_*.py, as data alone; mutants.py tries them. Each is a mistake that a programmer
-could make: a release that is forgotten, a limit off by one, a time-out that is missing, an error that was not foreseen.
+mutants_*.py lists the mutants as data; mutants.py runs them. Each is a mistake that a programmer could make: a
+forgotten release, a limit off by one, a missing timeout, an unforeseen error.
 """
 
 import ast
@@ -17,14 +17,14 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """A change of one function's syntax tree, so that neither moved files nor other line breaks concern it."""
+    """A change of one function's syntax tree, so that neither moved files nor other line breaks affect it."""
 
     where: str
-    """`PACKAGE:Class.method`, a function, or a constant's name. It stands once in the package."""
+    """`PACKAGE:Class.method`, a function, or a constant's name. It occurs once in the package."""
     right: str
-    """An expression, or statements that follow one another. It occurs once in the function."""
+    """An expression, or consecutive statements. It occurs once in the function."""
     wrong: str
-    """What takes its place."""
+    """Replacement code."""
 
     def file(self, tree: Path) -> Path:
         """Return the file that defines it. Raises ValueError unless exactly one does."""
@@ -50,11 +50,11 @@ class Edit:
 class Mutant:
     row: int
     name: str
-    """What is broken."""
+    """Description of the defect."""
     edits: tuple[Edit, ...]
-    """More than one where the product is guarded twice, or where the mistake needs two places."""
+    """Changes to make. There are several where the product is guarded twice, or where the mistake needs two places."""
     tests: tuple[str, ...]
-    """Ids, of which at least one must fail."""
+    """Test ids, of which at least one must fail."""
 
 
 def mutant(row: int, name: str, test: str, *edits: tuple[str, str, str]) -> Mutant:

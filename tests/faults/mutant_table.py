@@ -13,4 +13,4 @@ NOT_TRIED = {
     29: "starts Ray and takes a minute",
     33: "starts two nodes of Ray and takes a minute",
 }
-"""Rows of which no test has been seen to fail, and why."""
+"""Rows for which no failing test has been seen, and the reason."""

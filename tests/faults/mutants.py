@@ -1,10 +1,10 @@
-"""`python -m tests.faults.mutants [ROW ...] [--report FILE]`: whether the tests of the fault matrix can fail.
+"""`python -m tests.faults.mutants [ROW ...] [--report FILE]`: checks that the tests of the fault matrix can fail.
 
-For each mutant of mutant_table.py: the tree is copied, the product in the copy is broken in that one way, and the row's
-tests are run there. They must fail. The checkout itself is never touched. Ends with 1 where a mutant survived, or where
-its tests did not come to a verdict.
+For each mutant of mutant_table.py it copies the tree, breaks the copy in that one way, and runs the row's tests there.
+They must fail. The checkout itself is never touched. Exits with 1 if a mutant survived, or if its tests reached no
+verdict.
 
-Owns the copy, the running and the report. Does not own which mutants there are.
+Owns the copy, the runs and the report. Does not own the list of mutants.
 """
 
 import argparse
@@ -40,10 +40,10 @@ _SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) .+?(?: - (.*))?$", re.MUL
 class Verdict:
     mutant: Mutant
     word: str
-    """killed, survived, or why neither can be said."""
+    """"killed", "survived", or the reason why there is no verdict."""
     seconds: float
     tried: str = ""
-    """The day and the commit: each row of a table that is kept may have its own."""
+    """Day and commit. Each row of a kept table may have its own."""
     shown: str = ""
     """The first line of the failure that killed it."""
 
@@ -67,7 +67,7 @@ class Verdict:
 
 @contextmanager
 def copied_tree() -> Iterator[Path]:
-    """The files of the checkout as they are now, under the product's import name too."""
+    """Yield a copy of the checkout's files as they are now, which Python can import by the product's name."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     folder = Path(tempfile.mkdtemp(prefix="blockyard-mutant-"))
@@ -85,7 +85,7 @@ def copied_tree() -> Iterator[Path]:
 
 @contextmanager
 def broken(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """The tree with this mutant in it. Raises ValueError where the product has changed since it was written down."""
+    """Apply this mutant to the tree for the context. Raises ValueError if it no longer fits the product."""
     files = [(edit, edit.file(tree)) for edit in mutant.edits]
     sound = {file: file.read_text() for _, file in files}
     try:
@@ -107,7 +107,7 @@ def judged(tree: Path, mutant: Mutant) -> Verdict:
 
 
 def verdict_of(output: str) -> tuple[str, str]:
-    """From what pytest printed. A cluster that does not even start says nothing about a test."""
+    """Return the verdict from pytest's output. A cluster that does not even start proves nothing about a test."""
     outcomes = [(found[1], found[2] or "") for found in _SUMMARY.finditer(output)]
     words = {word for word, _ in outcomes}
     if "FAILED" in words:
@@ -120,7 +120,7 @@ def verdict_of(output: str) -> tuple[str, str]:
 
 def _output(tree: Path, tests: Sequence[str]) -> str:
     path = f"{tree / '.typing'}:{tree}"
-    # Bytecode is believed by its size and second: that of the mutant before could be taken for this one's.
+    # Python trusts bytecode by size and second, so it could take the previous mutant's bytecode for this one's.
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     command = [sys.executable, "-m", "pytest", *tests, "-m", "", "-x", "-rA", "--timeout", str(TEST_SECONDS)]
     command += ["-p", "no:cacheprovider", "--basetemp", str(tree / ".scratch")]
@@ -142,7 +142,7 @@ def _output(tree: Path, tests: Sequence[str]) -> str:
 
 
 def table(verdicts: Iterable[Verdict], before: str = "") -> list[str]:
-    """With the lines of an earlier table for the mutants that were not tried now."""
+    """Return the table, with the earlier table's lines for the mutants that did not run now."""
     lines = {_key(line): line for line in before.splitlines() if re.match(r"\| \d+ \|", line)}
     lines |= {(verdict.mutant.row, verdict.mutant.name): verdict.line() for verdict in verdicts}
     known = [(mutant.row, mutant.name) for mutant in MUTANTS]
@@ -157,7 +157,7 @@ def _key(line: str) -> tuple[int, str]:
 
 
 def chosen(rows: Sequence[int]) -> list[Mutant]:
-    """All, where no row is named. Raises ValueError."""
+    """Return the mutants of these rows, or all if no row is named. Raises ValueError for an unknown row."""
     known: Mapping[int, object] = {mutant.row: mutant for mutant in MUTANTS}
     if unknown := [str(row) for row in rows if row not in known]:
         raise ValueError(f"no mutant is written down for row {', '.join(unknown)}")

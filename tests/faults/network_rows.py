@@ -29,7 +29,7 @@ OURS, THEIRS = "near0", "far0"
 STEP = ("--simulated-step-seconds", "0.02")
 NUM_STREAMS = 12
 LONG = 400
-"""Tokens: longer than a cut takes to be noticed."""
+"""Tokens per request: it lasts longer than a cut takes to be noticed."""
 MOVED_SECONDS = 30.0
 RATE = "64kbit"
 NARROW = f"rate {RATE} burst 2kb limit 8kb"
@@ -80,7 +80,7 @@ def _join(far: Process) -> None:
 
 
 async def cut(rig: TwoNetworks) -> dict[str, Any]:
-    """Row 21: the link goes down, and comes up again."""
+    """Run row 21: the link goes down, and comes up again."""
     reference = await answers(rig.client, streams(NUM_STREAMS, max_tokens=LONG))
     baseline = Baseline.of(rig.cluster)
     async with load(rig.client, streams(NUM_STREAMS, max_tokens=LONG)) as running:
@@ -102,7 +102,7 @@ async def cut(rig: TwoNetworks) -> dict[str, Any]:
 
 
 async def narrow(rig: TwoNetworks) -> dict[str, Any]:
-    """Row 23: the link carries little, both ways."""
+    """Run row 23: the link carries little, both ways."""
     reference = await answers(rig.client, streams(NUM_STREAMS, max_tokens=LONG))
     run(f"tc qdisc add dev {OURS} root tbf {NARROW}")
     run(f"nsenter --net=/proc/{rig.far.pid}/ns/net tc qdisc add dev {THEIRS} root tbf {NARROW}")

@@ -1,7 +1,7 @@
 """A cluster of real processes on localhost, without Ray: workers, routers and a private Redis.
 
-Owns starting, signalling and ending them, and their logs. Does not own load (load.py) nor what must hold
-(invariants.py). Synchronous, so that a module's tests share one cluster whatever event loops they run in.
+Owns starting, signalling and ending them, and their logs. Does not own load (load.py) or what must hold
+(invariants.py). Synchronous, so that a module's tests share one cluster across event loops.
 """
 
 import itertools
@@ -25,7 +25,7 @@ SECRET = "correct-horse-of-the-fault-matrix"
 START_SECONDS = 90.0
 STOP_SECONDS = 20.0
 PORTS = range(20_000, 30_000)
-"""Below those that the kernel gives to outgoing connections: a worker that died finds its own free again."""
+"""Ports below those that the kernel gives to outgoing connections, so that a dead worker finds its own free again."""
 TASKS = re.compile(r"event loop: .*?(\d+) tasks")
 SERVES = re.compile(r"(?:worker \S+ serves at|router serving \S+ on) ([^\s\"]+)")
 SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", str(18 * 2**20))
@@ -36,7 +36,7 @@ DETERMINISTIC = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Process:
-    """One worker or router, through all its lives."""
+    """One worker or router, through all its incarnations."""
 
     name: str
     command: tuple[str, ...]
@@ -45,7 +45,7 @@ class Process:
     address: str = ""
     popen: "subprocess.Popen[bytes] | None" = None
     log_start: int = 0
-    """Where the log of this life begins."""
+    """Offset in the log where this incarnation begins."""
 
     @property
     def pid(self) -> int:
@@ -73,14 +73,14 @@ class Process:
         self.address = found[1]
 
     def log_text(self) -> str:
-        """Of this life."""
+        """Return the log of this incarnation."""
         return self.log.read_bytes()[self.log_start :].decode(errors="replace")
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def loop_word(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
-        """What it says of its event loop, now that it is asked."""
+        """Ask the process about its event loop by SIGUSR1, and return the line that it logs."""
         seen = len(pattern.findall(self.log_text()))
         self.signal(signal.SIGUSR1)
         deadline = time.monotonic() + 10
@@ -90,17 +90,17 @@ class Process:
         return found[-1]
 
     def num_tasks(self) -> int:
-        """That its event loop has now."""
+        """Return the number of tasks in its event loop now."""
         return int(self.loop_word(TASKS)[1])
 
     def kill(self) -> None:
-        """SIGKILL; gone when this returns."""
+        """Send SIGKILL and wait for the end."""
         assert self.popen is not None
         self.popen.kill()
         self.popen.wait(STOP_SECONDS)
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and return the exit code."""
         assert self.popen is not None
         self.popen.terminate()
         return self.popen.wait(STOP_SECONDS)
@@ -112,7 +112,7 @@ class Process:
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """Those of one test module, in one folder."""
+    """Processes of one test module, in one folder."""
 
     folder: Path
     redis: RedisProcess | None
@@ -120,7 +120,7 @@ class Processes:
     routers: dict[str, Process] = field(default_factory=dict)
 
     def add_worker(self, name: str, *options: str, model: Path = MODEL) -> Process:
-        """Not started yet. Its port is its own, so that the address of a later life is the same."""
+        """Add a worker without starting it. Its port is reserved, so that a later incarnation has the same address."""
         port = str(_free_port())
         arguments = ("--model", str(model), "--worker-id", name, "--port", port, "--metrics-port", "-1")
         worker = self._process(name, "blockyard.worker", *arguments, *options)
@@ -131,7 +131,8 @@ class Processes:
     def add_router(
         self, name: str, *options: str, workers: Iterable[str] = (), model: Path = MODEL
     ) -> Process:
-        """Not started yet. With Redis it learns the workers from there; `workers` are addresses to be told."""
+        """Add a router without starting it. With Redis it discovers the workers; otherwise `workers` are their
+        addresses."""
         told = [part for address in workers for part in ("--worker", address)]
         port = str(_free_port())
         arguments = ("--model", str(model), "--model-name", "demo", "--port", port, *told)
@@ -140,7 +141,7 @@ class Processes:
         return router
 
     def start(self, *processes: Process) -> None:
-        """All at once; returns when all of them serve."""
+        """Start all at once, and return when all of them serve."""
         for process in processes:
             process.spawn()
         for process in processes:
@@ -148,7 +149,7 @@ class Processes:
 
     @contextmanager
     def extra(self, *processes: Process) -> Iterator[None]:
-        """Started for the life of the context, then forgotten."""
+        """Start processes for the context, then forget them."""
         try:
             self.start(*processes)
             yield
@@ -182,7 +183,7 @@ class Processes:
 
 @contextmanager
 def processes(folder: Path, *, with_redis: bool = False) -> Iterator[Processes]:
-    """None yet but Redis; all that were added are ended with the context."""
+    """Yield an empty cluster, with Redis if asked for. All processes added to it end with the context."""
     redis = start_private_redis(folder / "redis", password=SECRET) if with_redis else None
     cluster = Processes(folder=folder, redis=redis)
     try:
@@ -198,7 +199,7 @@ def _end(process: Process) -> None:
 
 
 def _free_port() -> int:
-    """One that this process has not given before: the process it is for listens only later."""
+    """Return a port that this process has not given before: the receiver listens only later."""
     for port in itertools.islice(_ports, 200):
         with socket.socket() as probe:
             try:

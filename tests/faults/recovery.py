@@ -1,10 +1,9 @@
-"""I7: what a steady load gets after a fault, against what it got before it in the same run, and what is left behind.
+"""I7: compares a steady load after a fault with the same load before it, and the resources held then.
 
-Rounds of the same requests: only their last words differ, so that nothing but shared prefixes is found again. The
-share of prompt tokens that are found is nearly the same in each round; throughput is a timing, and other programs take
-from it.
+A round repeats the same requests with different last words, so that only shared prefixes hit the cache. The share of
+prompt tokens found is nearly the same in each round. Throughput is a timing, and other programs reduce it.
 
-Owns the rounds and the comparison. Does not own the faults (test_recovery.py) nor the cluster (redis_rig.py).
+Owns the rounds and the comparison. Does not own the faults (test_recovery.py) or the cluster (redis_rig.py).
 """
 
 import asyncio
@@ -26,28 +25,30 @@ NUM_USERS = 6
 REQUESTS_A_USER = 5
 MAX_TOKENS = 20
 NUM_ROUNDS = 3
-"""Before the fault, and after it, of which throughput is told."""
+"""Rounds before the fault, and after it, that give the reported throughput."""
 STEADY_DIFFERENCE = 0.02
-"""Of the hit rates of two rounds that follow one another, once caches are warm."""
+"""Maximum difference between the hit rates of two consecutive rounds, once caches are warm."""
 MAX_WARM_UP_ROUNDS = 10
 LEAST_HIT_RATE = 0.95
 LEAST_THROUGHPUT = 0.4
-"""Of what they were before the fault. The design wants 0.95 of both; a busy machine halves a throughput by itself."""
+"""Least share of the values before the fault. The design requires 0.95 of both; a busy machine alone halves a
+throughput."""
 RECOVERY_SECONDS = 5.0
-"""From the end of the fault to a round with the hit rate of before; tests allow ten times it."""
+"""Bound from the end of the fault to a round with the hit rate of before. Tests allow ten times it."""
 GIVEN_BACK_SECONDS = 60.0
 FEW = 3
-"""Threads and tasks that come and go by themselves."""
+"""Tolerance: threads and tasks that come and go by themselves."""
 FEW_DESCRIPTORS = 6
-"""Those, and three of the spare tokeniser process that a router starts some time after itself."""
+"""Tolerance: `FEW`, and three descriptors of the spare tokenizer process, which a router starts some time after
+itself."""
 FEW_BYTES = 24 * 2**20
 FEW_KEYS = 2
-"""Of numbers that are free again, and of who was there."""
+"""Tolerance: the keys of free berths and of former workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """What some rounds got."""
+    """Totals of some rounds."""
 
     seconds: float
     generated_tokens: int
@@ -76,14 +77,14 @@ class Rounds:
 
 
 class SteadyLoad:
-    """A few users, each of whom asks again as soon as he has his answer."""
+    """A few users, each of whom asks again as soon as the answer is there."""
 
     def __init__(self) -> None:
         self._numbers = count(time.monotonic_ns())
         self.errors: list[BlockyardError] = []
 
     async def round(self, client: AsyncClient) -> Rounds:
-        """Errors are kept, not raised; who meets one asks again."""
+        """Ask, and keep errors instead of raising them. After an error the user asks again."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             users = [tasks.create_task(self._user(client)) for _ in range(NUM_USERS)]
@@ -99,7 +100,7 @@ class SteadyLoad:
         return Rounds.together([await self.round(client) for _ in range(number)])
 
     async def warm_up(self, client: AsyncClient) -> None:
-        """Until what is shared is cached."""
+        """Run rounds until what is shared is cached."""
         before = 0.0
         for _ in range(MAX_WARM_UP_ROUNDS):
             hit_rate = (await self.round(client)).hit_rate
@@ -141,8 +142,8 @@ async def recovers(
     hold_seconds: float = 1.0,
     may_fail: bool = False,
 ) -> None:
-    """Steady load; `harm` and `heal` beside it; the load again. Asserts I7, and that no request failed, unless they may
-    while nobody is there to answer them."""
+    """Run a steady load, `harm` and `heal` beside it, and the load again. Asserts I7, and that no request failed.
+    Requests may fail while no process is there to answer them, if the caller permits it."""
     load, num_tasks = SteadyLoad(), len(asyncio.all_tasks())
     async with cluster.client() as client:
         await cluster.until_exact(client)
@@ -192,7 +193,7 @@ async def _is_exact(cluster: RedisCluster, client: AsyncClient) -> bool:
 
 
 async def _given_back(cluster: RedisCluster, held: "_Held") -> "_Held":
-    """What is held once it is about as much as before."""
+    """Return what is held once it is about as much as before."""
     deadline = time.monotonic() + GIVEN_BACK_SECONDS
     while (left := await _Held.of(cluster)).more_than(held):
         assert time.monotonic() < deadline, left.more_than(held)
@@ -202,11 +203,12 @@ async def _given_back(cluster: RedisCluster, held: "_Held") -> "_Held":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What processes and Redis hold while nothing runs. By name: one that was started again is compared with itself."""
+    """Resources that processes and Redis hold while nothing runs. By name: a restarted process is compared with
+    itself."""
 
     usages: dict[str, Usage]
     tasks: dict[str, int]
-    """Of each one's event loop."""
+    """Number of event loop tasks, by process."""
     num_keys: int
     num_strays: int
 
@@ -225,7 +227,7 @@ class _Held:
         )
 
     def more_than(self, before: "_Held") -> list[str]:
-        """What has grown by more than comes and goes."""
+        """Return what has grown beyond the tolerances."""
         return [
             f"{told}: {then} -> {now}"
             for told, now, then, most in self._compared(before)
@@ -233,7 +235,7 @@ class _Held:
         ]
 
     def told(self, before: "_Held") -> str:
-        """The largest growth of each kind."""
+        """Return the largest growth of each kind."""
         growths: dict[str, float] = {}
         for told, now, then, _ in self._compared(before):
             kind = told.partition(" of ")[0]

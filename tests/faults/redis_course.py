@@ -1,7 +1,7 @@
-"""What each fault of Redis must leave: one course of events under load, and what is asserted of it.
+"""Redis faults: one course of events under load, and the assertions after it.
 
 Owns the traffic, the measuring of placement, and `survives`, which the rows of test_redis_*.py share. Does not own the
-cluster (redis_rig.py) nor the faults.
+cluster (redis_rig.py) or the faults.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ NUM_GROUPS = 6
 NUM_LOOPS = 6
 CALM_SECONDS = 1.5
 ADDED_SECONDS = 0.05
-"""To a placement, while Redis is not what it should be; tests allow ten times it."""
+"""Bound on the time that a fault of Redis adds to a placement. Tests allow ten times it."""
 
 Action = Callable[[], object]
 
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What became of the requests and of the questions where one would be placed."""
+    """Results of the requests, and of the ExplainPlacement calls beside them."""
 
     num_done: int = 0
     errors: list[str] = field(default_factory=list)
     placements: list[tuple[float, float]] = field(default_factory=list)
-    """When each question was asked, and how long the answer took."""
+    """Start time and duration of each ExplainPlacement call."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_over: bool = False
@@ -48,7 +48,7 @@ class Traffic:
 
 @asynccontextmanager
 async def running_traffic(client: AsyncClient) -> AsyncIterator[Traffic]:
-    """Until the context ends: loops of requests that share prefixes, and one of questions."""
+    """Run loops of requests that share prefixes, and one loop of ExplainPlacement calls, until the context ends."""
     traffic, numbers = Traffic(), count()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(NUM_LOOPS):
@@ -61,7 +61,7 @@ async def running_traffic(client: AsyncClient) -> AsyncIterator[Traffic]:
 
 
 def prompt(number: int) -> str:
-    """Some 20 blocks that a sixth of all share, then words of its own."""
+    """Return some 20 blocks that a sixth of all prompts share, then words of its own."""
     return f"# {CANARY} group {number % NUM_GROUPS}\n" + "def f(x): return x\n" * 40 + f"# {number}\n" * 5
 
 
@@ -94,18 +94,18 @@ async def _measure_placement(client: AsyncClient, traffic: Traffic) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Survived:
-    """What one fault cost."""
+    """Measurements of one fault."""
 
     exact_seconds: float
-    """From the end of the fault to an index that calls itself EXACT, under load."""
+    """Time from the end of the fault until the index reports EXACT, under load."""
     equal_seconds: float
-    """From there, without load, to one that equals the workers' truth."""
+    """Time from EXACT, without load, until the index equals the workers' truth."""
     added_p50_ms: float
     added_worst_ms: float
     pause_ms: float
     index: cluster_pb2.IndexInfo
     num_resyncs: int
-    """How often workers told everything anew."""
+    """Number of times that a worker republished all its blocks."""
     num_done: int
 
 
@@ -119,10 +119,12 @@ async def survives(
     is_degraded: bool = True,
     resyncs: int = 0,
 ) -> Survived:
-    """Load, calm; `harm`; load; `heal`; until EXACT; until equal to the truth. Asserts what every row of Redis asserts.
+    """Run load, calm, `harm`, load and `heal`; wait until EXACT, then until the index equals the truth.
 
-    `is_degraded`: the fault lasts long enough for the state to be asked for, and it must have been DEGRADED.
-    `resyncs`: how many workers must have told the index everything anew.
+    Asserts what every row of Redis asserts.
+
+    - `is_degraded`: the fault lasts long enough to see the state, and it must have been DEGRADED.
+    - `resyncs`: the least number of times that workers must have republished all their blocks.
     """
     async with cluster.client() as client:
         await cluster.until_exact(client)
@@ -163,7 +165,7 @@ async def survives(
     )
     assert not traffic.errors, traffic.errors
     assert traffic.num_done >= NUM_LOOPS
-    # Where the loop had no processor to run on, nobody's answer came.
+    # Where the loop had no processor to run on, no answer could arrive.
     assert survived.added_worst_ms <= 10_000 * ADDED_SECONDS + 2 * survived.pause_ms, survived
     assert computing_seconds <= 10 * ADDED_SECONDS, "the event loop was held up"
     assert was_degraded or not is_degraded
@@ -188,7 +190,7 @@ async def _is_told(client: AsyncClient, state: int, seconds: float) -> bool:
 
 
 async def _keys_are_back(cluster: RedisCluster, num_keys: int) -> None:
-    """Nothing of earlier berths is left once the janitors have been there."""
+    """Assert that nothing of earlier berths is left once the janitors have run."""
 
     def are_back() -> bool:
         with cluster.redis.client() as straight:

@@ -1,7 +1,7 @@
-"""Three simulated workers and a router whose Redis stands behind a chaos proxy.
+"""Three simulated workers and a router whose Redis is behind a chaos proxy.
 
-Owns that cluster, and the comparison of the index with what the workers truly hold. Does not own traffic and the
-course of a fault (redis_course.py) nor the faults.
+Owns that cluster, and the comparison of the index with the workers' actual blocks. Does not own traffic and the course
+of a fault (redis_course.py) or the faults.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ WORKER_OPTIONS = (*SIMULATED, "--simulated-prefill-tokens-per-second", "200000")
 TESTS_USER = "tests"
 NUM_WORKERS = 3
 REBUILD_SECONDS = 5.0
-"""From Redis's return to an index that equals the truth; tests allow ten times it."""
+"""Bound from Redis's return to an index that equals the truth. Tests allow ten times it."""
 _PAUSES = re.compile(r"longest pause ([\d.]+) ms, computing ([\d.]+) ms of it; \d+ tasks")
 
 Holding = dict[str, set[bytes]]
-"""By worker, the first 8 bytes of each name."""
+"""First 8 bytes of each block name, by worker."""
 
 
 class RedisServer:
-    """A private Redis through several lives on one port, with the password that clients of the cluster have."""
+    """A private Redis through several incarnations on one port, with the password that the cluster's clients have."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class RedisServer:
 
     @contextmanager
     def client(self) -> Iterator["redis_client.Redis"]:
-        """Straight to it, not through the proxy, and as a user that no fault shuts out."""
+        """Connect to Redis directly, not through the proxy, as a user that no fault shuts out."""
         with redis_client.Redis(
             port=self.process.port, username=TESTS_USER, password=SECRET, socket_timeout=10.0
         ) as client:
@@ -71,14 +71,14 @@ class RedisServer:
         self._admit_tests()
 
     def end_connections(self) -> None:
-        """Of everybody else. They come back, and log in again."""
+        """Close the connections of all other clients. They reconnect and log in again."""
         self.run("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
     def mend(self) -> None:
-        """Runs and answers, whatever a test left."""
+        """Make Redis run and answer, whatever a test left."""
         try:
             self.signal(signal.SIGCONT)
             self.run("PING")
@@ -95,7 +95,7 @@ class RedisServer:
 
 @dataclass(slots=True, kw_only=True)
 class RedisCluster:
-    """Clients of Redis reach it by the proxy alone; the tests go straight to it."""
+    """A cluster whose clients reach Redis only through the proxy. The tests connect directly."""
 
     processes: Processes
     redis: RedisServer
@@ -116,7 +116,7 @@ class RedisCluster:
         return info.workers_ready == len(self.workers) and info.index_state == EXACT
 
     async def until_exact(self, client: AsyncClient, *, resyncs: int = 0) -> float:
-        """Seconds until it was, and all workers together had told everything anew so many times."""
+        """Return the seconds until the index is EXACT and the workers have republished that many times in all."""
         began = time.monotonic()
         while True:
             info = await client.index_info()
@@ -126,7 +126,7 @@ class RedisCluster:
             await asyncio.sleep(0.05)
 
     async def truth(self, client: AsyncClient) -> Holding:
-        """What each worker's cache really holds."""
+        """Return what each worker's cache really holds."""
         return {
             worker.name: {block.name[:8] for block in await client.list_blocks(worker.name) if block.name}
             for worker in self.workers
@@ -138,11 +138,11 @@ class RedisCluster:
             with self.redis.client() as straight:
                 return indexed(straight, self.prefix) == truth and await self.truth(client) == truth
         except redis_client.ResponseError:
-            # A key of a wrong type, which the purge has not passed yet.
+            # A key of a wrong type, which the purge has not reached yet.
             return False
 
     async def until_equal(self, client: AsyncClient) -> float:
-        """Without traffic."""
+        """Return the seconds until the index equals the truth. No traffic may run."""
         return await until(
             lambda: self.equals_the_truth(client),
             "the index equals the workers' truth",
@@ -151,25 +151,26 @@ class RedisCluster:
         )
 
     def loop_pause(self) -> tuple[float, float]:
-        """The router's longest since the last call, and how much of it was computing; in seconds."""
+        """Return the router's longest loop pause since the last call, and how much of it was computing; in seconds."""
         pause, computing = self.router.loop_word(_PAUSES).groups()
         return float(pause) / 1000, float(computing) / 1000
 
     def num_keys(self) -> int:
-        """But the buckets, of which there are as many as the names need."""
+        """Count the keys except buckets. The number of buckets depends on the block names."""
         with self.redis.client() as straight:
             return sum(1 for key in straight.scan_iter(count=1000) if b":b:" not in key)
 
 
 def indexed(straight: "redis_client.Redis", prefix: str) -> Holding:
-    """What look-ups can see, read from the raw keys. A worker that stands there twice is there by both names."""
+    """Return what look-ups can see, read from the raw keys. A worker that is registered twice appears under both
+    names."""
     milliseconds = _now_ms(straight)
     live = [int(berth) for berth in straight.zrangebyscore(f"{prefix}leases", f"({milliseconds}", "+inf")]
     names = {int(berth): identity for berth, identity in straight.hgetall(f"{prefix}names").items()}
     owner = {berth: names[berth].split(b"\0")[0].decode() for berth in live if berth in names}
     holding: Holding = {worker: set() for worker in owner.values()}
     if len(holding) < len(owner):
-        # After its identity was lost, until the lease of the berth before lapses.
+        # After a lost identity a worker is registered twice until the earlier berth's lease lapses.
         holding["of a worker that stands there twice"] = set()
     for name, berths in entries(straight, prefix):
         for berth in berths:
@@ -187,7 +188,7 @@ def entries(straight: "redis_client.Redis", prefix: str) -> Iterator[tuple[bytes
 
 
 def strays(straight: "redis_client.Redis", prefix: str) -> int:
-    """Entries of berths that do not stand in the index (any more)."""
+    """Count the entries of berths that are not in the index (any more)."""
     milliseconds = _now_ms(straight)
     live = {int(berth) for berth in straight.zrangebyscore(f"{prefix}leases", f"({milliseconds}", "+inf")}
     live &= {int(berth) for berth in straight.hkeys(f"{prefix}names")}
@@ -204,7 +205,7 @@ def num_resyncs(info: cluster_pb2.IndexInfo) -> int:
 
 
 def num_errors(info: cluster_pb2.IndexInfo) -> int:
-    """Of the workers' calls."""
+    """Return the number of failed calls of all workers."""
     return sum(worker.index.errors for worker in info.workers)
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/faults.md: every row of the matrix with what a run measured.
+"""The table of docs/faults.md: every row of the matrix with the figures of a run.
 
 A pytest plugin that conftest.py registers. Owns the lines between the two markers of that file, nothing else in it.
 """
@@ -25,14 +25,14 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one test of one row."""
+    """Result of one test of one row."""
 
     number: int
     test: str
     outcome: str
     """passed, failed, skipped or xfailed."""
     reason: str = ""
-    """Why it was skipped, or is known to fail."""
+    """Reason why it was skipped, or is known to fail."""
     failed: int | None = None
     migrated: int | None = None
     recovery_seconds: float | None = None
@@ -68,7 +68,7 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def rewritten(text: str, lines: Sequence[str], *, by: str = WRITER) -> str:
-    """Between the two markers of this writer. Raises ValueError where they are not there."""
+    """Replace the lines between this writer's two markers. Raises ValueError if they are missing."""
     before, begin, rest = text.partition(f"<!-- written by {by}: begin -->")
     _, end, after = rest.partition(f"<!-- written by {by}: end -->")
     if not begin or not end:
@@ -77,7 +77,7 @@ def rewritten(text: str, lines: Sequence[str], *, by: str = WRITER) -> str:
 
 
 def setting() -> str:
-    """When and where, in a sentence."""
+    """Return when and where the run took place, in a sentence."""
     return f"Run of {day_and_commit()} on {machine()}."
 
 

@@ -1,4 +1,4 @@
-"""What the rows share: a whole cluster to begin with, a client, a fault's victims, and what it cost them."""
+"""Helpers that the rows share: a whole cluster to begin with, a client, a fault's victims, and what it cost them."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ READY_SECONDS = 90.0
 
 @asynccontextmanager
 async def whole(cluster: Processes, *routers: Process) -> AsyncIterator[AsyncClient]:
-    """A client that never retries, of the first router (of all of them, if more are given), once every worker is up
-    again and READY."""
+    """Restart dead workers and wait until all are READY. Yield a client that never retries, of the first router or of
+    those given."""
     asked = routers or tuple(cluster.routers.values())[:1]
     dead = [worker for worker in cluster.workers.values() if not worker.is_running]
     cluster.start(*dead)
@@ -31,7 +31,7 @@ async def whole(cluster: Processes, *routers: Process) -> AsyncIterator[AsyncCli
 
 
 def busiest(held: Mapping[str, str]) -> str:
-    """The worker with the most requests."""
+    """Return the worker with the most requests."""
     return Counter(held.values()).most_common(1)[0][0]
 
 
@@ -40,7 +40,7 @@ def victims(streams: Iterable[Stream], held: Mapping[str, str], worker: str) -> 
 
 
 def cost(touched: Sequence[Stream], lost_worker: str, *, at: float) -> dict[str, Any]:
-    """Failed, migrated, and the longest pause of those that a fault touched."""
+    """Return the figures of the requests that a fault touched: failed, migrated, and their longest pause."""
     return {
         "failed": sum(stream.error is not None for stream in touched),
         "migrated": sum(
@@ -51,7 +51,7 @@ def cost(touched: Sequence[Stream], lost_worker: str, *, at: float) -> dict[str,
 
 
 async def is_serving(router: Process) -> bool:
-    """What health says."""
+    """Return whether the health service reports SERVING."""
     async with grpc.aio.insecure_channel(router.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
@@ -60,13 +60,13 @@ async def is_serving(router: Process) -> bool:
 
 @asynccontextmanager
 async def raw_inference(router: Process, *options: tuple[str, Any]) -> AsyncIterator[Any]:
-    """A stub without our client, for what our client never does."""
+    """Yield a raw stub, for calls that our client never makes."""
     async with grpc.aio.insecure_channel(router.address, options=options) as channel:
         yield InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
-    """Of an error that came to a raw stub."""
+    """Return the ErrorInfo of an error from a raw stub."""
     status = rpc_status.from_call(error)
     assert status is not None
     info = error_details_pb2.ErrorInfo()

@@ -1,10 +1,10 @@
 """`python -m tests.faults.soak --minutes M --seed S [--report FILE]`: random faults under load, one after another.
 
-After each the cluster has to become whole, every stream's tokens and end are judged, and once in a while everything
-falls quiet: then no block is used, the index equals the workers' truth, and samples are taken. Ends with 1 where
-anything did not hold, and shows the seed and the faults so far. Row 50 of the fault matrix.
+After each fault the cluster has to become whole, and every stream's tokens and end are judged. At intervals the load
+stops: then no block is used, the index equals the workers' truth, and samples are taken. Exits with 1 if anything did
+not hold, and shows the seed and the faults so far. Row 50 of the fault matrix.
 
-Owns the course of it and the report. Does not own its parts (soak_*.py).
+Owns the course of the run and the report. Does not own its parts (soak_*.py).
 """
 
 import argparse
@@ -48,7 +48,7 @@ ABOUT = (
 
 @dataclass(slots=True, kw_only=True)
 class Soak:
-    """What is known of a run, also of one that failed."""
+    """Results of a run, also of one that failed."""
 
     seed: int
     minutes: float
@@ -67,7 +67,8 @@ class Soak:
 
 
 async def run(soak: Soak, folder: Path) -> None:
-    """Raises AssertionError, perhaps within a group, where something does not hold. SIGTERM ends what was started."""
+    """Run the soak. Raises AssertionError, perhaps within a group, if something does not hold. SIGTERM ends what was
+    started."""
     course = asyncio.current_task()
     assert course is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, course.cancel)
@@ -124,7 +125,7 @@ async def _quiet(soak: Soak, cluster: SoakCluster, load: SoakLoad, *, is_last: b
 
 
 def told(soak: Soak, command: Sequence[str]) -> list[str]:
-    """The report, as markdown."""
+    """Return the report as Markdown."""
     outcomes = {} if soak.load is None else soak.load.outcomes
     verdict = f"**Does not hold**: {soak.failure}" if soak.failure else "Every invariant held."
     return [
@@ -155,7 +156,7 @@ def _fault_row(kind: str, struck: Sequence[Struck]) -> str:
 
 
 def soaked(soak: Soak, folder: Path) -> None:
-    """Runs it to its end; what went wrong is in `failure`, and shown."""
+    """Run the soak to its end. A failure goes into `failure` and is shown."""
     print(f"seed {soak.seed}", flush=True)
     try:
         asyncio.run(run(soak, folder))

@@ -1,7 +1,7 @@
 """The cluster of the soak: Redis behind a proxy, four workers each behind a proxy of its own, two routers.
 
-Owns starting it, when it is whole again, what must hold while nothing is asked of it, and taking samples. Does not own
-faults (soak_faults.py), load (soak_load.py) nor what a sample may be (soak_samples.py).
+Owns its start, the check that it is whole again, what must hold while it is idle, and taking samples. Does not own
+faults (soak_faults.py), load (soak_load.py) or the bounds on samples (soak_samples.py).
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from .redis_rig import RedisCluster, RedisServer, num_resyncs, strays
 from .soak_samples import RedisSample, Sample, Samples
 
 MARKER_TOKEN = 3333
-"""A prompt that holds it fails the step that it is in."""
+"""Marker token: a prompt that contains it makes its step fail."""
 WORKERS = ("w0", "w1", "w2", "w3")
 MORTAL_WORKER = "w3"
-"""The others live through the whole run, so that slopes can be seen."""
+"""Worker that faults may end. The others live through the whole run, so that slopes can be seen."""
 ROUTERS = ("r0", "r1")
 MORTAL_ROUTER = "r1"
 LINK_HOST = "127.0.0.2"
-"""Where a worker is said to be: its proxy has the same port there."""
+"""Host that workers advertise: each worker's proxy has the worker's port there."""
 WORKER_OPTIONS = (
     *SIMULATED,
     *("--simulated-step-seconds", "0.02", "--simulated-fault", f"{MARKER_TOKEN}:raise"),
@@ -45,23 +45,24 @@ class SoakCluster:
     processes: Processes
     redis: RedisCluster
     links: dict[str, ChaosProxy]
-    """Between all routers and a worker, by worker."""
+    """Links between all routers and a worker, by worker."""
     clients: dict[str, AsyncClient]
-    """By router, to ask for its state. The load has its own."""
+    """Clients that read a router's state, by router. The load has its own clients."""
     wanted_resyncs: int = 0
-    """By all workers together, before the cluster is whole."""
+    """Number of times that all workers together must republish before the cluster is whole."""
 
     @property
     def addresses(self) -> list[str]:
         return [router.address for router in self.processes.routers.values()]
 
     async def forget_index(self) -> None:
-        """From here on every worker must tell everything anew: the fault that follows loses what was told."""
+        """Require that every worker republishes all blocks: the fault that follows loses what was published."""
         info = await self.clients[ROUTERS[0]].index_info()
         self.wanted_resyncs = num_resyncs(info) + len(WORKERS)
 
     async def until_whole(self) -> None:
-        """All processes run, each router holds all workers READY and the index EXACT, and I1 holds as at any moment."""
+        """Wait until all processes run, and each router has all workers READY and the index EXACT. Checks I1 as at any
+        moment."""
         for name, client in self.clients.items():
 
             async def is_whole(client: AsyncClient = client) -> bool:
@@ -76,7 +77,8 @@ class SoakCluster:
             check_pool(await pool_of(worker))
 
     async def until_quiet(self, *, is_last: bool) -> None:
-        """I1, I5, I6 while no client is there. At the last no entry of a dead life is left in the index."""
+        """Check I1, I5 and I6 without clients. At the last check, no entry of a dead incarnation may be left in the
+        index."""
         for name, client in self.clients.items():
 
             async def is_idle(client: AsyncClient = client) -> bool:
@@ -91,7 +93,7 @@ class SoakCluster:
         nothing_is_told(self.processes.logs())
 
     def take(self, samples: Samples, at_seconds: float) -> None:
-        """Of every process, those that routers and workers started too, and of this one."""
+        """Take a sample of every process, of their child processes, and of this one."""
         for process in (*self.processes.workers.values(), *self.processes.routers.values()):
             sample = Sample(at_seconds=at_seconds, usage=Usage.of(process.pid), tasks=process.num_tasks())
             samples.add(process.name, process.pid, sample)
@@ -119,11 +121,11 @@ class SoakCluster:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that it started, the oldest first."""
+    """Return the child processes, the oldest first."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # After the name, which may hold anything: state, parent.
+            # Fields after the name, which may contain anything: state, parent.
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(folder.name))
     return sorted(found)
@@ -160,7 +162,7 @@ async def soak_cluster(folder: Path) -> AsyncIterator[SoakCluster]:
 
 @contextmanager
 def _redis(folder: Path) -> Iterator[RedisServer]:
-    """Ended whatever became of it."""
+    """Yield the cluster, and end it in every case."""
     redis = RedisServer(folder)
     try:
         yield redis

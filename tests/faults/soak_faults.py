@@ -1,6 +1,6 @@
 """The faults of the soak: drawn from a seed, committed one at a time, and healed.
 
-Owns which there are, their order and how each is done. Does not own what must hold after it (soak_cluster.py,
+Owns the list of faults, their order and how each is done. Does not own what must hold afterwards (soak_cluster.py,
 soak_load.py).
 """
 
@@ -22,12 +22,12 @@ from .soak_load import RouterDeath, SoakLoad
 
 WORKER_KILLED = "worker SIGKILL, started again"
 GONE_SECONDS = 60.0
-"""Four times the keepalive's."""
+"""Four times the keepalive interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`seconds`: from the harm to its end."""
+    """One fault. `seconds`: from the harm to its end."""
 
     kind: str
     target: str
@@ -48,7 +48,7 @@ class FaultKind:
 
 
 def drawn(seed: int) -> Iterator[Fault]:
-    """For ever, the same for the same seed: all kinds in one order, all in another, and so on."""
+    """Yield faults without end, the same for the same seed: all kinds in one order, then all in another, and so on."""
     chance = random.Random(f"{seed}/faults")
     while True:
         for name in chance.sample(sorted(FAULTS), len(FAULTS)):
@@ -57,7 +57,7 @@ def drawn(seed: int) -> Iterator[Fault]:
 
 
 async def commit(cluster: SoakCluster, load: SoakLoad, fault: Fault) -> None:
-    """Returns once it is healed, as far as that is for the one who committed it."""
+    """Commit a fault, and return once the harm itself is undone. The cluster may still recover."""
     await FAULTS[fault.kind].commit(cluster, load, fault)
 
 
@@ -187,7 +187,7 @@ async def _client_dies(cluster: SoakCluster, _: SoakLoad, fault: Fault) -> None:
 async def _lose_a_client(
     cluster: SoakCluster, router: str, lose: Callable[[ChaosProxy], Awaitable[None]]
 ) -> None:
-    """Its router must find out, long before the stream would end."""
+    """Lose a client. Its router must notice long before the stream would end."""
     address = cluster.processes.routers[router].address
     async with ChaosProxy(address) as proxy, AsyncClient(proxy.address, retries=0) as far:
         (stream,) = streams(1, prefix="lost", max_tokens=1900)

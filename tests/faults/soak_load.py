@@ -1,8 +1,7 @@
 """The load of the soak: users who open clients, ask for streams of known tokens, cancel some, and close the clients.
 
-Owns the users, and the judgement of each stream. Does not own what they ask for (soak_requests.py), faults
-(soak_faults.py) nor the state of the cluster (soak_cluster.py). Keeps nothing of a stream but what it cost: the soak
-measures memory.
+Owns the users, and the judgement of each stream. Does not own the requests (soak_requests.py), faults (soak_faults.py)
+or the state of the cluster (soak_cluster.py). Keeps only the costs of a stream: the soak measures memory.
 """
 
 import asyncio
@@ -25,22 +24,22 @@ NUM_USERS = 8
 REQUESTS_OF_A_CLIENT = (3, 12)
 BETWEEN_SECONDS = (0.0, 0.3)
 SENT_SECONDS = 0.005
-"""So that one that is left before its first token has been sent."""
+"""Delay before a cancel, so that a request cancelled before its first token has at least been sent."""
 RECONNECT_SECONDS = 5.0
-"""A router that is back is found by clients within 2 s."""
+"""Grace after a router's return. Clients find it again within 2 s."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Struck:
-    """One fault, and what it cost the streams that it met."""
+    """One fault, and its cost to the streams that it met."""
 
     kind: str
     target: str
     at: float
     until: float | None = None
-    """When the cluster was whole again."""
+    """Time at which the cluster was whole again."""
     whole_seconds: float = 0.0
-    """From its healing on."""
+    """Seconds from the end of the fault until the cluster was whole."""
     failed: int = 0
     migrated: int = 0
     longest_pause: float = 0.0
@@ -50,7 +49,7 @@ class Struck:
         return self.at <= stream.ended and (self.until is None or stream.started <= self.until)
 
     def count(self, stream: Stream, *, has_failed: bool, is_steady: bool) -> None:
-        """`is_steady`: its tokens come one by one, so that a pause is one."""
+        """Count a stream. `is_steady`: its tokens come one by one, so that a gap between them is a pause."""
         self.failed += has_failed
         self.migrated += stream.finish is not None and stream.finish.migrations > 0
         if is_steady:
@@ -70,7 +69,7 @@ class RouterDeath:
     back_at: float | None = None
 
     def explains(self, stream: Stream) -> bool:
-        """No router said how it ended, and this one was not there."""
+        """Return whether this router's death explains the error: no router gave a reason, and this one was down."""
         assert stream.error is not None
         assert stream.ended is not None
         return (
@@ -101,7 +100,7 @@ class SoakLoad:
         self._goes_on.set()
 
     async def pause(self) -> None:
-        """Returns once every stream has ended and every client is closed."""
+        """Return once every stream has ended and every client is closed."""
         self._goes_on.clear()
         await until(
             lambda: self._num_clients == 0, "all streams have ended", seconds=2 * TIMEOUT_SECONDS, every=0.05
@@ -111,7 +110,7 @@ class SoakLoad:
         assert not self.violations, "\n".join(self.violations)
 
     async def user(self, number: int) -> None:
-        """For ever."""
+        """Run one user without end."""
         chance, requests = random.Random(f"{self.seed}/user/{number}"), itertools.count()
         while True:
             await self._goes_on.wait()
@@ -128,7 +127,7 @@ class SoakLoad:
                 self._num_clients -= 1
 
     async def ask(self, client: AsyncClient, kind: Kind, request_id: str) -> None:
-        """One stream to its end, judged and counted."""
+        """Run one stream to its end, judge it and count it."""
         stream = kind.stream(request_id)
         was_left = False
         if kind.cancel_after_tokens is None:
@@ -161,7 +160,7 @@ class SoakLoad:
 async def soak_load(
     addresses: Sequence[str], seed: int, wanted: Sequence[Kind], undisturbed: Mapping[str, Tokens]
 ) -> AsyncIterator[SoakLoad]:
-    """Paused at first."""
+    """Yield a load, paused at first."""
     load = SoakLoad(addresses=addresses, seed=seed, kinds=wanted, references=undisturbed)
     async with asyncio.TaskGroup() as tasks:
         users = [tasks.create_task(load.user(number)) for number in range(NUM_USERS)]
@@ -173,7 +172,7 @@ async def soak_load(
 
 
 async def _leave(stream: Stream, client: AsyncClient, after_tokens: int) -> bool:
-    """Cancelled once it has so many tokens. False where it ended before."""
+    """Cancel the stream once it has that many tokens. Return False if it ended before."""
     running = asyncio.create_task(stream.run(client))
     enough = asyncio.create_task(stream.until_tokens(after_tokens))
     try:
@@ -190,7 +189,7 @@ async def _leave(stream: Stream, client: AsyncClient, after_tokens: int) -> bool
 
 
 def _untrue(stream: Stream, reference: Tokens, *, is_whole: bool) -> list[str]:
-    """What is not as the invariants say."""
+    """Return the violations of the invariants in a stream."""
     found = []
     try:
         each_ended_once([stream])

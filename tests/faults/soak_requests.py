@@ -1,7 +1,7 @@
-"""What the users of the soak ask for: kinds of requests whose tokens are the same whenever they are asked.
+"""Requests of the soak's users: kinds of requests whose tokens are the same whenever they are asked.
 
-Owns the kinds, their tokens in an undisturbed run, and what structured output must look like. Does not own the users
-nor the judgement of a stream (soak_load.py).
+Owns the kinds, their tokens in an undisturbed run, and the shape of structured output. Does not own the users or the
+judgement of a stream (soak_load.py).
 """
 
 import json
@@ -29,7 +29,7 @@ SCHEMA = {
 WARM_SECONDS = 60.0
 
 Tokens = dict[int, list[int]]
-"""By output."""
+"""Tokens by output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def _kind(
 
 
 async def references(client: AsyncClient, wanted: Sequence[Kind]) -> dict[str, Tokens]:
-    """The tokens of each kind in an undisturbed run."""
+    """Return the tokens of each kind in an undisturbed run."""
     streams = [kind.stream(f"reference-{kind.name}", timeout_seconds=TIMEOUT_SECONDS) for kind in wanted]
     for stream in await answers(client, streams):
         assert stream.error is None, f"{stream.request_id}: {stream.error}"
@@ -101,7 +101,7 @@ async def references(client: AsyncClient, wanted: Sequence[Kind]) -> dict[str, T
 
 
 async def warm_grammars(client: AsyncClient, workers: Collection[str], wanted: Sequence[Kind]) -> None:
-    """Until each of these has followed a grammar: with its first a worker loads what is for grammars, which is no
+    """Ask until each worker has followed a grammar. The first one makes a worker load its grammar code, which is no
     leak."""
     missing, began = set(workers), time.monotonic()
     structured = [kind for kind in wanted if "json_schema" in kind.arguments]
@@ -113,7 +113,7 @@ async def warm_grammars(client: AsyncClient, workers: Collection[str], wanted: S
 
 
 def malformed(stream: Stream) -> list[str]:
-    """Outputs that are no JSON of the schema's shape."""
+    """Return the outputs that are not JSON of the schema's shape."""
     found = []
     for index, text in stream.text.items():
         try:

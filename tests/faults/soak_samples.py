@@ -1,6 +1,6 @@
-"""What processes and Redis take in the course of a long run, and whether it grows. Pure.
+"""Resource samples of processes and Redis in a long run, and whether they grow. Pure.
 
-Owns samples, slopes and limits. Does not own when a sample is taken nor how (soak_cluster.py).
+Owns samples, slopes and limits. Does not own when or how a sample is taken (soak_cluster.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,30 +12,30 @@ from .invariants import MAX_MORE_DESCRIPTORS, MAX_MORE_KEYS, MAX_MORE_THREADS, U
 
 MIB = 2**20
 WARM_UP_SHARE = 0.2
-"""Of a life: allocators, caches and connection pools fill."""
+"""Share of an incarnation that is warm-up: allocators, caches and connection pools fill."""
 STEADY_SECONDS = 300.0
-"""From a life of such a length on a slope says something; before, growth alone does."""
+"""Shortest incarnation for which a slope is meaningful. For shorter ones the total growth is checked."""
 MAX_BYTES_PER_MINUTE = 1 * MIB
 MAX_MORE_BYTES = 3 * MIB
-"""Of a shorter life, after its warm-up."""
+"""Maximum growth of a shorter incarnation after its warm-up."""
 MAX_MORE_REDIS_BYTES = 4 * MIB
 MAX_MORE_TASKS = 25
-"""A connection through a proxy is five; some may just be ending."""
+"""Tolerance in tasks. A connection through a proxy is five tasks, and some may just be ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Of one process, while nothing was asked of the cluster."""
+    """One sample of a process, while the cluster is idle."""
 
     at_seconds: float
     usage: Usage
     tasks: int | None = None
-    """asyncio's, where they can be seen."""
+    """Number of asyncio tasks, where it can be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A process from one start to its end."""
+    """One incarnation of a process, from its start to its end."""
 
     name: str
     pid: int
@@ -47,7 +47,7 @@ class Life:
 
     @property
     def settled(self) -> list[Sample]:
-        """After the warm-up."""
+        """Samples after the warm-up."""
         begin = self.samples[0].at_seconds + WARM_UP_SHARE * self.seconds
         return [sample for sample in self.samples if sample.at_seconds >= begin]
 
@@ -58,7 +58,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSample:
-    """Through all of Redis's lives: what it holds is told to it anew."""
+    """One sample of Redis, across all its incarnations: workers republish what it held."""
 
     at_seconds: float
     keys: int
@@ -67,27 +67,27 @@ class RedisSample:
 
 @dataclass(slots=True, kw_only=True)
 class Samples:
-    """All of a run."""
+    """All samples of a run."""
 
     lives: dict[int, Life] = field(default_factory=dict)
-    """By pid."""
+    """Incarnations by pid."""
     redis: list[RedisSample] = field(default_factory=list)
 
     def add(self, name: str, pid: int, sample: Sample) -> None:
         self.lives.setdefault(pid, Life(name=name, pid=pid)).samples.append(sample)
 
     def latest(self) -> dict[str, int]:
-        """MiB of memory, by name; of a name with several lives, the last one's."""
+        """Return the memory in MiB by name, of the last incarnation of each name."""
         return {life.name: life.samples[-1].usage.resident_bytes // MIB for life in self.lives.values()}
 
     def growth(self) -> list[str]:
-        """What grew more than it may."""
+        """Return what grew more than it may."""
         found = [line for life in self.lives.values() for line in life_growth(life)]
         return found + redis_growth(self.redis)
 
 
 def slope_per_minute(points: Sequence[tuple[float, float]]) -> float:
-    """By least squares, of (seconds, value); 0 for fewer than two points."""
+    """Return the least-squares slope of (seconds, value) per minute, or 0 for fewer than two points."""
     if len(points) < 2:
         return 0.0
     mean_x = sum(x for x, _ in points) / len(points)
@@ -97,7 +97,7 @@ def slope_per_minute(points: Sequence[tuple[float, float]]) -> float:
 
 
 def life_growth(life: Life) -> list[str]:
-    """One sentence for each thing that grew."""
+    """Return one sentence for each resource that grew."""
     found = []
     first, last, settled = life.samples[0], life.samples[-1], life.settled
     more_bytes = last.usage.resident_bytes - settled[0].usage.resident_bytes
@@ -117,7 +117,7 @@ def life_growth(life: Life) -> list[str]:
 
 
 def redis_growth(samples: Sequence[RedisSample]) -> list[str]:
-    """Against the first sample after the warm-up: before, the caches are not full."""
+    """Compare with the first sample after the warm-up: before it, the caches are not full."""
     if not samples:
         return []
     begin = samples[0].at_seconds + WARM_UP_SHARE * (samples[-1].at_seconds - samples[0].at_seconds)
@@ -131,7 +131,7 @@ def redis_growth(samples: Sequence[RedisSample]) -> list[str]:
 
 
 def table(samples: Samples) -> list[str]:
-    """Of each name its longest life; of Redis all of its lives as one."""
+    """Return the table: the longest incarnation of each name, and all incarnations of Redis as one."""
     lines = [
         "| process | incarnations | seconds | memory, MiB | MiB/min after the warm-up "
         "| descriptors | threads | tasks |",

@@ -223,7 +223,8 @@ async def test_refused_are_old_connections_and_new_ones_until_it_heals(
 
 
 async def _is_refused(proxy: ChaosProxy) -> bool:
-    """As quick as loopback is, the reset may come before the connection is seen to stand."""
+    """Return whether the connection is reset. On loopback the reset may arrive before the client sees the connection as
+    open."""
     try:
         return await (await connect(proxy)).is_reset()
     except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Clients that leave: at any moment of a request, politely or not, and what the cluster gives back then."""
+"""Clients that leave: at any moment of a request, politely or not, and what the cluster frees then."""
 
 import asyncio
 import sys
@@ -29,19 +29,19 @@ from .rig import error_info, raw_inference, whole
 pytestmark = pytest.mark.cluster
 
 FREE_SECONDS = 3.0
-"""With what a busy machine adds: blocks are free within a step, 0.1 s at most."""
+"""Bound, with the delays of a busy machine. Blocks are free within a step, 0.1 s at most."""
 PREFILL_RATE = 4000
 LONG_PROMPT_TOKENS = 1900
 """Half a second of prefill."""
 NUM_PLACES = 4
 MAX_REQUESTS = 24
-"""One client may hold so many; the router keeps one place in sixteen for others."""
+"""Requests that one client may hold. The router keeps one in sixteen of its permits for other clients."""
 KEEPALIVE_SECONDS = 15.0
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """One worker with few places, so that requests wait."""
+    """Start one worker with few seq slots, so that requests wait."""
     options = (
         *SIMULATED,
         *("--simulated-step-seconds", "0.02", "--simulated-prefill-tokens-per-second", str(PREFILL_RATE)),
@@ -56,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 @asynccontextmanager
 async def undisturbed(cluster: Processes) -> AsyncIterator[tuple[AsyncClient, Load]]:
-    """Two streams run beside the fault and must not feel it."""
+    """Run two streams beside the fault, which must not affect them."""
     async with whole(cluster) as client:
         reference = await answers(client, streams(2, prefix="other", max_tokens=40))
         baseline = Baseline.of(cluster)
@@ -70,7 +70,7 @@ async def undisturbed(cluster: Processes) -> AsyncIterator[tuple[AsyncClient, Lo
 
 
 async def _ends(cluster: Processes, client: AsyncClient) -> float:
-    """Seconds until neither router nor worker holds any request but the two others'."""
+    """Return the seconds until router and worker hold no request but the two others'."""
     started = time.monotonic()
 
     async def is_gone() -> bool:
@@ -116,7 +116,7 @@ async def test_a_request_cancelled_in_the_queue_is_never_scheduled(
         measured.update(failed=0, migrated=0, recovery_seconds=left)
         assert all(stream.num_tokens == 0 for stream in waiting.streams)
         assert after.prompt_tokens == before
-        # Their places and charges are there for as many again.
+        # Their permits and charges are free for as many requests again.
         again = await answers(client, streams(MAX_REQUESTS, max_tokens=2))
         assert [stream.error for stream in again if stream.error is not None] == []
         await all_is_as_before(cluster, baseline, client)
@@ -150,7 +150,7 @@ async def test_a_prompt_cancelled_between_chunks_gives_back_its_blocks(
         await until(is_within, "it is being computed")
         call.cancel()
         freed = await _ends(cluster, client)
-        # A prompt is counted at its first token, which this one must never have come to.
+        # A prompt is counted at its first token, which must not have come here.
         assert (await pool_of(cluster.workers["w0"])).load.prompt_tokens == answered
     measured.update(failed=0, migrated=0, recovery_seconds=freed)
     assert freed < FREE_SECONDS
@@ -160,7 +160,7 @@ async def test_a_prompt_cancelled_between_chunks_gives_back_its_blocks(
 async def test_cancelling_at_the_very_end_ends_each_request_once(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
-    """Each a little later than the one before, across the moment of the last token."""
+    """Cancel each request a little later than the one before, across the moment of the last token."""
     outcomes: list[str] = []
     async with undisturbed(cluster) as (client, _):
         for number in range(20):
@@ -207,8 +207,8 @@ async def test_a_killed_client_gives_back_its_blocks(cluster: Processes, measure
 async def test_a_client_that_vanishes_is_noticed_by_keepalive(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
-    """A black hole in the way of the client: no FIN, no reset, no answer to pings. Left alone the stream would run
-    for more than three minutes."""
+    """A black hole hides the client: no FIN, no reset, no answer to pings. Undetected, the stream would run for more
+    than three minutes."""
     slow = cluster.add_worker("crawls", *SIMULATED, "--simulated-step-seconds", "0.1")
     router = cluster.add_router("r6", workers=[slow.address])
     with cluster.extra(slow, router):
@@ -252,7 +252,7 @@ async def test_a_deadline_in_decode_ends_the_call_and_the_work(
 
 @pytest.mark.fault(8)
 async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured: dict[str, Any]) -> None:
-    """Its prompt takes half a second to compute; it has a fifth."""
+    """Its prompt takes half a second to compute; its deadline is a fifth of a second."""
     async with whole(cluster) as client, raw_inference(cluster.routers["r0"]) as stub:
         # The rate is measured first: a worker that has computed nothing yet refuses nothing.
         await stub.Generate(_request(prompt=list(range(2000, 2800)), max_tokens=1), timeout=60.0)
@@ -263,7 +263,7 @@ async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured
             await stub.Generate(_request(prompt=list(range(100, 2000)), max_tokens=1), timeout=0.2)
         took = time.monotonic() - started
         await blocks_are_free(cluster.workers["w0"])
-        # A chunk that was computed would have left its blocks in the cache.
+        # A computed chunk would have left its blocks in the cache.
         after = (await pool_of(cluster.workers["w0"])).cached_blocks
         measured.update(recovery_seconds=took, note="told so after that; its deadline was 0.2 s")
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,4 +1,4 @@
-"""More work than fits: bursts, floods, a pool that is too small. Limits hold exactly, and nobody starves."""
+"""More work than fits: bursts, floods, a pool that is too small. Limits hold exactly, and no request starves."""
 
 import asyncio
 import time
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.cluster
 
 MAX_REQUESTS = 50
 MAX_ALONE = MAX_REQUESTS - MAX_REQUESTS // 16
-"""The rest is not for a client that alone holds all of it."""
+"""Requests that a single client may hold. The rest is kept for other clients."""
 BURST = 500
 BURST_TOKENS = 600
-"""None of them ends before the last has come."""
+"""Tokens per request, so that none ends before the last has arrived."""
 MAX_TOKENS_ADMITTED = 6000
 STEP = ("--simulated-step-seconds", "0.01", "--simulated-prefill-tokens-per-second", "20000")
 BLOCK_BYTES = 49_152
-"""Of the demo model in fp32."""
+"""Block size of the demo model in fp32."""
 REFUSED_SECONDS = 30.0
-"""Of a burst of 500 whose clients share two cores with the router and whatever else runs; alone each is told within
-50 ms."""
+"""Bound on a refusal in a burst of 500, whose clients share two cores with the router. Alone, each takes at most 50
+ms."""
 LEAST_GOODPUT = 0.4
-"""Of that without the burst; the design wants 0.9. The 500 clients of the test itself take one of the two cores from
-what they measure, and other programs may take more."""
+"""Least share of the goodput without the burst. The design requires 0.9. The test's 500 clients take one of the two
+cores, and other programs may take more."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ async def test_of_a_burst_exactly_the_limit_is_let_in(cluster: Processes, measur
         assert slowest < REFUSED_SECONDS
         assert goodput > LEAST_GOODPUT
         assert p99 < 1 / LEAST_GOODPUT
-        # A crowded machine may let in others than the first.
+        # A crowded machine may admit requests other than the first ones.
         pairs = [
             (stream, alone) for stream, alone in zip(finished, reference, strict=False) if not stream.error
         ]
@@ -78,7 +78,7 @@ async def test_of_a_burst_exactly_the_limit_is_let_in(cluster: Processes, measur
 
 
 def _seconds(finished: Sequence[Stream]) -> float:
-    """From the first beginning to the last end: all have the same tokens to bring."""
+    """Return the time from the first beginning to the last end. All streams have the same number of tokens."""
     return max(_ends(finished)) - min(stream.started for stream in finished)
 
 
@@ -129,7 +129,7 @@ async def test_a_tenant_that_floods_does_not_hold_up_another(
         async with (
             AsyncClient(router.address, retries=0, tenant="flood") as flooder,
             AsyncClient(router.address, retries=0, tenant="quiet") as quiet,
-            # Who is not there has no share: all may be taken before it comes.
+            # An absent tenant has no share: others may take everything before it arrives.
             load(quiet, streams(1, prefix="quiet", max_tokens=1500)) as there,
         ):
             await there.until_tokens(1)
@@ -141,7 +141,7 @@ async def test_a_tenant_that_floods_does_not_hold_up_another(
 
 
 async def _time_to_first_token(client: AsyncClient) -> float:
-    """The mean of a few, one after another; all must be let in."""
+    """Return the mean of a few requests, one after another. All must be admitted."""
     times = []
     for stream in streams(5, prefix="short", max_tokens=2):
         await answers(client, [stream])
@@ -154,7 +154,7 @@ async def _time_to_first_token(client: AsyncClient) -> float:
 async def test_what_can_never_fit_is_told_at_once_and_holds_nobody_up(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
-    """The pool has 384 blocks: 16 beams of 1,000 tokens, which must be there together, need a thousand."""
+    """The pool has 384 blocks. 16 beams of 1,000 tokens, which must fit at the same time, need a thousand."""
     async with whole(cluster) as client:
         reference = await answers(client, streams(4))
         async with load(client, streams(4)) as running:

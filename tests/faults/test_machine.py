@@ -1,4 +1,4 @@
-"""What the machine does to processes: no more descriptors, a full disk, a folder that is gone, a clock that jumps."""
+"""Faults of the machine: no more descriptors, a full disk, a missing folder, a clock that jumps."""
 
 import asyncio
 import mmap
@@ -151,7 +151,7 @@ time_t time(time_t *out) {
 
 
 class WallClock:
-    """What processes started with `environment` take for the time of day; their monotonic clocks are left alone."""
+    """Wall clock of the processes started with `environment`. Their monotonic clocks do not change."""
 
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("cc")
@@ -169,13 +169,13 @@ class WallClock:
             offset[:] = struct.pack("l", seconds)
 
     def told(self) -> float:
-        """What a process with this clock says."""
+        """Return the time that a process with this clock sees."""
         command = [sys.executable, "-c", "import time; print(time.time())"]
         return float(subprocess.run(command, env=self.environment, capture_output=True, check=True).stdout)
 
 
 async def _states_while_it_jumps(clock: WallClock, client: AsyncClient) -> set[int]:
-    """Of all workers."""
+    """Return the states that any worker had meanwhile."""
     seen: set[int] = set()
     for jump in (HOUR_SECONDS, -HOUR_SECONDS, 0):
         clock.jump(jump)
@@ -206,7 +206,7 @@ async def test_a_wall_clock_that_jumps_changes_nothing(
             at = time.monotonic()
             seen |= await _states_while_it_jumps(clock, client)
             finished = await running.finished()
-        # While nothing runs there is half a second between two words of a worker.
+        # While idle, a worker sends a message each half second.
         seen |= await _states_while_it_jumps(clock, client)
         gap = max(stream.longest_gap(at) for stream in finished)
         migrated = sum(stream.finish.migrations for stream in finished if stream.finish is not None)

@@ -1,4 +1,4 @@
-"""The table of mutants fits the product and the tests of today, and a verdict is said only where there is one."""
+"""The table of mutants fits the product and tests of today, and a run without a verdict reports none."""
 
 from dataclasses import replace
 from pathlib import Path

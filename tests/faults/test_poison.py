@@ -1,4 +1,5 @@
-"""Requests that harm what computes them: nobody else may feel it. (What kills its workers: test_worker_death.py.)"""
+"""Requests that break the step that computes them: no other request may notice. test_worker_death.py has those that
+kill workers."""
 
 import json
 import shutil
@@ -66,7 +67,7 @@ async def test_a_step_that_raises_ends_the_failing_request_alone(
             migrated = sum(stream.finish.migrations for stream in finished if stream.finish is not None)
             measured.update(failed=failed, migrated=migrated, note="of those beside it")
             assert code is grpc.StatusCode.INTERNAL
-            # The step is run again in halves: nobody else has to go elsewhere.
+            # The step runs again in halves, so no other request has to move.
             assert migrated == 0
             same_tokens(finished, reference)
             each_ended_once(finished)
@@ -76,7 +77,7 @@ async def test_a_step_that_raises_ends_the_failing_request_alone(
 
 @pytest.fixture(scope="module")
 def spoilt_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, but the marker's embedding is not a number; the head is its own, and sound."""
+    """The demo model with NaN as the marker's embedding. The head is separate, and sound."""
     folder = tmp_path_factory.mktemp("spoilt") / "model"
     shutil.copytree(MODEL, folder)
     weights = load_file(folder / "model.safetensors")
@@ -112,10 +113,10 @@ async def test_a_request_whose_logits_are_no_numbers_ends_alone_and_leaves_no_pr
             same_tokens(finished, reference)
             each_ended_once(finished)
             await all_is_as_before(cluster, baseline, client)
-            # The streams beside it are those of the reference: what is cached beyond theirs is of the poison.
+            # The streams beside it are those of the reference. Blocks beyond theirs belong to the failing request.
             assert await _cached_names(client, worker) == cached
 
 
 async def _cached_names(client: AsyncClient, worker: Process) -> set[bytes]:
-    """Of the prefixes that somebody could find."""
+    """Return the names of the prefixes that a look-up could find."""
     return {block.name for block in await client.list_blocks(worker.name) if block.name}

@@ -1,5 +1,5 @@
-"""After a fault all is as it was: hit rate, throughput, and what processes and Redis hold. I7, for the faults that take
-something away: a worker's cache, the index, a router's memory."""
+"""Hit rate, throughput, and the resources of processes and Redis are as before after a fault. I7, for the faults that
+lose state: a worker's cache, the index, a router's memory."""
 
 import signal
 from typing import Any
@@ -12,7 +12,7 @@ from .redis_rig import RedisCluster
 pytestmark = pytest.mark.cluster
 
 FROZEN_SECONDS = 5.0
-"""Longer than it takes to be given up."""
+"""Longer than it takes until the worker counts as lost."""
 
 
 @pytest.mark.slow_fault

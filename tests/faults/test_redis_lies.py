@@ -1,7 +1,7 @@
-"""Redis holds what nobody told it, or lacks what it was told: rows 42, 43 and 51 of the fault matrix.
+"""Redis holds entries that were never published, or lacks published ones: rows 42, 43 and 51 of the fault matrix.
 
-A request that was promised too much recomputes it; each worker finds the damage at a renewal of its lease, and tells
-everything anew. Every row asserts what redis_course.survives asserts.
+A request that was promised too much recomputes it. Each worker finds the damage when it renews its lease, and
+republishes all blocks. Every row asserts what redis_course.survives asserts.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from .redis_rig import RedisCluster
 
 FOREIGN_BERTH = 4711
 REFUSED_SECONDS = 30.0
-"""A router finds forged records within this time; it looks each second."""
+"""Bound within which a router finds forged records. It reads the directory each second."""
 
 
 def overwrite_values(cluster: RedisCluster) -> None:
-    """Every bucket's, with rubbish of each kind."""
+    """Overwrite every bucket with rubbish of each kind."""
     seeded = random.Random(7)
     with cluster.redis.client() as straight:
         for key in straight.scan_iter(match=f"{cluster.prefix}b:*", count=1000):
@@ -36,7 +36,7 @@ def overwrite_values(cluster: RedisCluster) -> None:
 
 
 def forge_holders(cluster: RedisCluster) -> None:
-    """Everybody holds everything: the removals of all that is not there were lost."""
+    """Enter every worker as a holder of every block, as if the removals were lost."""
     with cluster.redis.client() as straight:
         live = sorted(int(berth) for berth in straight.zrange(f"{cluster.prefix}leases", 0, -1))
         for key in straight.scan_iter(match=f"{cluster.prefix}b:*", count=1000):
@@ -57,7 +57,7 @@ def change_types(cluster: RedisCluster) -> None:
 
 
 def forge_records(cluster: RedisCluster) -> None:
-    """Of the workers, and one of a worker that nobody knows."""
+    """Forge the records of the workers, and one of an unknown worker."""
     with cluster.redis.client() as straight:
         forged = {"address": "no.such.host.invalid:1", "worker_id": b"\xff\n" * 5000}
         for berth in map(int, straight.hkeys(f"{cluster.prefix}names")):
@@ -126,13 +126,13 @@ async def test_prefixes_promised_of_everybody_cost_no_request(
 async def test_news_lost_and_doubled_on_the_way_leave_no_trace(
     redis_cluster: RedisCluster, measured: dict[str, Any]
 ) -> None:
-    """A connection that dies with a batch on it may have delivered it or not: the batch is sent again."""
+    """A batch whose connection dies may be applied or not: it is sent again."""
     proxy, ended = redis_cluster.proxy, threading.Event()
     seeded = random.Random(11)
 
     def lose_and_double() -> None:
         while not ended.is_set():
-            # Upstream alone: lost. Downstream alone: applied, and the answer is lost.
+            # Upstream alone: the batch is lost. Downstream alone: it is applied, and the answer is lost.
             is_lost = seeded.random() < 0.5
             proxy.black_hole(upstream=is_lost, downstream=not is_lost)
             time.sleep(seeded.uniform(0.0, 0.05))
@@ -164,7 +164,7 @@ FIRST_ROGUE_BERTH = 10_000
 
 
 class Trap:
-    """A listener that an attacker would have routers connect to; it counts who does."""
+    """A listener to which an attacker wants routers to connect. It counts connections."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -175,7 +175,7 @@ class Trap:
         return f"127.0.0.1:{self._socket.getsockname()[1]}"
 
     def num_connections(self) -> int:
-        """Since the last call. The kernel keeps them until they are accepted here."""
+        """Count the connections since the last call. The kernel keeps them until they are accepted here."""
         accepted = 0
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -185,7 +185,8 @@ class Trap:
 
 
 def introduce_rogues(cluster: RedisCluster, address: str) -> None:
-    """As the administrator: thousands of records that point at one address, with every fact and proof of a real one."""
+    """Write thousands of records as the administrator. All point at one address, with every fact and proof of a real
+    one."""
     with cluster.redis.client() as straight, straight.pipeline(transaction=False) as pipe:
         berth = min(int(berth) for berth in straight.hkeys(f"{cluster.prefix}names"))
         real = straight.hgetall(f"{cluster.prefix}berth:{berth}")
@@ -195,7 +196,7 @@ def introduce_rogues(cluster: RedisCluster, address: str) -> None:
             pipe.hset(f"{cluster.prefix}berth:{number}", mapping=real | facts)
             pipe.hset(f"{cluster.prefix}names", str(number), f"{worker_id}\0{incarnation}")
             pipe.zadd(f"{cluster.prefix}leases", {str(number): 9e15})
-        # One of a worker that is real, and moved.
+        # One record of a real worker that has moved.
         pipe.hset(f"{cluster.prefix}berth:{FIRST_ROGUE_BERTH}", mapping=real | {b"address": address})
         pipe.execute()
 

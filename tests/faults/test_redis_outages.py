@@ -1,7 +1,7 @@
 """Redis killed, hung, cut off, flushed and slow, under load: rows 35 to 38 and 41 of the fault matrix.
 
-Every row asserts what redis_course.survives asserts: no request fails, placement and the event loop go on, the index
-says that it is not to be relied on, and soon it is again, and equals the workers' truth.
+Every row asserts what redis_course.survives asserts. No request fails, and placement and the event loop go on. The
+index reports that it is unreliable; soon it is reliable again and equals the workers' truth.
 """
 
 import signal

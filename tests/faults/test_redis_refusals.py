@@ -1,4 +1,4 @@
-"""Redis that answers, but not as it should: a stale replica, full, denied, far away. Rows 39 to 41.
+"""Redis that answers, but wrongly: a stale replica, full, denied, far away. Rows 39 to 41.
 
 Every row asserts what redis_course.survives asserts.
 """
@@ -22,7 +22,7 @@ DENIALS: dict[str, tuple[tuple[str, ...], bool]] = {
     "no keys": (("resetkeys", "~other:*"), False),
     "no sorted sets": (("-@sortedset",), False),
 }
-"""What becomes of the user that the cluster has, and whether it is asked to log in again."""
+"""Changes to the cluster's user, and whether its clients must log in again."""
 
 
 @pytest.mark.slow_fault
@@ -36,7 +36,7 @@ async def test_after_a_failover_to_a_stale_replica_what_it_missed_is_made_good(
     replica.run("REPLICAOF", "127.0.0.1", primary.process.port)
 
     def fail_over() -> None:
-        """It has missed a second of news, and does not know yet that it is the primary now."""
+        """The replica has missed a second of changes, and does not know yet that it is the primary now."""
         _until_replicated(replica)
         replica.run("REPLICAOF", "NO", "ONE")
         time.sleep(1.0)
@@ -51,7 +51,7 @@ async def test_after_a_failover_to_a_stale_replica_what_it_missed_is_made_good(
         harm=fail_over,
         heal=lambda: replica.run("REPLICAOF", "NO", "ONE"),
         hold_seconds=3.0,
-        # Whoever had no news while it was cut off has nothing to make good.
+        # A worker that published nothing while it was cut off has nothing to republish.
         resyncs=1,
     )
     assert num_errors(survived.index) > 0, "a replica refuses what is written"

@@ -1,4 +1,5 @@
-"""Redis that is away when others start, for minutes, or shared by two clusters: beside rows 35 and 36 of the matrix."""
+"""Redis that is away for minutes when others start, or that two clusters share. Belongs to rows 35 and 36 of the
+matrix."""
 
 import signal
 from typing import Any

@@ -1,5 +1,5 @@
-"""What a replay carries over: grammar, seed, penalties, several outputs, log-probabilities, beams, stop texts. On the
-demo model itself, in deterministic mode, so that tokens can be compared."""
+"""Replays keep grammar, seed, penalties, several outputs, log-probabilities, beams and stop texts. They run on the demo
+model itself, in deterministic mode, so that tokens can be compared."""
 
 import json
 import re
@@ -76,7 +76,7 @@ async def test_a_replay_goes_on_where_grammar_draws_and_penalties_were(
         await answers(client, list(undisturbed.values()))
         baseline = Baseline.of(cluster)
         disturbed = kinds()
-        # All of them on one worker: the other is frozen until they have begun.
+        # All of them are on one worker: the other is frozen until they have begun.
         other = cluster.workers["w1"]
         other.signal(signal.SIGSTOP)
         await until_ready(client, "w0")
@@ -91,7 +91,7 @@ async def test_a_replay_goes_on_where_grammar_draws_and_penalties_were(
             finished = await running.finished()
         touched = [disturbed[kind] for kind in running_kinds]
         measured.update(cost(touched, "w0", at=at), note=", ".join(sorted(running_kinds)))
-        # Beams bring nothing before they end.
+        # Beams send nothing before they end.
         streaming = [disturbed[kind] for kind in running_kinds - {"beams"}]
         measured["recovery_seconds"] = max(stream.longest_gap(at) for stream in streaming)
         assert measured["migrated"] == len(touched)

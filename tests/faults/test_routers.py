@@ -1,4 +1,4 @@
-"""Routers that die, end in order, or are asked the same thing twice."""
+"""Routers that die, shut down in order, or receive the same request twice."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ NUM_STREAMS = 8
 LONG_PROMPT = "one two three " * 100
 STEP = ("--simulated-step-seconds", "0.02")
 ORPHAN_SECONDS = 30.0
-"""Ten times the bound of 3 s, and less than the 38 s that the orphans would run to their end."""
+"""Ten times the bound of 3 s, and less than the 38 s in which the orphans would end by themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,13 @@ async def test_a_killed_router_leaves_no_orphan_and_comes_back_warm(
     assert max(orphans) < ORPHAN_SECONDS
     assert warm.finish is not None
     assert after.finish is not None
-    # What it knows of the caches it has from Redis.
+    # It learns the contents of the caches from Redis.
     assert after.finish.worker_id == warm.finish.worker_id
     assert after.finish.cached_tokens > 0
 
 
 async def _until_it_knows_a_holder(client: AsyncClient) -> None:
-    """A look-up has 40 ms: on a busy machine the first may take longer, and then nothing is known."""
+    """A look-up has 40 ms. On a busy machine the first may take longer, and then it finds nothing."""
     async with asyncio.timeout(30):
         while not (await client.lookup_prefix(LONG_PROMPT)).holders:  # noqa: ASYNC110 - state of the product
             await asyncio.sleep(0.05)
@@ -89,7 +89,7 @@ async def test_of_two_routers_the_death_of_one_touches_the_other_in_nothing(
     first, second = cluster.routers["r0"], cluster.routers["r1"]
     async with whole(cluster, second) as other, whole(cluster, first) as client:
         reference = await answers(other, streams(NUM_STREAMS, max_tokens=150))
-        # One that may retry, and has both addresses, as an application would.
+        # A client that may retry and has both addresses, as an application would.
         async with (
             AsyncClient([first.address, second.address], retries=5) as application,
             load(other, streams(NUM_STREAMS, max_tokens=150)) as untouched,

@@ -1,4 +1,4 @@
-"""A client that stops reading: it is cut off, nobody else waits for it, and what is kept for it is bounded."""
+"""A client that stops reading: it is cut off, no other client waits for it, and the data kept for it is bounded."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,12 @@ STEP_SECONDS = 0.02
 SLOW_READER_SECONDS = 2.0
 CUT_SECONDS = 30.0
 OTHERS_TOKENS = 250
-"""Five seconds: longer than the reader is let be."""
+"""Five seconds of tokens: longer than the router waits for a reader."""
 WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Small, so that the router has to wait for its client soon."""
+"""Small window, so that the router soon has to wait for its client."""
 MAX_HELD_BYTES = 16 * 2**20
-"""By default gRPC alone would keep 4 to 5 MB of each such stream, and without a bound nothing ends it."""
+"""Bound on the data held. By default gRPC alone keeps 4 to 5 MB of each such stream, and without a bound nothing ends
+it."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ async def test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up(
 
 
 async def _until_cut_off(client: AsyncClient, router: Process) -> tuple[float, int]:
-    """Seconds until it was, and by how much the router had grown at most."""
+    """Return the seconds until it was cut off, and the router's largest growth."""
     (held,) = [r.request_id for r in await client.list_requests() if not r.request_id.startswith("other")]
     before, most = Usage.of(router.pid).resident_bytes, 0
 
@@ -90,7 +91,7 @@ async def _until_cut_off(client: AsyncClient, router: Process) -> tuple[float, i
 
 
 def _slow_pause(finished: Sequence[Stream]) -> float:
-    """The 95th percentile of the pauses between two pieces of a stream."""
+    """Return the 95th percentile of the pauses between two pieces of a stream."""
     pauses = [
         later - earlier for stream in finished for earlier, later in itertools.pairwise(stream.arrivals)
     ]

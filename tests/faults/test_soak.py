@@ -1,4 +1,4 @@
-"""The soak: that it would see a leak, a wrong token, a call that ends wrongly; and forty seconds of it."""
+"""The soak detects a leak, a wrong token and a call that ends wrongly; and forty seconds of it pass."""
 
 import asyncio
 import itertools
@@ -221,7 +221,7 @@ async def test_unavailable_is_a_violation_unless_its_router_was_killed() -> None
     dead.router_deaths.append(RouterDeath(address=ROUTER, at=time.monotonic()))
     await dead.ask(Scripted([11], error=lost()), QUICK, "r")
     assert (dead.outcomes, dead.violations) == ({"lost with its router": 1}, [])
-    # A router that lives says why: that is nobody's death.
+    # A live router gives the reason, so no router's death explains the end.
     await dead.ask(Scripted([11], error=lost("WORKER_LOST")), QUICK, "r")
     assert len(dead.violations) == 1
 

@@ -1,4 +1,4 @@
-"""Workers that die: their requests go on elsewhere, each token exactly once, until the budget is used."""
+"""Workers that die: their requests move to other workers, each token exactly once, until the budget is used."""
 
 import signal
 import time
@@ -37,11 +37,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
 
 
 Lose = Callable[[AsyncClient, Process], Awaitable[str]]
-"""Ends a worker somehow; what is to be noted of it."""
+"""A way to end a worker. It returns a note for the report."""
 
 
 async def _go_on_without_the_busiest(cluster: Processes, measured: dict[str, Any], lose: Lose) -> None:
-    """Streams run, one worker is lost, and all of them come to their ends with each token once."""
+    """Run streams, lose one worker, and check that all streams end with each token once."""
     async with whole(cluster) as client:
         reference = await answers(client, streams(NUM_STREAMS))
         baseline = Baseline.of(cluster)
@@ -80,7 +80,7 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_with_each_token_once(
 
 @contextmanager
 def no_more_memory(pid: int) -> Iterator[None]:
-    """From here on the process gets no new page, and is killed by the kernel when it asks for one."""
+    """Refuse the process all new pages from now on. The kernel kills it when it asks for one."""
     group = CONTROL_GROUPS / f"blockyard-test-{pid}"
     try:
         group.mkdir()
@@ -101,7 +101,7 @@ async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
 ) -> None:
     async def starve(client: AsyncClient, worker: Process) -> str:
         with no_more_memory(worker.pid):
-            # It has pages to spare for what it does already.
+            # It has spare pages for the work that it does already.
             async with load(client, streams(MANY_STREAMS)) as more:
                 took = await until(lambda: not worker.is_running, "the kernel kills it")
                 each_ended_once(await more.finished())
@@ -118,7 +118,7 @@ async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
     async with whole(cluster) as client:
         reference = await answers(client, streams(NUM_STREAMS))
         baseline = Baseline.of(cluster)
-        # Frozen it takes requests and answers none, so that all of them are killed before their first token.
+        # A frozen worker takes requests and answers none, so all of them are killed before their first token.
         frozen = cluster.workers["w1"]
         frozen.signal(signal.SIGSTOP)
         async with load(client, streams(NUM_STREAMS)) as running:
@@ -133,7 +133,7 @@ async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
         same_tokens(finished, reference)
         touched = [stream for stream in finished if held.get(stream.request_id) == "w1"]
         measured.update(cost(touched, "w1", at=at))
-        # From the death on: before it they waited for a frozen worker, which is the test's own doing.
+        # From the death on: before it they waited for a frozen worker, which the test itself caused.
         measured["recovery_seconds"] = max(stream.arrivals[0] - at for stream in touched)
         assert touched
         assert all(stream.arrivals[0] > at for stream in touched)

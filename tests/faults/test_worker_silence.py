@@ -1,4 +1,4 @@
-"""Workers that live but cannot be heard: frozen, cut off, behind a bad link, or merely slow."""
+"""Workers that live but cannot be reached: frozen, cut off, behind a bad link, or merely slow."""
 
 import asyncio
 import signal
@@ -24,12 +24,11 @@ pytestmark = pytest.mark.cluster
 NUM_STREAMS, NUM_LATER = 12, 9
 STEP = ("--simulated-step-seconds", "0.02")
 LONG = 120
-"""Tokens: longer than a fault takes to be noticed."""
+"""Tokens per request: it lasts longer than a fault takes to be noticed."""
 NUM_ALONE = 40
-"""Chance alone would give a quarter of them to each of four workers, and fewer than four to one of them in 1 of 200
-runs."""
+"""Requests sent. By chance alone each of four workers gets a quarter, and in 1 of 200 runs one gets fewer than four."""
 ENDLESS = 1000
-"""20 s: a worker that went on to the end would be seen to."""
+"""20 s of tokens, so that a worker which went on to the end would be noticed."""
 FREED_SECONDS = 15.0
 SUSPECT_SECONDS = 20.0
 MOVED_SECONDS = 30.0
@@ -55,7 +54,7 @@ class Proxied:
 
 @asynccontextmanager
 async def proxied(cluster: Processes, *options: str) -> AsyncIterator[Proxied]:
-    """Without Redis, which would tell the router the workers' own addresses."""
+    """Start without Redis, which would give the router the workers' own addresses."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(whole(cluster))
         proxies = {
@@ -95,7 +94,7 @@ async def test_a_frozen_worker_loses_its_streams_and_changes_nothing_when_it_wak
                 for stream in touched:
                     await stream.until_tokens(stream.num_tokens + 1)
             finally:
-                # It wakes with streams that are over, tokens nobody waits for, and a lease that has lapsed.
+                # It wakes with streams that are over, tokens that no client waits for, and a lapsed lease.
                 cluster.workers[frozen].signal(signal.SIGCONT)
             finished = (await running.finished())[:NUM_STREAMS]
         measured.update(cost(touched, frozen, at=at), note=f"suspect after {suspected:.2f} s")
@@ -188,7 +187,7 @@ async def test_a_flapping_link_brings_each_token_once_without_a_storm(
             connections = rig.proxies[flapping].num_accepted
             at = time.monotonic()
             for number in range(num_flaps):
-                # Gone without a word, and gone with one: whoever is refused can come back at once.
+                # Alternate a silent cut and a refusal. A worker that refuses connections can come back at once.
                 proxy = rig.proxies[flapping]
                 await (proxy.refuse() if number % 2 else proxy.black_hole())
                 await asyncio.sleep(1.0)
@@ -246,9 +245,9 @@ async def test_a_straggler_gets_less_and_is_not_taken_for_dead(
     with cluster.extra(slow, router):
         async with AsyncClient(router.address, retries=0) as client:
             await until_ready(client, *cluster.workers)
-            # Until the router has seen how slow it is, it is a worker like the others.
+            # Until the router has measured how slow it is, it is a worker like the others.
             await answers(client, streams(8, prefix="first"))
-            # One at a time none waits anywhere: nothing but its measured speed keeps them away from it.
+            # Sent one at a time, no request waits anywhere. Only the measured speed keeps them away from it.
             alone = [
                 stream
                 for asked in streams(NUM_ALONE, prefix="alone", max_tokens=4)

@@ -1,4 +1,4 @@
-"""One house for all of it: hostile requests come one after another, and each must leave it as it was."""
+"""One house for all hostile tests: their requests come one after another, and each must leave the house as it was."""
 
 from collections.abc import Iterator
 

@@ -1,9 +1,10 @@
-"""A fuzzer guided by coverage (atheris) over what the edge makes of bytes: bodies, heads, messages of both protocols.
+"""A fuzzer guided by coverage (atheris) for the code that reads a client's bytes: bodies, headers, messages of both
+protocols.
 
-`python -m tests.hostile.coverage_fuzz body --minutes 10` fuzzes one target from its corpus in tests/hostile/corpus, and
-with `--keep` adds inputs that reach new code. It fails at the first input that raises anything but the errors that
-clients are told, and names the file that holds it; given that file, it runs it again. fuzz.py sends messages to
-processes; this one calls functions, thousands of times a second.
+`python -m tests.hostile.coverage_fuzz body --minutes 10` fuzzes one target from its corpus in tests/hostile/corpus.
+With `--keep` it adds inputs that reach new code. It fails at the first input that raises anything but a client's error,
+and names the file with that input. Given that file, it runs the input again. fuzz.py sends messages to processes; this
+one calls functions, thousands of times a second.
 """
 
 import argparse
@@ -43,7 +44,7 @@ CONTEXT = 512
 VOCABULARY = 4096
 MAX_INPUT_BYTES = 4096
 SECONDS_AN_INPUT = 10
-"""Of the wall clock: what takes longer is reported."""
+"""Wall-clock bound per input. A slower input is reported."""
 METHOD = "/blockyard.v1.InferenceService/Generate"
 FACTS = ModelFacts(
     names=("demo",),
@@ -57,7 +58,7 @@ GATE = CallGate(lambda: TokenTable({}))
 
 
 def told(error: RouterError) -> None:
-    """An error that travels by both protocols, and is a sentence."""
+    """Return whether the error travels by both protocols, and is a sentence."""
     assert 400 <= status_of(error) < 600
     assert len(error.message) <= 600
     json.dumps(error_body(error))
@@ -67,7 +68,7 @@ def told(error: RouterError) -> None:
 
 
 def fuzz_body(data: bytes) -> None:
-    """A body, by either route, to the requests that it asks for."""
+    """Fuzz a body, by either route, up to the requests that it asks for."""
     parse = chat_wanted if data[:1] < b"\x80" else completion_wanted
     try:
         wanted = parse(body.parse_json(data[1:], most_values=body.max_values(CONTEXT)))
@@ -78,7 +79,7 @@ def fuzz_body(data: bytes) -> None:
 
 
 def fuzz_message(data: bytes) -> None:
-    """A GenerateRequest."""
+    """Fuzz a GenerateRequest."""
     with suppress(DecodeError):
         message = inference_pb2.GenerateRequest.FromString(data)
         try:
@@ -88,7 +89,7 @@ def fuzz_message(data: bytes) -> None:
 
 
 def fuzz_head(data: bytes) -> None:
-    """Headers, a line each, as both protocols and the live page read them."""
+    """Fuzz headers, a line each, as both protocols and the live page read them."""
     lines = (line.partition(b":") for line in data.split(b"\n"))
     pairs = [
         (name.decode("latin-1").strip().lower(), value.decode("utf-8", "surrogateescape").strip())
@@ -112,7 +113,7 @@ def fuzz_head(data: bytes) -> None:
 
 
 def fuzz_session(data: bytes) -> None:
-    """What a router says to a worker."""
+    """Fuzz a message from a router to a worker."""
     with suppress(DecodeError, ValueError, Refused):
         message = session_pb2.ToWorker.FromString(data)
         message.WhichOneof("message")

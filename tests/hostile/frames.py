@@ -1,6 +1,6 @@
-"""HTTP/2 by hand: a gRPC client that sends what it likes of a message, as fast as the server's windows let it.
+"""HTTP/2 by hand: a gRPC client that sends any part of a message, as fast as the server's windows permit.
 
-Owns framing and flow control of one connection. It reads no header of the server's: that a call has ended is enough.
+Owns framing and flow control of one connection. It reads no header of the server: the end of a call is enough.
 """
 
 import socket
@@ -28,7 +28,7 @@ def literal(name: str, value: str) -> bytes:
 
 
 class Connection:
-    """To "host:port". `serve` does what has been asked for: it sends within the windows, and reads what comes."""
+    """A connection to "host:port". `serve` sends within the windows what was asked for, and reads what comes."""
 
     def __init__(self, address: str, *, source: str = "") -> None:
         """`source`: the address that the connection comes from."""
@@ -38,7 +38,7 @@ class Connection:
         self._host = address
         self._window = FIRST_WINDOW_BYTES
         self.first_window_bytes = FIRST_WINDOW_BYTES
-        """What a call may send before the server has read any of it."""
+        """Bytes that a call may send before the server has read any of it."""
         self._windows: dict[int, int] = {}
         self._unsent: dict[int, memoryview] = {}
         self._read = b""
@@ -55,7 +55,7 @@ class Connection:
         self._socket.close()
 
     def call(self, method: str, message_bytes: int, sent_bytes: int, *metadata: tuple[str, str]) -> int:
-        """Begins a call whose message says that it has `message_bytes`, and sends so much of it: the call's number."""
+        """Begin a call whose message claims `message_bytes`, and send that much of it. Return the call's number."""
         stream = 2 * len(self._windows) + 1
         self._windows[stream] = self.first_window_bytes
         named = (
@@ -84,11 +84,11 @@ class Connection:
         return sum(map(len, self._unsent.values()))
 
     def drip(self, stream: int) -> None:
-        """One more byte of the call's message."""
+        """Send one more byte of the call's message."""
         self._unsent.setdefault(stream, memoryview(b"\x12"))
 
     def break_off(self, stream: int) -> None:
-        """Sends what the windows let it, and cancels the call."""
+        """Send what the windows permit, and cancel the call."""
         if stream in self._unsent:
             self._send_some(stream)
         self._unsent.pop(stream, None)

@@ -1,10 +1,11 @@
 """A fuzzer that knows the schema: each method of each service gets messages that are nearly right.
 
-`python -m tests.hostile.fuzz --minutes 10 --seed 7`. A message is a function of the seed and its number, so a finding
-is sent again by `--seed S --only NUMBER`.
+`python -m tests.hostile.fuzz --minutes 10 --seed 7`. A message is a function of the seed and its number, so `--seed S
+--only NUMBER` sends a finding again.
 
-Its oracle: a status that the method may have, in time, that says nothing of what was sent; and every so often that the
-processes live, blocks are conserved, and a request that runs beside it all gets the tokens it always gets.
+Its oracle: the method answers in time, with a status that it may have and that repeats nothing of the message. At
+intervals it also checks that the processes live and blocks are conserved. A request that runs beside it must get its
+usual tokens.
 """
 
 import argparse
@@ -42,9 +43,9 @@ from .rig import (
 
 AT_ONCE = 8
 ROUND = 64
-"""Messages between two looks at the house."""
+"""Messages between two checks of the house."""
 PATIENCE_SECONDS = 1.0
-"""A generation may be as long as it asks for: then its deadline passes."""
+"""Deadline of a call. A generation may last as long as it asks for, and then its deadline passes."""
 LISTEN_SECONDS = 0.1
 Code = grpc.StatusCode
 REFUSALS = {Code.OK, Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.UNIMPLEMENTED}
@@ -65,13 +66,13 @@ ALLOWED: dict[str, set[Code]] = {
     "ListSequences": {Code.NOT_FOUND},
     "LookupPrefix": {Code.DEADLINE_EXCEEDED},
     "ExplainPlacement": {Code.DEADLINE_EXCEEDED},
-    # Both only ever end by their deadline.
+    # Both end only by their deadline.
     "WatchWorkers": {Code.DEADLINE_EXCEEDED},
 }
-"""Beside REFUSALS. Never UNKNOWN, INTERNAL or UNAVAILABLE."""
+"""Codes allowed besides REFUSALS. Never UNKNOWN, INTERNAL or UNAVAILABLE."""
 ALLOWED["GenerateStream"] = ALLOWED["Generate"]
 LEFT_OUT = {"DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex"}
-"""They do what they say, to everybody: they get mangled bytes and wrong names alone."""
+"""Methods that affect every client. They get only mangled bytes and wrong names."""
 SERVICES = tuple(
     file.services_by_name[name]
     for file, name in (
@@ -85,7 +86,7 @@ SERVICES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One message, or for a session several."""
+    """One message, or several for a session."""
 
     number: int
     method: MethodDescriptor
@@ -114,7 +115,7 @@ class Tally:
 
 @cache
 def methods() -> tuple[MethodDescriptor, ...]:
-    """Those with much to get wrong more often."""
+    """Return all methods. Those with more that can be wrong occur more often."""
     weights = {
         "Generate": 8,
         "GenerateStream": 8,
@@ -157,14 +158,14 @@ def _raw(random: Random, method: MethodDescriptor) -> bytes:
 
 
 def _shorten(message: Message) -> None:
-    """So that thousands of them take minutes: what runs may run to its end."""
+    """Shorten generations, so that thousands take minutes. A short one may run to its end."""
     sampling = getattr(message, "sampling", None)
     if sampling is not None and sampling.max_tokens in range(65, 2**24):
         sampling.max_tokens = 5
 
 
 def good(random: Random, method: MethodDescriptor) -> Message:
-    """What the method takes gladly."""
+    """Return a message that the method accepts."""
     tokens = [random.randrange(3, 4096) for _ in range(random.choice((1, 20, 40)))]
     inputs: tuple[dict[str, Any], ...] = (
         {"prompt": f"def {CANARY}"},
@@ -244,7 +245,7 @@ class Fuzzer:
         self._reference = house.tokens(max_tokens=24)
 
     async def run(self, numbers: Iterator[int]) -> None:
-        """Until they end, or a finding says that there is no house any more."""
+        """Send the shots until they end, or until a finding says that the house is gone."""
         open_session = session_channels(None, secret=SECRET, cluster="default", options=CHANNEL_OPTIONS)
         async with (
             grpc.aio.insecure_channel(self._house.router.address, options=CHANNEL_OPTIONS) as router,
@@ -290,7 +291,7 @@ async def _outcome(made: Shot, channel: grpc.aio.Channel) -> Outcome:
 
 
 async def _session(made: Shot, open_stream: Any) -> Outcome:
-    """Says it all, listens for a moment, and hangs up."""
+    """Send everything, listen for a moment, and cancel."""
 
     is_over = asyncio.Event()
 
@@ -307,7 +308,7 @@ async def _session(made: Shot, open_stream: Any) -> Outcome:
     except TimeoutError:
         call.cancel()
     except grpc.aio.AioRpcError as error:
-        # What the client makes of a write to a stream that the server has just ended; no server's word.
+        # The client's own reaction to a write on a stream that the server has just ended, not the server's answer.
         if error.details() != "Internal error from Core":
             raise
     finally:

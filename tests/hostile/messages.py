@@ -1,7 +1,7 @@
-"""Messages out of descriptors: what each field may hold at its worst, and bytes that are nearly a message.
+"""Messages from descriptors: the worst values of each field, and bytes that are nearly a message.
 
-Pure but for the random generator that it is given: the same generator makes the same messages. Knows of no method what
-it means, only which values of a field are worth sending.
+Pure except for the given random generator: the same generator makes the same messages. It does not know what a method
+means, only which values of a field are worth sending.
 """
 
 import math
@@ -57,7 +57,7 @@ LONG_LENGTHS = (1_025, 5_000, 70_000)
 
 
 def random_message(random: Random, descriptor: Descriptor, depth: int = 0) -> Message:
-    """Some of its fields, each with something that it can hold."""
+    """Fill some of the message's fields, each with a value that it can hold."""
     message: Message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if random.random() < (0.6 if depth < 2 else 0.25):
@@ -66,7 +66,7 @@ def random_message(random: Random, descriptor: Descriptor, depth: int = 0) -> Me
 
 
 def vary(random: Random, message: Message, changes: int) -> None:
-    """Puts odd values into so many fields of a message that was good, however deep they are."""
+    """Put odd values into that many fields of a good message, at any depth."""
     for _ in range(changes):
         part = message
         while part.DESCRIPTOR.fields:
@@ -130,7 +130,7 @@ def _fill_map(random: Random, items: Any, field: FieldDescriptor) -> None:
 
 
 def mangled(random: Random, raw: bytes) -> bytes:
-    """Bytes of a message, cut, flipped, doubled, or with what no schema knows."""
+    """Return a message's bytes cut, flipped, doubled, or with fields unknown to the schema."""
     change = random.choice(_MANGLERS)
     return change(random, raw)
 
@@ -147,7 +147,7 @@ def _flip(random: Random, raw: bytes) -> bytes:
 
 
 def _twice(random: Random, raw: bytes) -> bytes:
-    """Every field given twice, and both choices of a oneof where they follow each other."""
+    """Return every field twice, and both choices of a oneof where they follow each other."""
     return raw + raw
 
 
@@ -158,7 +158,7 @@ def _unknown_field(random: Random, raw: bytes) -> bytes:
 
 
 def _bad_text(random: Random, raw: bytes) -> bytes:
-    """A string field of invalid UTF-8."""
+    """Return a string field of invalid UTF-8."""
     return raw + _varint(random.randint(1, 9) << 3 | 2) + b"\x04\xff\xfe\xc0\x80"
 
 
@@ -171,7 +171,7 @@ def _noise(random: Random, raw: bytes) -> bytes:
 
 
 def _nested(random: Random, raw: bytes) -> bytes:
-    """A message inside a message, far deeper than any parser goes."""
+    """Return a message inside a message, far deeper than any parser goes."""
     deep = b""
     for _ in range(300):
         deep = _varint(random.choice((3, 5)) << 3 | 2) + _varint(len(deep)) + deep

@@ -1,7 +1,7 @@
-"""A real worker and a real router, each a process, before which hostile things are put; and what must hold after each.
+"""A real worker and a real router, each a process, for hostile input, and the invariants that hold after each input.
 
-Owns the processes and the invariants. What is sent is the tests'. Everything hostile carries CANARY, which must come
-back nowhere.
+Owns the processes and the invariants. The tests own the input. All hostile input contains CANARY, which no answer may
+repeat.
 """
 
 import os
@@ -26,14 +26,14 @@ from google.rpc import error_details_pb2, status_pb2
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 SECRET = "hush-of-the-hostile-tests"
 CANARY = "kanarien vogel"
-"""No name, for it has a space: audited calls may log a name that is well formed."""
+"""Canary that is no valid name, because of its space: audited calls may log a well-formed name."""
 CONTEXT = 512
 VOCABULARY = 4096
 START_SECONDS = 120.0
 CALL_SECONDS = 60.0
-"""Ten times what a refusal may take."""
+"""Ten times the bound on a refusal."""
 MAX_DETAIL = 600
-"""Characters of an error's text: a few fields, each with what is allowed."""
+"""Maximum characters of an error's text: a few fields, each with what is allowed."""
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -45,20 +45,20 @@ CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended, as the client sees it."""
+    """End of a call, as the client sees it."""
 
     code: grpc.StatusCode
     details: str = ""
     reason: str = ""
     fields: tuple[str, ...] = ()
     trailing: bytes = b""
-    """All that came with the status, for whoever looks for an echo."""
+    """Everything that came with the status, to search for an echo."""
     response: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One of ours, with its log in a file."""
+    """One of our processes, with its log in a file."""
 
     popen: "subprocess.Popen[bytes]"
     address: str
@@ -85,7 +85,7 @@ class House:
     router: Process
     worker: Process
     channel: grpc.Channel
-    """To the router."""
+    """Channel to the router."""
     worker_channel: grpc.Channel
 
     @property
@@ -107,7 +107,7 @@ class House:
         channel: grpc.Channel | None = None,
         **options: Any,
     ) -> Outcome:
-        """Raw bytes, or a message, to "Service/Method"; of a stream the last message is the response."""
+        """Call "Service/Method" with raw bytes or a message. The response of a stream is its last message."""
         raw = data if isinstance(data, bytes) else data.SerializeToString()
         made = channel or self.channel
         call = (made.unary_stream if streams else made.unary_unary)(f"/blockyard.v1.{method}")
@@ -132,7 +132,7 @@ class House:
         return self.cluster.GetBlockPool(cluster_pb2.GetBlockPoolRequest(worker_id=worker_id), timeout=10)
 
     def check(self) -> None:
-        """What must hold after anything whatever."""
+        """Check what must hold after any input."""
         assert self.router.is_alive, "the router has died"
         assert self.worker.is_alive, "the worker has died"
         assert len(self.tokens()) == GREEDY["max_tokens"]
@@ -167,7 +167,7 @@ def outcome_of(error: Any) -> Outcome:
 
 
 def assert_discreet(outcome: Outcome) -> None:
-    """Nothing of what was sent comes back, nor anything of our insides."""
+    """Check that nothing of the input comes back, nor anything of our insides."""
     told = outcome.details.encode() + outcome.trailing
     assert CANARY.encode() not in told, told[:200]
     assert len(outcome.details) <= MAX_DETAIL, outcome.details
@@ -182,7 +182,7 @@ def until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
 
 
 def session_channel(address: str, secret: str) -> grpc.Channel:
-    """To a worker, as somebody who knows this secret."""
+    """Open a channel to a worker, as a peer that knows this secret."""
     own = issue_identity(secret, "default", dns_name=SESSION_NAME)
     credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
     named = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SESSION_NAME))
@@ -193,7 +193,7 @@ def session_channel(address: str, secret: str) -> grpc.Channel:
 def running(
     module: str, arguments: list[str], *, log: Path, says: str, environment: dict[str, str] | None = None
 ) -> Iterator[Process]:
-    """`python -m MODULE`, once its log says where it serves."""
+    """Start `python -m MODULE`, and return once its log says where it serves."""
     with log.open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

@@ -1,6 +1,8 @@
-"""Model folders that somebody else wrote: refused at start by a sentence that names the file, and nothing of them runs.
+"""Model folders from untrusted authors: refused at start by a sentence that names the file, and none of their code
+runs.
 
-Each way to spoil one in this process, which is quicker; a few as an operator meets them, with exit code and last words.
+Each way to spoil one is tried in this process, which is quicker. A few run as an operator meets them, with exit code
+and last words.
 """
 
 import json
@@ -215,7 +217,7 @@ def test_a_router_of_a_spoilt_folder_exits_1(folder: Path) -> None:
 
 
 def test_code_beside_a_tokenizer_never_runs(folder: Path) -> None:
-    """Whether it is refused, or served by the plain tokenizer that lies there too, is the library's choice."""
+    """The library chooses whether it is refused, or served by the plain tokenizer in the same folder."""
     with_code_for_tokenizer(folder)
     loads = "from blockyard.proto.text import load_tokenizer; import sys; load_tokenizer(sys.argv[1])"
     subprocess.run([sys.executable, "-c", loads, str(folder)], capture_output=True, timeout=60, check=False)

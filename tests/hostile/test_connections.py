@@ -1,4 +1,5 @@
-"""What is wrong before any message is: bytes of other protocols, silence, floods, bombs, metadata. Real sockets.
+"""Connections that are wrong before any message: bytes of other protocols, silence, floods, bombs, metadata. Real
+sockets.
 
 Scaled down for two cores: 300 connections and 2,000 streams stand for ten thousand of each.
 """
@@ -34,7 +35,7 @@ def connect(house: House, first: bytes = b"") -> socket.socket:
 
 
 def is_closed_within(connection: socket.socket, seconds: float, drip: bytes = b"") -> bool:
-    """Reads what comes, saying a byte of `drip` now and then."""
+    """Read what comes, and send a byte of `drip` at intervals."""
     deadline = time.monotonic() + seconds
     bytes_left = iter(drip)
     while time.monotonic() < deadline:
@@ -74,7 +75,7 @@ def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_fil
         silent = [stack.enter_context(connect(house)) for _ in range(300)]
         half = stack.enter_context(connect(house, PREFACE[:10]))
         slow = stack.enter_context(connect(house))
-        # Looked at first: on a slow machine the earliest handshakes would be over after the check.
+        # Checked first: on a slow machine the earliest handshakes would be over after the check.
         until(lambda: house.router.num_files > files + 250)
         house.check()
         assert is_closed_within(slow, 3 * HANDSHAKE_SECONDS, PREFACE[:-1] + SETTINGS * 100)

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer that coverage guides, from the corpus that longer runs have left, and that it can fail."""
+"""A short run of the coverage-guided fuzzer from the corpus of longer runs, and a check that it can fail."""
 
 import subprocess
 import sys

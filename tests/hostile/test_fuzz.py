@@ -1,4 +1,4 @@
-"""The fuzzer with a fixed seed, and that its own oracle can fail."""
+"""The fuzzer with a fixed seed, and a check that its own oracle can fail."""
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ def test_no_message_of_the_fixed_seed_is_answered_amiss(house: House) -> None:
     tally = fuzz(house, SEED, iter(range(MESSAGES)))
     assert [f"{SEED}:{finding.shot.number} {finding.what}" for finding in tally.findings] == []
     assert sum(tally.codes.values()) == MESSAGES
-    # Neither all refused nor all taken: both sides of the checks were reached.
+    # Neither all refused nor all accepted: both sides of the checks were reached.
     assert tally.codes["Generate", "OK"] > 10
     assert tally.codes["Generate", "INVALID_ARGUMENT"] > 50
     house.check_logs()

@@ -1,4 +1,4 @@
-"""Messages that never end, or never begin: what they hold of a router is bounded in size, number and time."""
+"""Messages that never end, or never begin: a router bounds their size, number and time."""
 
 import contextlib
 import socket
@@ -23,7 +23,7 @@ GENERATE = "/blockyard.v1.InferenceService/Generate"
 HEALTH = "/grpc.health.v1.Health"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_GROWTH_BYTES = BUDGET_BYTES + 128 * 2**20
-"""The budget, and what comes within PROMPT_SECONDS."""
+"""The budget, and the bytes that arrive within PROMPT_SECONDS."""
 PATIENCE_SECONDS = 60.0
 
 
@@ -36,7 +36,7 @@ def serve_until(connection: Connection, holds: Callable[[], bool]) -> None:
 
 
 def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_out(house: House) -> None:
-    """400 of 4 MiB, all but the last bytes sent: without a bound 1.6 GB are held until the client goes."""
+    """Send all but the last bytes of 400 messages of 4 MiB. Without a bound 1.6 GB are held until the client goes."""
     before = house.router.resident_bytes
     with Connection(house.router.address) as connection:
         for _ in range(400):
@@ -50,7 +50,7 @@ def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_ou
 
 
 def test_calls_that_do_not_send_their_message_are_ended(house: House) -> None:
-    """A byte now and then does not keep them."""
+    """Send a byte at intervals, which does not keep the messages alive."""
     with Connection(house.router.address) as connection:
         silent, *dripping = (connection.call(GENERATE, MIN_MESSAGE_BYTES, sent) for sent in (0, 1, 60_000))
 
@@ -74,7 +74,7 @@ def test_what_a_client_sends_before_its_message_is_read_is_bounded_however_fast_
 
 
 def test_calls_that_break_off_in_the_middle_leave_nothing(house: House) -> None:
-    """The package's look at the logs comes after it."""
+    """The package checks the logs afterwards."""
     for sent_bytes in (0, 1, 60_000):
         with Connection(house.router.address) as connection:
             for _ in range(50):
@@ -96,7 +96,7 @@ def test_a_call_without_a_message_is_invalid_and_one_with_two_is_answered_by_its
 
 
 def test_calls_that_last_are_counted_by_client_and_in_all(house: House) -> None:
-    """Nobody needs a token for a Watch, and none of them has a deadline."""
+    """A Watch needs no token and has no deadline."""
     raw = health_pb2.HealthCheckRequest().SerializeToString()
     watch = house.channel.unary_stream(f"{HEALTH}/Watch")
     taken = [watch(raw, timeout=120) for _ in range(MAX_LASTING_A_CLIENT)]
@@ -123,9 +123,9 @@ def test_calls_that_last_are_counted_by_client_and_in_all(house: House) -> None:
 
 
 def num_refused(connection: Connection, num_watches: int) -> int:
-    """How many of so many Watches are ended at once, of which one at least is."""
+    """Return how many of these Watches the server ends at once. At least one must end."""
     for _ in range(num_watches):
-        # So many bytes are one field that no request has.
+        # That many bytes are one field that no request has.
         connection.call(f"{HEALTH}/Watch", 20, 20)
     serve_until(connection, lambda: bool(connection.ended) and not connection.unsent_bytes)
     connection.serve(0.5)
@@ -133,7 +133,7 @@ def num_refused(connection: Connection, num_watches: int) -> int:
 
 
 def test_reflections_that_ask_nothing_more_end_well_and_hold_nothing_of_the_budget(house: House) -> None:
-    """More than a client may have messages on their way, of the largest size."""
+    """Send more than a client may have messages in flight, of the largest size."""
     is_over = threading.Event()
 
     def questions() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The port that Prometheus scrapes: who says nothing has a thread, so there are few, and for a short time."""
+"""The port that Prometheus scrapes: a silent client occupies a thread, so there are few, and for a short time."""
 
 import socket
 import urllib.request

@@ -1,4 +1,4 @@
-"""What a router that is broken, or no longer ours, may say to a worker: the stream may end, nothing else does."""
+"""Messages that a broken or hostile router may send to a worker: the stream may end, and nothing else does."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ LISTEN_SECONDS = 20.0
 
 
 def submit(**changes: Any) -> bytes:
-    """What the worker takes, but for the changes."""
+    """Return a message that the worker accepts, with these changes."""
     sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "length_penalty": 1.0}
     fields = {
         "handle": 1,
@@ -51,7 +51,7 @@ class Stream:
         self._is_over.wait(LISTEN_SECONDS)
 
     def answers(self, *, until: Callable[[ToRouter], bool]) -> list[ToRouter]:
-        """All up to that one; then the stream is hung up."""
+        """Return all messages up to that one, and close the stream."""
         seen = []
         for raw in self._call:
             seen.append(ToRouter.FromString(raw))
@@ -61,7 +61,7 @@ class Stream:
         return seen
 
     def outcome(self) -> Outcome:
-        """How the worker ends it."""
+        """Return how the worker ends the stream."""
         try:
             for _ in self._call:
                 pass
@@ -77,7 +77,7 @@ class Stream:
 
 
 def rejection(house: House, *messages: bytes) -> Any:
-    """Why the last request is not run, whether it is said at once or with a step."""
+    """Return why the last request does not run, whether the worker says so at once or with a step."""
 
     def is_it(message: ToRouter) -> bool:
         return message.HasField("rejected") or bool(message.step.failed_handles)
@@ -111,7 +111,7 @@ def test_without_the_secret_nothing_is_read(house: House, secret: str | None) ->
 
 
 def test_strangers_cost_the_worker_next_to_nothing(house: House) -> None:
-    """Whatever they send without a certificate, however much, and whether or not they begin with TLS's greeting."""
+    """Strangers send any number of bytes without a certificate, with or without a TLS greeting."""
     host, _, port = house.worker.address.rpartition(":")
     before = house.worker.resident_bytes
     with ExitStack() as stack:
@@ -222,7 +222,7 @@ def test_a_handle_in_use_and_cancels_of_nothing_touch_nobody(house: House) -> No
 
 
 def test_nothing_is_cached_under_a_name_that_is_not_its_own(house: House) -> None:
-    """A router that names its own tokens like another's prompt would serve the other's cache to it."""
+    """A router that gives its tokens the names of another prompt would poison that prompt's cache."""
     prompt, lie = [9] * 64, [11] * 64
     names = b"".join((ROOT, *chain(ROOT, prompt, 16)))
 

@@ -1,4 +1,4 @@
-"""A chat template that somebody else wrote: it computes in a process of its own, for so long and with so much."""
+"""A chat template from an untrusted author: it runs in a process of its own, with bounded time and memory."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from .rig import CANARY, MODEL
 
 CHAT = ChatPrompt([ChatMessage("user", CANARY)])
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-"""As far as the sandbox lets a loop go, twice inside one another."""
+"""The longest loops that the sandbox permits, one inside the other."""
 MEMORY = (
     "{% set m = namespace(x='a' * 1000000) %}{% for i in range(99) %}{% set m.x = m.x ~ m.x %}{% endfor %}"
 )

@@ -1,4 +1,4 @@
-"""Certificates made for one test: a CA, and what it signs."""
+"""Certificates made for one test: a CA, and the certificates that it signs."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -29,7 +29,7 @@ MAY_SIGN = x509.KeyUsage(
     key_cert_sign=True,
     crl_sign=True,
 )
-"""Python 3.13 takes no CA without this, and no certificate that does not name its CA's key."""
+"""Key usage of a CA. Python 3.13 rejects a CA without it, and a certificate that does not name its CA's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Authority:
         dns: str = "localhost",
         address: str = "127.0.0.1",
     ) -> Pair:
-        """Its file is called `name`; it stands for `dns` and `address`, for as long as it lasts before it ends."""
+        """Write a certificate `name` for `dns` and `address`. It is valid for `lasts`, and ends `ends_in` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         until = datetime.now(UTC) + (-DAY if has_expired else ends_in)
         names = [x509.DNSName(dns), x509.IPAddress(ip_address(address))]
@@ -93,7 +93,7 @@ class Authority:
 
 
 def unchecked(ca: str, own: Pair | SessionTls) -> grpc.ChannelCredentials:
-    """A client's, whatever its certificate is."""
+    """Return a client's credentials, without a check of its certificate."""
     return grpc.ssl_channel_credentials(*(Path(file).read_bytes() for file in (ca, own.key, own.cert)))
 
 

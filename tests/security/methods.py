@@ -1,4 +1,4 @@
-"""Every method that a server names by reflection, so that no test of all of them can forget a new one."""
+"""Every method that a server names by reflection, so that a test of all methods cannot miss a new one."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +14,7 @@ SECONDS = 5.0
 
 
 async def all_methods(channel: grpc.aio.Channel, metadata: Any) -> list[descriptor_pb2.MethodDescriptorProto]:
-    """Of every service that the server itself names: the full path is put into `name`."""
+    """Return the methods of every service that the server itself names. `name` holds the full path."""
     listed = await _reflected(channel, metadata, list_services="")
     methods = []
     for service in listed.list_services_response.service:
@@ -38,5 +38,5 @@ async def _reflected(channel: grpc.aio.Channel, metadata: Any, **request: Any) -
 
 
 def message_class(type_name: str) -> type[Message]:
-    """Of a method's input or output, as its descriptor names it."""
+    """Return the class of a method's input or output, as its descriptor names it."""
     return GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(type_name.removeprefix(".")))

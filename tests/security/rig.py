@@ -1,4 +1,4 @@
-"""The rigs of other folders, for the tests of this one too."""
+"""Rigs of other folders that the tests of this one use too."""
 
 from ..cluster.harness import UP as UP  # noqa: TID252
 from ..cluster.harness import Command as Command  # noqa: TID252

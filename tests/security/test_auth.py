@@ -1,4 +1,4 @@
-"""The rules of tokens and roles, without a server; the file of tokens as an operator edits it."""
+"""Rules of tokens and roles, without a server; and the token file as an operator edits it."""
 
 import asyncio
 import json

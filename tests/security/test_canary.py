@@ -1,7 +1,7 @@
-"""A word that clients send wherever text may stand is found nowhere but in what the model is given and says.
+"""A canary word that clients send in every text field reaches only the model and its output.
 
-Real router, workers and Redis, with every process at its most talkative, through good requests, refused ones and a
-worker that dies. Nor are the cluster's secrets found: its own, Redis's password, clients' tokens.
+Real router, workers and Redis, with every process at its most verbose, through good requests, refused ones and a worker
+that dies. The cluster's secrets are not found either: its own, the password of Redis, clients' tokens.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from .rig import CLUSTER_SECRET, MODEL, SIMULATED, Processes, processes, until_r
 pytestmark = [pytest.mark.cluster]
 CANARY = "kanarienvogel7Zq9"
 SENTENCE = f"The {CANARY} sings. " * 6
-"""Two blocks of tokens and more."""
+"""More than two blocks of tokens."""
 LONG = {"max_tokens": 300, "ignore_eos": True}
 LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
 ACTS = ("blockyard.v1.AdminService",)
 CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort"}
-"""Their answers are the text itself; an Abort ends a request."""
+"""Methods whose answer is the text itself. An Abort ends a request."""
 FIELDS = {
     "worker_id": "worker-1",
     "page_size": 1000,
@@ -47,19 +47,19 @@ FIELDS = {
     "prompt": SENTENCE,
     "force": True,
 }
-"""Of any request that has them."""
+"""Values for the fields of any request that has them."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Talkative:
-    """A cluster and whatever anybody was told about it, by where it was told."""
+    """A cluster and everything that it has told any client, by where."""
 
     processes: Processes
     metrics_ports: list[int]
     told: dict[str, bytes] = field(default_factory=dict)
 
     def look_around(self) -> None:
-        """At logs, pool maps, metrics and Redis, as they are now."""
+        """Read logs, pool maps, metrics and Redis as they are now."""
         for path in (*self.processes.logs(), *self.processes.folder.rglob("*.map")):
             self.told[path.name] = path.read_bytes()
         for port in self.metrics_ports:
@@ -110,7 +110,7 @@ def free_port() -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Caller:
-    """Every service of a router, by somebody who may call everything; what went wrong is kept."""
+    """A caller of every service of a router, with all rights. It keeps errors."""
 
     channel: grpc.aio.Channel
     metadata: Any
@@ -134,7 +134,7 @@ class Caller:
         )
 
     async def look(self, method: MethodDescriptorProto, request: Message) -> bytes:
-        """The answer, or the first of them."""
+        """Return the answer, or the first of them."""
         kind = self.channel.unary_stream if method.server_streaming else self.channel.unary_unary
         rpc = kind(method.name)(request.SerializeToString(), metadata=self.metadata, timeout=30)
         try:
@@ -228,7 +228,7 @@ async def failing_requests(caller: Caller) -> None:
 
 
 async def looks_of_operators(caller: Caller, moment: str, *services: str) -> None:
-    """What every method there is tells, those that a later version adds among them."""
+    """Call every method that the server names, so that methods of a later version are included."""
     for method in await all_methods(caller.channel, caller.metadata):
         _, service, name = method.name.split("/")
         if service in services and name not in CARRY_TEXT:
@@ -241,7 +241,7 @@ async def looks_of_operators(caller: Caller, moment: str, *services: str) -> Non
 
 
 async def a_worker_dies_under(caller: Caller, cluster: Talkative) -> None:
-    """Replays are told in logs too."""
+    """Kill a worker, because replays appear in logs too."""
     streams = [
         asyncio.create_task(
             caller.call("Inference.GenerateStream", generation(prompt=f"{number} {SENTENCE}", sampling=LONG))

@@ -1,4 +1,4 @@
-"""Certificates by their dates, and files that are replaced while a server runs."""
+"""Expiry of certificates, and files that are replaced while a server runs."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from .certificates import DAY, Authority, Pair
 
 SECONDS = 20.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
-"""What a client of gRPC says first."""
+"""First bytes of a gRPC client."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_certificate_of_another_time_is_refused_at_start(
     ca: Authority, ends_in: timedelta, told: str
 ) -> None:
-    """On every port, and of a client."""
+    """Every port refuses such a certificate of its own, and so does a client."""
     pair = ca.pair("wrong", ends_in=ends_in)
     for start in (
         lambda: read_pair(pair.key, pair.cert),
@@ -106,14 +106,14 @@ def test_a_file_server_that_hangs_keeps_no_caller(
 
 
 def put(pair: Pair, at: Pair) -> None:
-    """The files of one in the place of the other's."""
+    """Copy the files of one pair over those of another."""
     for source, destination in ((pair.cert, at.cert), (pair.key, at.key)):
         if source != destination:
             shutil.copy(source, destination)
 
 
 async def trusts(address: str, ca: str) -> bool:
-    """Whether a client that trusts this CA alone comes to a port of gRPC."""
+    """Return whether a client that trusts only this CA reaches a gRPC port."""
     async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(read_ca(ca))) as channel:
         try:
             await channel.unary_unary("/nobody/knows")(b"", timeout=SECONDS)
@@ -182,7 +182,7 @@ def client_context(ca: str, own: Pair, version: ssl.TLSVersion | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeted:
-    """What a client of either port saw."""
+    """Result of a handshake, as a client of either port sees it."""
 
     is_in: bool
     is_resumed: bool = False
@@ -190,7 +190,7 @@ class Greeted:
 
 
 def greeted(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> Greeted:
-    """Blocks: asyncio resumes no session."""
+    """Greet a port. This function blocks, because asyncio resumes no session."""
     try:
         with (
             socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as plain,
@@ -208,7 +208,7 @@ def greeted(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None =
 
 
 async def comes_in(port: int, ca: str, own: Pair) -> bool:
-    """Whether this client trusts the HTTP port, and the port trusts it."""
+    """Return whether this client trusts the HTTP port, and the port trusts the client."""
     return (await asyncio.to_thread(greeted, port, client_context(ca, own))).is_in
 
 
@@ -236,7 +236,7 @@ async def test_an_https_port_takes_a_replaced_certificate_and_client_ca(
 async def test_no_session_outlives_the_client_ca_that_it_was_verified_by(
     tmp_path: Path, ca: Authority, version: ssl.TLSVersion, has_tickets: bool, serve: Port
 ) -> None:
-    """A client that resumes its session shows no certificate again. On the HTTP port none is resumed at all."""
+    """A client that resumes its session shows no certificate again. The HTTP port resumes no session."""
     shown, other = ca.pair("shown"), Authority(tmp_path, "other")
     clients = shutil.copy(ca.ca, tmp_path / "clients.pem")
     context = client_context(ca.ca, ca.pair("ours"), version)

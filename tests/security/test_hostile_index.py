@@ -1,8 +1,8 @@
-"""Somebody has all rights in Redis, or is Redis: the index's clients take no harm, and find again what they can.
+"""An attacker with all rights in Redis, or in its place: the index's clients stay sound, and recover what they can.
 
-A state machine of the real client: two publishers tell what they hold, a look-up reads it, a placement uses it, and an
-attacker writes whatever he likes between any two of these. Routers with connections are in test_hostile_redis.py. The
-second half answers every command itself, as a server that was replaced would.
+A state machine of the real client. Two publishers publish their blocks, a look-up reads them, and a placement uses
+them. An attacker writes anything between any two of these steps. Routers with connections are in test_hostile_redis.py.
+The second half answers every command itself, as a replaced server would.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ QUICK = PublisherConfig(
     damage_rest_seconds=0.05,
 )
 RECOVERY_SECONDS = 60.0
-"""Of a crowded machine. Alone it takes about a second."""
+"""Bound for a crowded machine. Alone it takes about a second."""
 
 rubbish = st.one_of(
     st.binary(max_size=40),
@@ -96,7 +96,7 @@ def record(worker_id: str, address: str) -> WorkerRecord:
 
 
 class HostileIndex(RuleBasedStateMachine):
-    """What two workers tell, what a router makes of it, and an attacker between them."""
+    """Two publishing workers, the router's view of them, and an attacker between them."""
 
     redis: RedisProcess
 
@@ -141,7 +141,7 @@ class HostileIndex(RuleBasedStateMachine):
             self.view.accepted(known.address, hello)
 
     async def _hands_off(self) -> None:
-        """What the server's own settings were; what is in it stays as it is."""
+        """Restore the server's own settings. Its content stays as it is."""
         await self.attacker.config_set("maxmemory", 0)
         await self.attacker.replicaof("NO", "ONE")
 
@@ -153,8 +153,9 @@ class HostileIndex(RuleBasedStateMachine):
             self.runner.close()
 
     async def _recover(self) -> None:
-        """Once he has gone, what is found is what is held, at the latest when operators have it told anew. Once may be
-        too soon: he may have forged entries of the numbers that are given out next, until a walk strikes them out."""
+        """Check that after the attack the look-up finds what is held, at the latest when operators have it republished.
+        One rebuild may be too early: a forged entry may carry a berth number that is given out next, until a purge
+        removes it."""
         await self._hands_off()
         async with asyncio.timeout(RECOVERY_SECONDS):
             while await self._found() != {name: held for name, held in self.held.items() if held}:
@@ -175,7 +176,7 @@ class HostileIndex(RuleBasedStateMachine):
         for client in (*self.clients, self.attacker):
             await client.aclose()
 
-    # What workers and the router do
+    # Actions of workers and the router
 
     @rule(name=st.sampled_from(["a", "b"]), depth=st.integers(0, len(NAMES)))
     def hold(self, name: str, depth: int) -> None:
@@ -223,11 +224,11 @@ class HostileIndex(RuleBasedStateMachine):
         with contextlib.suppress(PrefixIndexError):
             await self.index.info()
 
-    # What the attacker does
+    # Actions of the attacker
 
     def _attack(self, *command: Any) -> None:
         async def send() -> None:
-            with contextlib.suppress(Exception):  # what the server refuses him is no matter
+            with contextlib.suppress(Exception):  # the server may refuse an action
                 await self.attacker.execute_command(*command)
             await asyncio.sleep(0.01)
 
@@ -345,7 +346,7 @@ def test_whatever_an_attacker_writes_costs_hits_alone_and_is_mended_by_telling_a
     )
 
 
-# A server that was replaced answers anything at all.
+# A replaced server may answer anything.
 
 Reply = bytes
 NUMBERS_AND_NOTHING = [
@@ -381,7 +382,8 @@ HELLO = b"%3\r\n+server\r\n+redis\r\n+version\r\n+7.2.0\r\n+proto\r\n:3\r\n"
 
 @asynccontextmanager
 async def server_that_answers(reply: Reply, *, more: Reply = b"", times: int = 0) -> AsyncIterator[str]:
-    """Answers every command but those of a connection's beginning, with `more` after it so many times; its URL."""
+    """Answer every command except those of a connection's beginning, with `more` after it that many times. Yield the
+    URL."""
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
@@ -439,7 +441,7 @@ async def test_whatever_a_replaced_server_answers_is_an_answer_of_ours_or_a_fail
 CHUNK_BYTES = 1 << 20
 FLOOD_CHUNKS = 256
 MAX_TRACED_BYTES = 16 << 20
-"""Of what is flooded, 256 MiB. The test's own server holds some of it too."""
+"""Bound on traced memory while 256 MiB are flooded. The test's own server holds some of it too."""
 FLOODS = {
     "one string": (b"$2000000000\r\n", b"x" * CHUNK_BYTES),
     "one verbatim string": (b"=2000000000\r\n", b"x" * CHUNK_BYTES),
@@ -492,7 +494,7 @@ def test_replies_are_read_by_our_parser_whichever_redis_py_would_take(url: str) 
 
 
 async def test_a_replaced_server_sends_no_client_to_another_host() -> None:
-    """redis-py follows a notice of maintenance that a server has moved, and logs in there."""
+    """redis-py follows a maintenance notice that a server has moved, and logs in there."""
     touched: list[bytes] = []
 
     async def trap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -513,7 +515,8 @@ async def test_a_replaced_server_sends_no_client_to_another_host() -> None:
 
 
 MAX_COMPUTING_SECONDS = 0.04
-"""Of the loop's thread in one tick, which others on the machine do not count in. It was 65 to 99 ms for the records."""
+"""Bound on the loop thread's CPU time in one tick, which other processes do not affect. It was 65 to 99 ms for the
+records."""
 FULL = "x" * MAX_RECORD_CHARACTERS
 FORGE = """
 for n = 20000, 24095 do
@@ -570,7 +573,7 @@ async def test_the_largest_replies_of_a_replaced_server_hold_up_no_loop(item: by
 
 
 async def test_a_replaced_server_that_answers_too_much_is_soon_not_asked() -> None:
-    """Each answer is within the parser's bounds, and costs what it takes to read it."""
+    """Each answer is within the parser's bounds, and reading it takes time."""
     reply = b"*2000\r\n" + b"$4\r\na\0li\r\n:1\r\n" * 1000
     async with server_that_answers(reply) as url, connect(url, timeout_seconds=1.0) as client:
         lookup = PrefixLookup(

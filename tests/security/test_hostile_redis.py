@@ -1,7 +1,7 @@
-"""Somebody holds Redis, as its administrator: a router connects to none but the cluster's own workers, and serves on.
+"""An attacker who administers Redis: a router connects only to the cluster's own workers, and goes on serving.
 
-A state machine of what such a person may write, with real servers: Redis, a router that discovers its workers there,
-two scripted workers, and a trap to which the attacker would have the router connect.
+A state machine of what such a person may write, with real servers. They are Redis, a router that discovers its workers
+there, two scripted workers, and a trap to which the attacker wants the router to connect.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from ..router.rig import Router  # noqa: TID252
 from .rig import is_ready, request, running_router, until, worker_of_model
 
 LOOK_SECONDS = 0.1
-"""The pause between two looks at the directory, and the time of one, which a crowded machine needs."""
+"""Interval between two reads of the directory, and the time of one, which a crowded machine needs."""
 PREFIX = key_prefix("default")
 FOREVER_MS = 9e15
 FIRST_FORGED, LAST_FORGED = 20_000, 60_000
@@ -179,7 +179,7 @@ class HostileRedis(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 1000))
     def ask(self, seed: int) -> None:
         async def generate() -> None:
-            # Long enough for the router to have looked at what was written before.
+            # Long enough for the router to have read what was written before.
             await asyncio.sleep(3 * LOOK_SECONDS)
             asked = request(f"def f{seed}(x):", sampling={"seed": seed, "max_tokens": 8})
             answer = await self.router.inference.Generate(asked, timeout=30)
@@ -215,7 +215,7 @@ def test_an_attacker_in_redis_gets_no_connection_and_stops_nobody(
 async def test_old_records_are_bounded_in_number(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody can make new ones, but whoever reads Redis may keep all that ever were, and write them back."""
+    """An attacker cannot make new records, but a reader of Redis may keep all old ones and write them back."""
     most = 20
     monkeypatch.setattr(server_module, "DIRECTORY_SECONDS", LOOK_SECONDS)
     monkeypatch.setattr(server_module, "MAX_DISCOVERED_WORKERS", most)
@@ -231,13 +231,13 @@ async def test_old_records_are_bounded_in_number(
 
 
 MAX_COMPUTING_SECONDS = 0.04
-"""Of the loop's thread in one tick. Before the directory came in pages it was some 100 ms."""
+"""Bound on the loop thread's CPU time in one tick. Before the directory came in pages it was some 100 ms."""
 
 
 async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have all lower berths, and are as large as any that is read."""
+    """All forged records have lower berths, and the largest size that is read."""
     monkeypatch.setattr(server_module, "DIRECTORY_SECONDS", LOOK_SECONDS)
     forged = {"worker_id": "x" * 256, "incarnation": "x" * 256, "fingerprint": "x" * 256}
     forged |= {"address": "x" * 200 + ":1", "block_size": "16", "proof": "00" * 32}
@@ -264,7 +264,7 @@ async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
 async def test_a_worker_that_answers_is_kept_when_redis_tells_of_it_no_more(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """Also when its connection breaks then: it is tried again before it is given up."""
+    """The same holds when its connection breaks then: the router tries again before it gives the worker up."""
     monkeypatch.setattr(server_module, "DIRECTORY_SECONDS", LOOK_SECONDS)
     client = connect(redis_server.url, timeout_seconds=5.0)
     async with worker_of_model("worker-0") as worker, running_router(redis_url=redis_server.url) as router:

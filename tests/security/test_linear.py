@@ -1,6 +1,7 @@
-"""What a client writes is read in linear time: every regular expression that may meet it, and what reads whole inputs.
+"""Text from clients is read in linear time: every regular expression that may see it, and the code that reads whole
+inputs.
 
-CPU time of 128 KiB: a linear pass takes milliseconds, a quadratic one minutes, so the limit is generous.
+Limits the CPU time of 128 KiB. A linear pass takes milliseconds, a quadratic one minutes, so the limit is generous.
 """
 
 import ast
@@ -35,17 +36,17 @@ from google.protobuf.message import Message
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "proto", "worker", "deploy.dashboard")
-"""Whatever meets a client's text is in one of these."""
+"""Packages with all the code that reads a client's text."""
 NOT_OF_MODULES = {
     "router.tokenizing.prompts": 2,  # _cut, tried here by itself, and a literal that is drawn for each call
     "router.client.retry": 1,  # reads addresses that a caller of the client gives
     "router.openai.http.errors": 1,  # literal names of fields, in our own messages
 }
-"""Uses of `re` in functions, by module."""
+"""Number of uses of `re` in functions, by module."""
 NO_USES = ("Pattern", "Match", "escape", "DOTALL")
 SEARCHED = {"worker.grammar.refusals._QUOTED"}
 SIZES = (2**10, 2**14, 2**17)
-"""The smaller ones first: what takes exponential time stops there."""
+"""Sizes in characters, the smaller ones first: an expression of exponential time fails there."""
 MAX_CPU_SECONDS = 1.0
 
 
@@ -76,7 +77,7 @@ def patterns() -> dict[str, "re.Pattern[str]"]:
 
 
 def units_of(pattern: "re.Pattern[str]") -> tuple[str, ...]:
-    """Its own literals, and what its classes take."""
+    """Return an expression's own literals, and samples of its character classes."""
     words = re.findall(r"[A-Za-z<:\[' ]{2,}", pattern.pattern)
     return tuple(
         dict.fromkeys((*words, "a", "0", "a0", " ", ":", '"', '\\"', "'", "[", "]", ".", "\n", "é", "a a"))
@@ -117,7 +118,7 @@ def test_the_cut_of_control_tokens_is_linear() -> None:
 
 
 def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
-    """Those of modules are all tried above. To look for one at each place of a text takes more than to match it."""
+    """All expressions of modules are tried above. A search at each position of a text costs more than a match."""
     searched = set()
     for package in PACKAGES:
         (folder,) = importlib.import_module(f"blockyard.{package}").__path__
@@ -133,7 +134,7 @@ def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
 
 
 def searches(tree: ast.Module) -> Iterator[str]:
-    """Patterns of the module that are looked for."""
+    """Yield the module's patterns that are searched for."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(

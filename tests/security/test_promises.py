@@ -1,4 +1,5 @@
-"""SECURITY.md names a test for each promise, and each is there; with the promises that have no better place."""
+"""SECURITY.md names a test for each promise, and each test exists. Also holds the promises' tests that fit nowhere
+else."""
 
 import json
 import re
@@ -27,7 +28,7 @@ PROMISING = (
     "Audit",
     "Dependencies",
 )
-"""Sections that promise something, beside the table of threats; "What is not protected" takes promises back."""
+"""Sections with promises, beside the table of threats. "What is not protected" takes promises back."""
 
 
 def sections() -> dict[str, str]:
@@ -36,7 +37,7 @@ def sections() -> dict[str, str]:
 
 
 def proofs(text: str) -> Iterator[tuple[Path, str | None]]:
-    """Files and folders of tests that a text names; a bare file is one of tests/security."""
+    """Return the files and folders of tests that a text names. A bare file is one of tests/security."""
     for match in NAMED.finditer(text):
         if path := match["path"]:
             yield ROOT / (path if "/" in path else f"tests/security/{path}"), match["test"]
@@ -85,7 +86,7 @@ def test_a_name_that_leads_nowhere_would_be_found() -> None:
 
 
 def found_under(table: TokenTable) -> set[bytes]:
-    """What its dictionaries are looked up by."""
+    """Return the keys of the table's dictionaries."""
     held = [value for value in vars(table).values() if isinstance(value, dict)]
     return {key for known in held for key in known if isinstance(key, bytes)}
 

@@ -1,4 +1,4 @@
-"""Routers and workers as users of their own in a real Redis: each can do its work, and nothing besides."""
+"""Routers and workers as Redis users of their own in a real Redis: each can do its work, and nothing else."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -181,7 +181,7 @@ async def test_neither_sees_another_clusters_keys_nor_the_server(server: Server,
             ("DEBUG", "SLEEP", 0),
             ("REPLICAOF", "NO", "ONE"),
         ):
-            # From 7 on DEBUG is refused to all, before anybody's rights are looked at.
+            # From 7 on DEBUG is refused to all, before any user's rights are checked.
             with pytest.raises(redis.ResponseError, match=r"permission|enable-debug-command"):
                 user.execute_command(*command)
 
@@ -190,7 +190,7 @@ async def test_neither_sees_another_clusters_keys_nor_the_server(server: Server,
 def test_a_user_may_call_what_is_on_its_list_and_no_other_command_of_the_server(
     role: Role, server: Server
 ) -> None:
-    """Each command of the server is sent, and where the server can say beforehand it is asked as well."""
+    """Every command of the server is sent. Where the server has a dry run, that is asked as well."""
     with redis.Redis.from_url(server.process.url) as admin:
         commands = commands_of(admin)
         by_dry_run = {command for command in commands if is_permitted_by_dry_run(admin, role, command)}
@@ -215,7 +215,7 @@ async def test_without_any_one_command_of_its_list_a_user_cannot_do_its_part(
     await do_its_part()
     with redis.Redis.from_url(flushed.process.url) as admin:
         for command in COMMANDS[role]:
-            # Redis 6.2 takes a sub-command away with its command alone.
+            # Redis 6.2 removes a subcommand only with its whole command.
             admin.execute_command("ACL", "SETUSER", f"blockyard-{role}", f"-{command.partition('|')[0]}")
             if command in DONE_OTHERWISE:
                 assert admin.info("commandstats")[f"cmdstat_{command}"]["calls"]
@@ -228,7 +228,7 @@ async def test_without_any_one_command_of_its_list_a_user_cannot_do_its_part(
 
 
 async def be_a_worker(url: str, admins_url: str) -> None:
-    """Everything that one does in its life, with the rarer turns of each script."""
+    """Do everything that a worker does, with the rarer branches of each script."""
     prefix = key_prefix(CLUSTER)
     with redis.Redis.from_url(admins_url) as admin:
         async with connect(url, timeout_seconds=5.0) as client:
@@ -255,7 +255,7 @@ async def be_a_worker(url: str, admins_url: str) -> None:
 
 
 async def walk_over_all(index: RedisPrefixIndex) -> None:
-    """Twice: a walk that was under way knows nothing of who has gone since."""
+    """Walk twice: a walk in progress does not know the workers that have gone since."""
     for _ in range(2):
         while (await index.purge(slice_buckets=512)).active:
             pass
@@ -265,7 +265,7 @@ async def be_a_router(url: str) -> None:
     async with connect(url, timeout_seconds=5.0) as client:
         assert await client.ping()
         index = RedisPrefixIndex(client, CLUSTER, is_reader=True)
-        # Of many holders the identities are read all at once.
+        # With many holders the identities are read all at once.
         assert len(await index.lookup(NAMES)) == NUM_HOLDERS
         assert [holder.worker_id for holder in await index.lookup(OTHER_NAMES)] == ["many-0"]
         assert len(await index.directory()) == NUM_HOLDERS
@@ -305,18 +305,18 @@ async def test_after_a_loss_of_all_scripts_a_worker_loads_them_and_routers_find_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Of the server; of one with sub-commands each is one."""
+    """A command of the server. Each subcommand is a command of its own."""
 
     name: str
     num_arguments: int
     is_open_to_all: bool
-    """Whoever has not logged in may call it too, and no ACL takes it away."""
+    """True for a command that a client may call before it logs in. No ACL removes it."""
 
 
 def commands_of(admin: "redis.Redis") -> list[Command]:
     found = []
     for name, arity, flags, *more in raw(admin, "COMMAND"):
-        # Redis 6.2 has the same sub-commands, and does not list them.
+        # Redis 6.2 has the same subcommands, and does not list them.
         subcommands = (
             more[6] if len(more) > 6 else [[f"{text(name)}|{s}", -2, flags] for s in OLD.get(text(name), ())]
         )
@@ -376,15 +376,15 @@ OLD = {
 
 
 REFUSALS = (
-    # Of Redis 6.2, and of later ones.
+    # Texts of Redis 6.2, and of later ones.
     *("has no permissions to run the", "no permissions to run"),
-    # To all, and before anybody's rights are looked at.
+    # Texts for all users, before any user's rights are checked.
     *("enable-debug-command", "enable-module-command"),
 )
 
 
 def raw(client: "redis.Redis", *command: str) -> Any:
-    """As the server says it: the library takes some answers apart."""
+    """Return the server's raw answer: the library parses some answers."""
     connection = client.connection_pool.get_connection()
     try:
         connection.send_command(*command)
@@ -399,7 +399,7 @@ def arguments_of(command: Command) -> list[str]:
 
 
 def is_permitted(url: str, command: Command) -> bool:
-    """By a connection of its own: some commands change it, or end it."""
+    """Try a command on a connection of its own: some commands change the connection, or end it."""
     with redis.Redis.from_url(url, socket_timeout=5.0, retry=Retry(NoBackoff(), 0)) as user:
         try:
             raw(user, *arguments_of(command))
@@ -440,7 +440,7 @@ async def test_real_routers_and_workers_live_on_these_rights(server: Server, tmp
         router.environment["BLOCKYARD_REDIS_URL"] = server.router_url
         cluster.start(worker, router)
         async with AsyncClient(router.address) as client:
-            # By the directory alone: nobody told the router where the worker is.
+            # The directory alone gives the router the worker's address.
             await until_ready(client, "worker-0", seconds=60.0)
             prompt = "def f(x): return x + 1\n" * 20
             await client.generate(prompt, max_tokens=4)

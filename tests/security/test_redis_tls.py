@@ -1,4 +1,5 @@
-"""The index over `rediss://`: a real Redis behind a TLS port of ours, for the redis-server at hand may have none."""
+"""The index over `rediss://`: a real Redis behind a TLS port of ours, because the installed redis-server may lack
+TLS."""
 
 import asyncio
 import ssl
@@ -16,7 +17,7 @@ from .certificates import Authority, Pair
 
 @asynccontextmanager
 async def tls_port(port: int, shown: Pair, client_ca: str) -> AsyncIterator[int]:
-    """Leads to `port` for whoever shows a certificate of this CA."""
+    """Forward to `port` each client that shows a certificate of this CA."""
     settings = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)
     settings.verify_mode = ssl.CERT_REQUIRED
     settings.load_cert_chain(shown.cert, shown.key)

@@ -1,4 +1,4 @@
-"""A whole router with an auth file, over the wire: every method there is, with and without tokens of each role."""
+"""A whole router with an auth file, over the wire: every method of the server, with and without tokens of each role."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +14,7 @@ from .methods import SECONDS, all_methods
 from .rig import Router, reason_of, running_router, until
 
 WRITE_FAILED = "Internal error from Core"
-"""What grpc.aio makes of a status that came before the client's own message had left."""
+"""Text of grpc.aio for a status that arrives before the client's own message has left."""
 TRIES = 10
 
 
@@ -27,7 +27,8 @@ async def router(tokens: Tokens) -> AsyncIterator[Router]:
 async def status_of(
     router: Router, method: descriptor_pb2.MethodDescriptorProto, metadata: Any
 ) -> grpc.aio.AioRpcError | None:
-    """What a call with an empty message ends with; None: it was let in and goes on or has answered."""
+    """Return the error that ends a call with an empty message. None: the call was admitted and goes on or has
+    answered."""
     for _ in range(TRIES):
         error = await _status_of(router, method, metadata)
         if error is None or error.details() != WRITE_FAILED:

@@ -1,4 +1,4 @@
-"""Secrets are masked where configs are shown, and files that hold them are their owner's alone."""
+"""Secrets are masked where configs are shown, and only the owner can read the files that hold them."""
 
 import json
 import stat
@@ -177,7 +177,7 @@ def test_the_docs_have_the_acl_that_the_tests_prove() -> None:
 
 
 def test_no_process_binds_every_interface_unless_it_is_told_to() -> None:
-    """The mentions are the refusal of a worker that would not say where routers find it, and the help of --host."""
+    """The two mentions are a worker's refusal without an address for routers, and the help of --host."""
     sources = [
         path for folder in ("router", "worker", "deploy", "proto") for path in (ROOT / folder).rglob("*.py")
     ]

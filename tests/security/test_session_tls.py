@@ -1,4 +1,4 @@
-"""Routers and workers prove to each other that they belong together, by TLS: real processes, and who is kept out."""
+"""Routers and workers prove by TLS that they belong together: real processes, and which peers are rejected."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ def options(tls: SessionTls) -> tuple[str, ...]:
 
 
 async def answer(address: str, tls: SessionTls | None = None, secret: str = "") -> grpc.StatusCode:
-    """What a worker answers to somebody who has these files, or knows this secret, or comes in plaintext."""
+    """Return a worker's answer to a peer with these files, or with this secret, or in plaintext."""
     async with session_channels(tls, secret=secret, cluster="default")(address) as channel:
         return await _answer(channel)
 
@@ -64,7 +64,7 @@ async def test_a_cluster_proves_its_secret_by_tls_that_nobody_has_to_set_up(tmp_
 
 
 async def test_a_false_worker_learns_nothing_but_that_somebody_called() -> None:
-    """It may stand where a worker stood, and the router still has its address."""
+    """The intruder may have a former worker's address, which the router still knows."""
     heard = bytearray()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

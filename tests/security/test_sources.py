@@ -1,4 +1,5 @@
-"""What no file of ours may do, read off its syntax tree: unpickle, run a text, hand a text to a shell."""
+"""Code that none of our files may have, according to its syntax tree: unpickling, running a text, giving a shell a
+text."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ SOURCES = sorted(
     if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
 )
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "telnetlib"}
-"""Reading what these have written may run anything, whatever package they are a part of."""
+"""Modules whose formats may run anything when they are read, in any package."""
 NAMES = {"eval", "exec", "compile", "__import__"}
 CALLS = {
     *(f"builtins.{name}" for name in NAMES),
@@ -33,8 +34,8 @@ CALLS = {
     "ssl._create_unverified_context",
 }
 EXCEPTIONS = {
-    # Ray carries actors' classes to its nodes in this way. Here it is told to take one module of ours along, for a
-    # node that has no copy of the package; nothing is read: the answers are unpickled by Ray, as those of all actors.
+    # Ray carries actors' classes to its nodes in this way. Here it takes one module of ours along, for a node that has
+    # no copy of the package. Nothing is read: Ray unpickles the answers, as those of all actors.
     "deploy/ray/nodes.py": ["ray.cloudpickle"],
 }
 
@@ -58,14 +59,15 @@ def findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _origins(tree: ast.AST) -> dict[str, str]:
-    """Of each name that an import binds, what stands behind it: `np` is numpy."""
+    """Return the origin of each name that an import binds: `np` is numpy."""
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
     bound = (pair for node in imports for pair in _imported(node))
     return {known: origin for known, origin in bound if known}
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Each name that is bound, and the whole name of what is imported; `import a.b` binds `a`, as itself: nothing."""
+    """Yield each bound name, and the full name of what is imported. `import a.b` binds `a` as itself, so it yields no
+    name."""
     for alias in node.names:
         if isinstance(node, ast.Import):
             yield alias.asname or "", alias.name
@@ -74,7 +76,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
 
 
 def _is_forbidden(name: str) -> bool:
-    """Whether nobody may import it: an unpickler, by whatever package, a call from above, or all names at once."""
+    """Return whether the import is forbidden: an unpickler in any package, a name in CALLS, or all names at once."""
     return not MODULES.isdisjoint(name.split(".")) or name in CALLS or name.endswith(".*")
 
 
@@ -150,7 +152,7 @@ REQUEST_CHECKS = (
 
 @pytest.mark.parametrize("module", REQUEST_CHECKS)
 def test_what_clients_send_is_checked_by_no_assertion(module: str) -> None:
-    """`python -O` would let it pass. The one assertion that may stand there is of a type that the contract fixes."""
+    """`python -O` removes assertions. The one assertion that may stand there checks a type that the contract fixes."""
     tree = ast.parse((ROOT / module).read_bytes())
     asserted = [ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     assert all(condition.startswith(("isinstance(", "not isinstance(")) for condition in asserted), asserted

@@ -1,4 +1,4 @@
-"""The lock, the list of parts and the gate of known defects: each can fail, and none does."""
+"""The lock file, the bill of materials and the vulnerability gate: each can fail, and none does."""
 
 import json
 import os
@@ -174,7 +174,7 @@ def test_torch_alone_chooses_its_triton() -> None:
 
 
 def installing(venv: Path, *variables: str) -> list[str]:
-    """What `make install` would run in a new virtual environment."""
+    """Return what `make install` would run in a new virtual environment."""
     command = ["make", "--dry-run", "install", f"VENV={venv}", *variables]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     printed = subprocess.run(
@@ -256,7 +256,7 @@ def test_the_bundled_parts_are_those_of_the_installed_wheels() -> None:
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> dict[str, str]:
-    """An environment from which no registry can be reached, and in which none was before."""
+    """An environment that reaches no registry and has no cache of earlier answers."""
     closed = "http://127.0.0.1:9"
     return {**os.environ, "HTTPS_PROXY": closed, "HTTP_PROXY": closed, "XDG_CACHE_HOME": str(tmp_path)}
 

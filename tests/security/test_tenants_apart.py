@@ -1,4 +1,4 @@
-"""What tenants share once clients authenticate: no prefixes, no ids of requests, and no way to find either out."""
+"""Tenants share no prefixes and no request ids once clients authenticate, and cannot find out those of others."""
 
 from collections.abc import AsyncIterator
 
@@ -43,7 +43,7 @@ async def router(tokens: Tokens, worker: FakeWorker) -> AsyncIterator[Router]:
 async def names_of(
     router: Router, worker: FakeWorker, metadata: object, **fields: object
 ) -> tuple[bytes, ...]:
-    """What the worker is told to call the blocks of PROMPT: the root, then each block."""
+    """Return the names that the worker gets for the blocks of PROMPT: the root, then each block."""
     await router.inference.Generate(request(PROMPT, **fields), metadata=metadata)
     names = tuple(split_names(worker.submits[-1].block_names))
     assert len(names) > 3
@@ -152,7 +152,7 @@ async def test_an_admin_ends_anybodys(router: Router, tokens: Tokens) -> None:
 
 
 async def test_a_session_of_the_same_name_is_another_one_for_another_tenant() -> None:
-    """Else ExplainPlacement would say where another tenant's conversation runs."""
+    """Otherwise ExplainPlacement would say where another tenant's conversation runs."""
     names = [
         scoped_session(session, realm) for session in ("talk", "a", "") for realm in ("acme", "bravo", "")
     ]

@@ -1,4 +1,4 @@
-"""TLS as clients and routers meet it: both clients, certificates that are good and bad, on real ports."""
+"""TLS as clients and routers see it: both clients, good and bad certificates, on real ports."""
 
 import asyncio
 import shutil
@@ -54,7 +54,7 @@ async def mtls_router(ca: Authority, tokens: Tokens) -> AsyncIterator[str]:
 
 
 async def ask(address: str, *, seconds: float = 10.0, **options: Any) -> None:
-    """By both clients. Raises what they raise, which must be the same."""
+    """Ask with both clients. Raises what they raise, which must be the same."""
     options = {"timeout_seconds": seconds, "retries": 0, **options}
 
     def ask_blocking() -> None:

@@ -1,4 +1,4 @@
-"""A whole cluster by `up`, with everything that SECURITY.md tells an operator to use, and the commands beside it."""
+"""A whole cluster by `up`, with everything that SECURITY.md asks of an operator, and the commands beside it."""
 
 import json
 from pathlib import Path

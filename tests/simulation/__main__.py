@@ -1,7 +1,7 @@
 """`python -m tests.simulation --runs N --seed S`: runs seeds S to S + N - 1, and says which of them broke what.
 
-`--seed S --runs 1 --log` shows one run, event by event. Runs do not depend on PYTHONHASHSEED as far as we know; it is 0
-for every run started here all the same, so that a seed that is reported can be shown again.
+`--seed S --runs 1 --log` shows one run, event by event. Runs do not depend on PYTHONHASHSEED as far as we know. Every
+run started here sets it to 0 all the same, so that a reported seed can be shown again.
 """
 
 import argparse

@@ -1,7 +1,11 @@
-"""What must hold of a run: while it goes on, when it has come to rest, and when everything has ended.
+"""Invariants of a run: while it goes on, when it is at rest, and when everything has ended.
 
-The names are those of the project's list of faults: I1 blocks are conserved, I2 tokens come exactly once, I3 every
-request ends once and for a reason that is there, I5 the index costs hits alone.
+The names are those of the project's list of faults:
+
+- I1: blocks are conserved.
+- I2: tokens come exactly once.
+- I3: every request ends once, for a reason that exists.
+- I5: errors of the index cost only cache hits.
 """
 
 import asyncio
@@ -21,14 +25,14 @@ from .scenario import MAX_MIGRATIONS, NO_WORKER_SECONDS
 from .world import World, run_processes
 
 BACK_SECONDS = 9.0
-"""A worker that could be worked with for so long is ready in every router: 5 s for a greeting that does not come, 2 s
-until the next try, and the rest for what is slow."""
+"""Bound after which an available worker is ready in every router. 5 s until a missing greeting times out, 2 s until the
+next try, and the rest for slow steps."""
 LONGEST_PAUSE_SECONDS = 6.0
-"""Silence, as often as a request may lose its worker, and its turn on a slow one that others wait for too."""
+"""Silence, once for each worker that a request may lose, and its share of a slow worker that others wait for too."""
 DROPPED_SECONDS = 0.7
-"""Twice the longest step, and the way there behind what was sent while the path was slow."""
+"""Twice the longest step, and the delay behind what was sent while the path was slow."""
 LATE_SECONDS = 1.0
-"""What ends by its deadline ends so much later at most."""
+"""Maximum time between a deadline and the end that it causes."""
 
 
 class Violation(AssertionError):
@@ -36,7 +40,7 @@ class Violation(AssertionError):
 
 
 def check_now(world: World) -> None:
-    """Cheap enough for every moment. I1."""
+    """Check I1 and more. It is cheap enough for every moment."""
     for worker in world.workers():
         worker.engine.scheduler.check_invariants()
         _require(not worker.runner.defects, f"{worker.incarnation}: {worker.runner.defects}")
@@ -56,7 +60,7 @@ def check_now(world: World) -> None:
 
 
 def _check_running(world: World) -> None:
-    """A worker that hears of it drops a request that has ended, or gone elsewhere: each runs once."""
+    """Check that each request runs once: a reachable worker drops a request that has ended, or moved elsewhere."""
     records = {record.request.request_id: record for record in world.records}
     places = Counter[str]()
     for seat in world.seats:
@@ -83,7 +87,7 @@ def _check_running(world: World) -> None:
 
 
 def check_at_rest(world: World) -> None:
-    """I1, I2, I3, I5, after everything that was broken is whole again."""
+    """Check I1, I2, I3 and I5 after all faults are healed."""
     check_now(world)
     _require(world.is_at_rest, "; ".join(_unrest(world)))
     for record in world.records:
@@ -136,7 +140,7 @@ def _check_outcome(world: World, record: Record) -> None:
 
 
 def _check_pauses(world: World, record: Record) -> None:
-    """Where some worker could be worked with all along, a request moves there."""
+    """Check that a request moves to another worker if some worker was available all along."""
     for since, until in record.pauses:
         _require(
             until - since < LONGEST_PAUSE_SECONDS or not world.was_available(record.router, since, until),
@@ -157,7 +161,7 @@ def _are_beams_too_large(world: World, record: Record) -> bool:
 
 
 def _check_tokens(world: World, record: Record) -> None:
-    """Whoever was cut short has the beginning."""
+    """Check that a request that was cut short has the beginning."""
     if _is_too_large(world, record):
         return
     request, config = record.request, world.scenario.setup.scheduler
@@ -203,7 +207,7 @@ def _check_idle_router(world: World, router: RouterProcess) -> None:
 
 
 def _check_index(world: World) -> None:
-    """Of every prompt: what the index says of each worker is what its cache holds, and there is nobody else."""
+    """Check for every prompt that the index equals each worker's cache, and that it lists no other worker."""
     twin, stride = world.index.twin, world.scenario.setup.scheduler.index_stride_blocks
     block_size = world.scenario.setup.scheduler.block_size
     alive = {worker.incarnation: worker for worker in world.workers()}
@@ -229,7 +233,7 @@ def _check_index(world: World) -> None:
 
 
 def _depths(worker: WorkerProcess[DigestRunner], names: list[bytes], stride: int) -> tuple[int, int]:
-    """Leading groups on the GPU, and those after them in host memory."""
+    """Return the leading groups on the GPU, and those after them in host memory."""
     scheduler = worker.engine.scheduler
     on_gpu = len(scheduler.cache.match(names)) // stride  # type: ignore[arg-type]
     host = set(scheduler.host_cache._slots) if scheduler.host_cache is not None else set()
@@ -239,7 +243,7 @@ def _depths(worker: WorkerProcess[DigestRunner], names: list[bytes], stride: int
 
 
 def _unrest(world: World) -> Iterator[str]:
-    """Why a run does not come to rest."""
+    """Yield why a run does not come to rest."""
     yield f"I3: never at rest, {sum(not record.outcome for record in world.records)} requests run"
     for worker in world.workers():
         yield f"{worker.incarnation}: idle {worker.is_idle()}, {worker.publisher.state()}"
@@ -250,7 +254,7 @@ def _unrest(world: World) -> Iterator[str]:
 
 
 async def check_ends(world: World) -> None:
-    """Everybody who lives ends when told to, and leaves no task behind."""
+    """Check that every live process ends when asked to, and leaves no task behind."""
     for worker in world.workers():
         await worker.leave()
     for router in world.routers:

@@ -1,7 +1,7 @@
-"""A model whose next token is a function of the tokens before it, its seed, and nothing else; and what it must say.
+"""A model whose next token depends only on the tokens before it and its seed; and the outputs expected of it.
 
-Its KV memory holds a digest of the whole prefix in each token slot, so that a row which reads a block that is not its
-own, or was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine looks at.
+Each token slot of its KV memory holds a digest of the whole prefix. So a row that reads a block of another row, or one
+that was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine reads.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from simulation.virtual_time import VirtualLoop
 
 VOCABULARY = 64
 ROOT = BlockName(bytes(16))
-"""Of a search that runs alone."""
+"""Block name for a search that runs alone."""
 GARBAGE = -1
 
 
@@ -30,7 +30,7 @@ def follow(digest: int, token: int) -> int:
 
 
 def digests(tokens: Iterable[int]) -> list[int]:
-    """For each position: of all tokens up to it."""
+    """Return for each position the digest of all tokens up to it."""
     return list(accumulate(tokens, follow, initial=0))[1:]
 
 
@@ -52,7 +52,7 @@ class DigestRunner:
         self._host: dict[int, list[int]] = {}
         self._block_size = block_size
         self.defects: list[str] = []
-        """Reads of what is not the reader's own."""
+        """Reads of blocks that do not belong to the reader."""
 
     def warm_up(self) -> None:
         """Nothing to warm."""
@@ -111,7 +111,7 @@ class DigestRunner:
 
 
 def expected_outputs(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:
-    """What an undisturbed cluster says, output by output."""
+    """Return the outputs of an undisturbed cluster."""
     if sampling.beam_width:
         return _beams_alone(prompt, sampling, config)
     return [_output(prompt, sampling, index, config.max_model_len) for index in range(sampling.n)]
@@ -129,7 +129,7 @@ def _output(prompt: list[int], sampling: SamplingParams, index: int, max_model_l
 
 
 def _beams_alone(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:
-    """The search on an engine of its own."""
+    """Run the search on an engine of its own."""
     clock = StepClock(VirtualLoop())
     runner = DigestRunner(
         clock, block_size=config.block_size, step_seconds=0.001, prefill_tokens_per_second=1e6

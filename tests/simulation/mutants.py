@@ -1,6 +1,6 @@
-"""The product, broken on purpose in one place each: what the simulation must find.
+"""The product, broken on purpose in one place each: the simulation must find each of them.
 
-Each is a method in the place of the product's own, for the life of a context.
+Each replaces a method of the product during a context.
 """
 
 from collections.abc import Callable, Iterator
@@ -155,7 +155,7 @@ MUTANTS: dict[str, Mutant] = {
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
-    """The product with this mutant in it."""
+    """Run the context with this mutant in the product."""
     rights = [(owner, method, getattr(owner, method)) for owner, method, _ in MUTANTS[name]]
     for owner, method, change in MUTANTS[name]:
         setattr(owner, method, change(getattr(owner, method)))

@@ -1,4 +1,4 @@
-"""What the client of one request saw, and where two pieces of it do not join."""
+"""Record of what the client of one request saw, and of pieces that do not join."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Record:
     """"finished", or the reason of an error."""
     ended: float = 0.0
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when it brought nothing."""
+    """Time spans in which no token came."""
     defects: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -17,16 +17,16 @@ NO_DEFECTS = ("refused worker",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of one seed."""
+    """Result of one seed."""
 
     seed: int
     violation: str
-    """Empty: everything held."""
+    """Broken invariant. Empty: everything held."""
     log: tuple[tuple[object, ...], ...]
     outcomes: tuple[str, ...]
     struck: dict[Kind, int]
     seconds: float
-    """Of virtual time."""
+    """Virtual time."""
     num_turns: int
 
 
@@ -61,7 +61,7 @@ def run_scenario(chosen: Scenario) -> Run:
 
 
 class _Complaints(logging.Handler):
-    """What the product logs as an error: it names what can only be a defect of its own."""
+    """Errors that the product logs about defects of its own."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What happens in one run: a cluster, requests, faults. A pure function of a seed.
+"""Scenario of one run: a cluster, requests, faults. A pure function of a seed.
 
 Each fault ends by itself, and all of them before `HEALED_SECONDS`: what comes after is recovery.
 """
@@ -18,7 +18,7 @@ from simulation.worker_process import WorkerSetup
 from .model import VOCABULARY, DigestRunner
 
 BUSY_SECONDS = 5.0
-"""Requests and faults begin within it."""
+"""Time within which requests and faults begin."""
 HEALED_SECONDS = 9.0
 NO_WORKER_SECONDS = 2.0
 MAX_MIGRATIONS = 3
@@ -27,7 +27,7 @@ FEWEST_REQUESTS = 6
 
 
 class Kind(Enum):
-    """A fault. What its target is stands beside it."""
+    """A fault. The comments name its target."""
 
     KILL = auto()  # worker
     HANG = auto()  # worker
@@ -35,7 +35,7 @@ class Kind(Enum):
     DRAIN = auto()  # worker: it takes nothing new, ends, and is started again
     PAUSE = auto()  # worker: drained, and resumed
     FLUSH = auto()  # worker: its cache
-    REBUILD = auto()  # worker: tells the index anew
+    REBUILD = auto()  # worker: republishes all blocks
     MOVE = auto()  # worker: killed, and started at another address
     CUT = auto()  # router, worker
     CUT_UP = auto()  # router, worker
@@ -68,7 +68,7 @@ class Fault:
     at: float
     kind: Kind
     seconds: float
-    """How long it lasts; of a kill, until the next life begins."""
+    """Duration. For a kill: time until the next incarnation begins."""
     worker: int
     router: int
 
@@ -147,7 +147,8 @@ def scenario(seed: int) -> Scenario:
 
 
 def drawn(chance: random.Random, seed: int) -> Scenario:
-    """By whatever chance, such as hypothesis's, which can shorten it. What happens within the run is the seed's."""
+    """Draw a scenario from any random source, such as that of hypothesis, which can shrink it. The seed decides events
+    within the run."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
     setup = _setup(chance)
     num_requests = chance.randint(FEWEST_REQUESTS, 22)
@@ -227,7 +228,7 @@ def _request(
 
 
 def _faults(chance: random.Random, num_workers: int, num_routers: int) -> tuple[Fault, ...]:
-    """Few over all the time, or many at once; of all kinds, or of two."""
+    """Return few faults over all the time, or many at once; of all kinds, or of two."""
     start, end = chance.choice(((0.3, BUSY_SECONDS), (0.3, BUSY_SECONDS), (0.9, 1.6)))
     kinds = chance.choice((KINDS, KINDS, tuple(chance.sample(KINDS, 2))))
     faults = [

@@ -1,4 +1,4 @@
-"""Router, workers and index live through whatever a seed brings; and a product that is broken on purpose does not."""
+"""Router, workers and index survive the faults of every seed; and a product that is broken on purpose does not."""
 
 import ast
 import asyncio
@@ -18,12 +18,12 @@ from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
 MUTANT_RUNS = 60
-"""By then the slowest of the mutants is found; most are in the first few."""
+"""Runs within which the slowest mutant is found. Most are found in the first few."""
 
 SCENARIOS = st.builds(drawn, st.randoms(use_true_random=False), st.integers(0, 1000))
 DRAWING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob=True)
-"""What fails is shown at once: to shorten it takes longer than a test may."""
+"""A failing scenario is shown without shrinking, which takes longer than a test may."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob
     [pytest.param(chunk, marks=pytest.mark.slow if chunk >= QUICK_CHUNKS else ()) for chunk in range(CHUNKS)],
 )
 def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
-    """A seed that fails is shown by `python -m tests.simulation --runs 1 --seed SEED --log`."""
+    """`python -m tests.simulation --runs 1 --seed SEED --log` shows a seed that fails."""
     results = [run(seed) for seed in range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)]
     assert {result.seed: result.violation for result in results if result.violation} == {}
     # Runs in which nothing happens would prove nothing.
@@ -77,7 +77,7 @@ def test_imports_point_from_tests_and_bench_to_the_simulation_and_from_it_to_the
 
 
 def _imported(source: Path) -> set[str]:
-    """Top-level names of what it imports."""
+    """Return the top-level names of what it imports."""
     nodes = list(ast.walk(ast.parse(source.read_text(encoding="utf-8"))))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]

@@ -1,7 +1,7 @@
 """One run of a scenario: the cluster is built, requests come, faults strike and end, everything comes to rest.
 
-Owns the order of events, the log that two runs of one seed must agree in, and what is true of the cluster (who lives,
-who can be reached). Does not own what must hold (checks.py).
+Owns the order of events, the log in which two runs of one seed must agree, and the true state of the cluster. That
+state says which processes live and which paths work. Does not own what must hold (checks.py).
 """
 
 import asyncio
@@ -38,18 +38,18 @@ ROUTERS = RouterSetup(
 )
 
 RECOVERY_SECONDS = 40.0
-"""After the last fault everything is at rest again, or never."""
+"""Time after the last fault within which everything is at rest, or never."""
 LOOK_SECONDS = 0.1
 TOLD_SECONDS = 0.05
-"""Until routers hear from their supervisor of a new address."""
+"""Delay until routers hear from their supervisor of a new address."""
 EARLIEST_RESTART_SECONDS = 0.05
 NOTICED_SECONDS = 3.0
-"""A fault that is over may still cost a request its worker: steps that it slowed end, routers find out."""
+"""Time for which an ended fault may still cost a request its worker: slow steps end, and routers notice."""
 
 
 @dataclass(slots=True)
 class Seat:
-    """A worker's name and place, whoever sits there now."""
+    """Name and address of a worker, across incarnations."""
 
     name: str
     address: str
@@ -57,7 +57,7 @@ class Seat:
     worker: WorkerProcess[DigestRunner] | None = None
     lives: list[WorkerProcess[DigestRunner]] = field(default_factory=list)
     is_going: bool = False
-    """Between the order to drain and the next life."""
+    """True between the order to drain and the next incarnation."""
 
     @property
     def alive(self) -> WorkerProcess[DigestRunner] | None:
@@ -83,16 +83,16 @@ class World:
         self.is_over = self.is_at_rest = False
         self.struck: Counter[Kind] = Counter()
         self.blows: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        """From when to when something could cost a request its worker, by the router's name; "" is all routers."""
+        """Time spans in which something could cost a request its worker, by the router's name; "" is all routers."""
         self.disturbances: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
-        """By router and seat: from when on it could, or could not, be worked with."""
+        """Changes of availability, by router and seat: when the router could begin or stop using the worker."""
         self.doubled: dict[str, float] = {}
-        """Requests that run in more than one place, and since when."""
+        """Requests that run on more than one worker, and since when."""
         self.on_look: Callable[[World], None] = lambda world: None
 
     @property
     def now(self) -> float:
-        """Since the start of the run."""
+        """Seconds since the start of the run."""
         return self.loop.time() - START_SECONDS
 
     def note(self, *what: object) -> None:
@@ -186,7 +186,7 @@ class World:
     # Faults
 
     def _strike(self, fault: Fault) -> None:
-        """One that cannot happen, because its target has another one, does not."""
+        """Strike with a fault. A fault whose target already has another one does not happen."""
         seat, router = self.seats[fault.worker], self.routers[fault.router]
         path = self.network.path(router.name, seat.address)
         worker = seat.alive
@@ -267,7 +267,7 @@ class World:
                 router.fleet.set_addresses([seat.address for seat in self.seats])
 
     async def _replace(self, seat: Seat, worker: WorkerProcess[DigestRunner], grace_seconds: float) -> None:
-        """As a supervisor restarts: drain, stop, start."""
+        """Restart a worker as a supervisor does: drain, stop, start."""
         await worker.drain(grace_seconds)
         self.note("drained", worker.incarnation)
         self._blow()
@@ -332,7 +332,7 @@ class World:
         self.blows[router].append((self.now, max(until, self.now) + NOTICED_SECONDS))
 
     def _changed(self) -> None:
-        """Who could be worked with from now on."""
+        """Record which workers are available from now on."""
         for router in self.routers:
             for seat in self.seats:
                 worker = seat.alive
@@ -350,7 +350,7 @@ class World:
                     history.append((self.now, can))
 
     def was_available(self, router: str, since: float, until: float) -> bool:
-        """Whether some one worker could be worked with all along."""
+        """Return whether any one worker was available all along."""
         return any(self.was_seat_available(router, seat.name, since, until) for seat in self.seats)
 
     def was_seat_available(self, router: str, seat: str, since: float, until: float) -> bool:
@@ -370,7 +370,7 @@ class World:
         return sum(begin <= until and end >= since for begin, end in (*self.blows[""], *self.blows[router]))
 
     def _is_at_rest(self) -> bool:
-        """Every request has ended, and everybody knows everything."""
+        """Return whether every request has ended, and every process knows everything."""
         return (
             all(record.outcome for record in self.records)
             and len(self.workers()) == len(self.seats)
@@ -387,7 +387,7 @@ class World:
 
     @property
     def _is_index_of_the_living(self) -> bool:
-        """All of them stand in it, and entries of the dead are struck out."""
+        """True if all live workers are in the index, and entries of dead ones are removed."""
         twin = self.index.twin
         standing = {str(record.incarnation) for record in answer(twin.directory())}
         lives = {worker.incarnation for worker in self.workers()}
@@ -400,7 +400,7 @@ def _is_told(worker: WorkerProcess[DigestRunner]) -> bool:
 
 
 def run_processes(world: World) -> list[Process]:
-    """All that ever were."""
+    """Return all processes that ever existed."""
     routers = [*world.routers, *world.dead_routers]
     lives = [worker for seat in world.seats for worker in seat.lives]
     return [router.process for router in routers] + [worker.process for worker in lives]
