@@ -1,5 +1,8 @@
-"""The engine bench's systems, as real processes: they bring the tokens that are asked for, and who is absent, fails or
-takes too much is gone, with all that it started, before others are measured."""
+"""The engine bench's systems as real processes: they generate the requested tokens.
+
+A system that is absent, fails or takes too much memory is ended with all that it started, before the next one is
+measured.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The command against a real cluster: it sends what it planned, and what it reports is what the cluster did."""
+"""The command against a real cluster: it sends its plan, and its report matches what the cluster did."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The blocking and the async client behind one face, and a connection that breaks on demand."""
+"""The blocking and the async client behind one interface, and a connection that breaks on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""What the tests of the page do and read again and again: requests that run, clicks on a map, fields of a card."""
+"""Steps that the tests of the page share: running requests, clicks on a map, fields of a card."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A supervisor without Ray: its actors are objects here, which outlive it as detached actors do."""
+"""A supervisor without Ray: its actors are plain objects, which outlive it as detached actors do."""
 
 import asyncio
 from collections.abc import Callable
@@ -116,7 +116,7 @@ class Router:
 
 @dataclass
 class Outlives:
-    """What a supervisor's death leaves: actors by name, and the desired state."""
+    """State that survives a supervisor: actors by name, and the desired state."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     desired: bytes | None = None
@@ -155,10 +155,10 @@ class WithoutActors(Supervisor):
         self.ended_processes.append(replica.pid)
 
     async def _announce(self) -> None:
-        """Nobody looks."""
+        """Announce nothing, because no page reads it here."""
 
     async def _store_reports(self) -> None:
-        """Nobody looks."""
+        """Store nothing, because no command reads it here."""
 
     async def leave(self) -> None:
         """Its death: actors live on."""
@@ -176,7 +176,7 @@ class Lives(WithoutActors):
         self.is_without_room = False
         """A life answers nothing, from its beginning on."""
         self.known: tuple[str, ...] | None = None
-        """What the router says of whom it gives requests to; None: whoever lives."""
+        """Incarnations to which the router says it gives requests; None: all that are alive."""
         self.router = Router(self._ready)
         super().__init__(left)
 
@@ -222,7 +222,7 @@ class Lives(WithoutActors):
         return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
 
     async def replica(self, name: str) -> Replica:
-        """By its name or kind: the first."""
+        """Return the first replica of this name or kind."""
         return next(
             replica for replica in (await self.report()).replicas if name in (replica.name, replica.kind)
         )

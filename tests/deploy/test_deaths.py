@@ -1,4 +1,4 @@
-"""How a process has ended, as the kernel tells somebody who is not its parent."""
+"""The cause of a process's end, as the kernel reports it to a process that is not its parent."""
 
 import contextlib
 import os

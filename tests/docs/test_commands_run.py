@@ -1,8 +1,8 @@
-"""The commands that the documents show are run, block by block, by the shell, in a folder with nothing else in it.
+"""The commands in the documents run, block by block, in a shell and in an otherwise empty folder.
 
-Those that need Ray, another machine or somebody's files are not (`RUN` says which are); tests/cluster runs the README's
-own. They call the cluster of these tests: a URL of port 8000 is that of its gateway. A block that takes long runs with
-the slow tests.
+Commands that need Ray, another machine or a user's files do not run (`RUN` lists which). tests/cluster runs the
+README's own. The commands call the cluster of these tests: a URL with port 8000 becomes that of its gateway. A long
+block runs with the slow tests.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A worker with a host cache stands in the index twice: on its GPU, and anywhere. Redis and its twin alike."""
+"""A worker with a host cache is in the index twice: for its GPU, and for either memory. Redis and its twin alike."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Cascade: what many decode rows read alike is read by items over all of them, and the result is the same."""
+"""Cascade: keys that many decode rows share are read by items over all these rows, and the result is unchanged."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
-"""For each alert: series under which it must fire at a moment, and series like them under which it must not.
+"""Series for each alert: some under which it must fire at a moment, and similar ones under which it must not.
 
-In promtool's notation: `a+bxn` is a, then n times b more. One sample each 15 seconds.
+They use promtool's notation: `a+bxn` is a, then n times b more, with one sample every 15 seconds.
 """
 
 from dataclasses import dataclass

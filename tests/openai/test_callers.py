@@ -1,4 +1,4 @@
-"""Tokens, roles, tenants and TLS are the same as gRPC's: one table, one file of tokens, one certificate."""
+"""Tokens, roles, tenants and TLS equal those of gRPC: one table, one file of tokens, one certificate."""
 
 import ssl
 from collections.abc import AsyncIterator

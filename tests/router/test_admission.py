@@ -1,4 +1,4 @@
-"""What is charged is given back exactly, no limit is ever passed, and no tenant keeps others out for good."""
+"""Charges are returned exactly, no limit is ever exceeded, and no tenant keeps others out for ever."""
 
 from contextlib import ExitStack
 from itertools import pairwise

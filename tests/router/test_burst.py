@@ -1,4 +1,4 @@
-"""A burst before any report: no more go to a worker than it said it would queue."""
+"""A burst before any report: a worker gets no more requests than it said it would queue."""
 
 import asyncio
 

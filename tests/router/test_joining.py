@@ -1,4 +1,4 @@
-"""A worker that joins under load: it is used soon, and nobody rushes to it because it is empty."""
+"""A worker that joins under load gets requests soon, and no rush because it is empty."""
 
 import asyncio
 from collections import Counter

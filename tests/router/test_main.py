@@ -1,4 +1,4 @@
-"""`python -m blockyard.router` as an operator runs it."""
+"""`python -m blockyard.router` from an operator's shell."""
 
 import asyncio
 import gc

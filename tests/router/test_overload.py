@@ -1,4 +1,4 @@
-"""More than fits, through a real router: exact limits, an honest queue, and turns and shares for tenants."""
+"""Overload of a real router: exact limits, a true queue, and fair turns and shares for tenants."""
 
 import asyncio
 from collections import Counter
@@ -157,8 +157,11 @@ async def test_a_waiting_request_that_is_cancelled_leaves_at_once(tight: Router)
 
 
 async def wait_in_line(router: Router, tenants: list[str]) -> list[str]:
-    """A request for each name, in this order, before a worker that is full until all stand in line; the tenants in the
-    order in which theirs came to run. They end after three tokens, however many they asked for."""
+    """Return the tenants in the order in which their requests ran.
+
+    Send a request for each tenant, in this order, to a worker that is full until all of them wait. Each ends after
+    three tokens, whatever its limit.
+    """
     async with router.workers(full_worker()) as (worker,):
         running = router.inference.GenerateStream(request(request_id="running"))
         await until(lambda: worker.num_running == 1, seconds=20)

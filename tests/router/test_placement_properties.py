@@ -1,4 +1,4 @@
-"""What holds of every snapshot, however odd: reports are what workers and networks make of them."""
+"""Invariants of placement for every snapshot, however odd: workers and networks can send any report."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tokens exactly once, whatever workers do: real links to scripted workers, without the router's own server."""
+"""Each token arrives exactly once, whatever workers do: real links to scripted workers, without a router's server."""
 
 import asyncio
 import time

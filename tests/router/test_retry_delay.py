@@ -1,4 +1,4 @@
-"""The delay that refused clients are told follows what really ends, within bounds."""
+"""The retry delay of a refusal follows the measured rate at which requests end, within bounds."""
 
 import pytest
 from blockyard.router.admission.retry_delay import (

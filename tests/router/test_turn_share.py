@@ -1,4 +1,4 @@
-"""What is costly is spread over turns of the loop, in order, and nobody is left waiting."""
+"""Costly work is spread over ticks of the event loop, in order, and no waiting task starves."""
 
 import asyncio
 from collections import Counter

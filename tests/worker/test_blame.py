@@ -1,4 +1,4 @@
-"""A step that raises for some of its requests: those end, and all others get the tokens of an undisturbed run."""
+"""A step that raises for some requests: only those fail, and all others get the tokens of an undisturbed run."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ def run(
 
 
 def marked(length: int = 30, **sampling: Any) -> EngineRequest:
-    """Of another first block for each length."""
+    """Return a marked request. Each length has a first block of its own."""
     return request([length, MARKER] + [13] * (length - 2), **sampling)
 
 

@@ -1,5 +1,7 @@
-"""Python's garbage collector leaves alone what a worker has loaded, and has little to walk of what it serves: a walk
-would hold every stream up."""
+"""Python's garbage collector ignores the objects of a loaded model, and tracks few objects of served requests.
+
+A long collection would delay every stream.
+"""
 
 import gc
 import subprocess

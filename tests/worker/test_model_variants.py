@@ -1,7 +1,7 @@
-"""What config.json may say beside sizes, each variant against transformers: rope scaling, biases, windows, ties.
+"""Variants that config.json can describe, each against transformers: rope scaling, biases, windows, tied weights.
 
-Through the decoder alone: a prompt whole, in chunks, and token by token, with NaN in every block not yet written.
-Prompts are longer than every window and than the context that a scaled rope was trained on.
+The tests run the decoder alone: a prompt whole, in chunks, and token by token, with NaN in every unwritten block.
+Prompts are longer than every window and than the training context of a scaled rope.
 """
 
 import json

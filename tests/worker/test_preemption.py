@@ -1,4 +1,4 @@
-"""Who gives way, in what order requests run, and how host memory keeps what was computed."""
+"""The choice of the victim, the order in which requests run, and host memory that keeps computed blocks."""
 
 import pytest
 from blockyard.worker.scheduling.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Who gives up what: whoever holds most, the longest unused of it first; a tenant alone is a plain LRU."""
+"""Eviction among tenants: the one with most blocks loses its longest unused first; a tenant alone is a plain LRU."""
 
 import random
 from collections import Counter, OrderedDict

@@ -1,4 +1,4 @@
-"""One tenant's flood of prompts leaves the others' prefixes in the cache, on the GPU and in host memory."""
+"""One tenant's flood of prompts does not evict the others' prefixes from the GPU or from host memory."""
 
 import random
 from typing import Any
@@ -93,7 +93,7 @@ def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached(settings: dict[
 
 
 def test_shares_alone_do_not_hold_where_running_fills_the_memory() -> None:
-    """What `protected_blocks` is for."""
+    """Only `protected_blocks` protects cached prefixes in this case."""
     assert Flood(has_tenants=True, protected_blocks=0, **MEMORY_IS_FULL).hit_rate() <= 0.05
 
 
