@@ -38,7 +38,7 @@ class Browser:
         self.complaints: list[str] = []
         """Complaints in the page's console: errors, and what the content policy has refused."""
         self.hosts: set[str] = set()
-        """Whom the page has asked for anything."""
+        """Hosts to which the page has sent requests."""
 
     async def listen(self) -> None:
         async for message in self._socket:

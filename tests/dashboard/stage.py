@@ -42,7 +42,7 @@ def announcement_of(cluster: Processes) -> Announcement:
 
 @dataclass(slots=True)
 class Stage:
-    """A page that is served at `url`. `announcements` are what supervisors say; None: nobody can be asked."""
+    """A page that is served at `url`. `announcements` are the supervisors'; None: the control service is down."""
 
     announcements: list[Announcement] | None = field(default_factory=list)
     url: str = ""

@@ -23,7 +23,7 @@ SPEC = ClusterSpec(
 )
 
 NODE, PID = "another-node", 4711
-"""Where a worker runs whose start is the supervisor's own."""
+"""Node and process id of a worker that the supervisor itself starts."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -46,13 +46,13 @@ class Worker:
     incarnation: str
     draining: bool = False
     is_frozen: bool = False
-    """It lives and answers nothing."""
+    """Whether it is alive but answers nothing."""
     answers_after_seconds: float = 0.0
     downloads_for_seconds: float = 0.0
     loads_for_seconds: float = 0.0
     stopped_with: list[float] = field(default_factory=list)
     may_stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Until then its drain goes on."""
+    """Until it is set, a drain goes on."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Worker:
 
 @dataclass(eq=False)
 class Router:
-    """A router's actor: it reaches whom it is told of, and gives requests to those whom `ready` names."""
+    """A router's actor: it records the workers' addresses, and sends requests to the incarnations of `ready`."""
 
     ready: Callable[[], tuple[str, ...]]
     told: list[list[str]] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Outlives:
 
 
 class WithoutActors(Supervisor):
-    """Nothing of Ray is called; who runs is the subclass's."""
+    """A supervisor that calls nothing of Ray. A subclass runs the replicas."""
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
@@ -161,12 +161,12 @@ class WithoutActors(Supervisor):
         """Store nothing, because no command reads it here."""
 
     async def leave(self) -> None:
-        """Its death: actors live on."""
+        """End as by its death: actors go on."""
         await self._tasks.aclose()
 
 
 class Lives(WithoutActors):
-    """A worker has one life after the other, the router one that knows them all."""
+    """A supervisor whose worker has one incarnation after the other, and whose router has one that knows them all."""
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.lives: list[Worker] = []
@@ -174,7 +174,7 @@ class Lives(WithoutActors):
         self.never_starts = False
         self.loads_for_seconds = 0.0
         self.is_without_room = False
-        """A life answers nothing, from its beginning on."""
+        """Whether a new incarnation answers nothing from its start."""
         self.known: tuple[str, ...] | None = None
         """Incarnations to which the router says it gives requests; None: all that are alive."""
         self.router = Router(self._ready)

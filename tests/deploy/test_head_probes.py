@@ -165,7 +165,7 @@ def test_the_token_is_that_of_the_parts_environment(tmp_path: Path) -> None:
 
 @contextmanager
 def silent() -> Iterator[int]:
-    """A port whose connections the kernel takes, and nobody reads."""
+    """Yield a port on which the kernel accepts connections, and no process reads them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -34,7 +34,7 @@ SETTINGS = re.compile(r"^```toml\n# cluster\.toml\n(.*?)^```$", re.MULTILINE | r
 
 
 def script(block: Block) -> str:
-    """Its lines that can be run here, as somebody types them who has `blockyard` on the PATH."""
+    """Return its lines that can run here, as a user types them with `blockyard` on the PATH."""
     lines = block.text.replace("\\\n", " ").replace(".venv/bin/", "").splitlines()
     return "\n".join(line for line in lines if RUN.match(line) and not SOMEBODYS.search(line))
 

@@ -26,7 +26,7 @@ class Life:
     """Superseded, retired, flushed or purged: every later write must come back UNKNOWN."""
 
     def next_batch(self) -> Batch:
-        """From what was published to the truth."""
+        """Return the batch that leads from the published state to the true one."""
         removed, added = _difference(self.published, set(self.tiers.on_gpu.paths), self.stride_blocks)
         anywhere_removed, anywhere_added = _difference(
             self.published_anywhere, set(self.tiers.anywhere.paths), self.stride_blocks

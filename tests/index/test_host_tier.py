@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 async def join(
     harness: IndexHarness, worker_id: str, on_gpu: int, anywhere: int, incarnation: str = "1"
 ) -> Berth:
-    """A worker that holds so many leading blocks of the one chain."""
+    """Register a worker that holds these numbers of leading blocks of the one chain."""
     berth = await harness.index.register(
         record(worker_id, incarnation), lease_seconds=LEASE_SECONDS, has_host_cache=True
     )

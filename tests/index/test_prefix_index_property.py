@@ -31,7 +31,7 @@ LEASE_SECONDS = 60.0
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Abstract: the subclasses say where the index lives."""
+    """Abstract state machine: each subclass chooses the index."""
 
     def __init__(self) -> None:
         super().__init__()

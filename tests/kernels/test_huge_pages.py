@@ -44,7 +44,7 @@ def huge_kib() -> int:
 
 
 def are_at_hand(num_bytes: int) -> bool:
-    """Whether the system gives them right now, to whoever asks: here the test itself."""
+    """Return whether the system grants huge pages now: the test requests some itself."""
     before = huge_kib()
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -73,7 +73,7 @@ def _promises(stale: float) -> Series:
 
 
 def _hits(late_gain: float) -> Series:
-    """Half of all prompt tokens are reused for 100 minutes, and then so many of a hundred."""
+    """Return series in which half of all prompt tokens are reused for 100 minutes, and then `late_gain` percent."""
     return {
         'blockyard_router_prompt_tokens_total{router="r"}': growing(100),
         'blockyard_router_cached_tokens_total{router="r"}': f"0+50x400 {20000 + late_gain}+{late_gain}x200",

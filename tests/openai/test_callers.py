@@ -129,7 +129,7 @@ async def test_tls_and_mtls_guard_this_port_too(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def running_https(tls: ServerTls) -> AsyncIterator[Gateway]:
-    """Without workers, and without a client of gRPC's, who would need a certificate too."""
+    """Yield a gateway without workers and without a gRPC client, which would need a certificate too."""
     server = RouterServer(config(tls=tls, http_port=0))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:

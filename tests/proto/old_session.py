@@ -13,7 +13,7 @@ NEW_FIELDS = {
     "ToRouter": {"draining"},
 }
 UNKNOWN = bytes((0xC2, 0x3E, 3)) + b"new"
-"""Field 1000, which nobody has: a text."""
+"""Field 1000, which no message has: a text."""
 
 
 def _old_pool() -> descriptor_pool.DescriptorPool:

@@ -60,17 +60,17 @@ class Script:
     """RejectReason at once."""
     reject_detail: str = ""
     fail_after: int | None = None
-    """REJECT_REASON_INTERNAL in a step after so many tokens."""
+    """Number of tokens after which a step fails with REJECT_REASON_INTERNAL."""
     die_after: int | None = None
-    """Ends the whole stream after so many tokens."""
+    """Number of tokens after which the whole stream ends."""
     exit_after: int | None = None
-    """Ends the whole worker after so many tokens."""
+    """Number of tokens after which the whole worker ends."""
     hang_after: int | None = None
-    """Says nothing more on the stream after so many tokens, not even pongs."""
+    """Number of tokens after which the stream carries nothing more, not even pongs."""
     repeat_tokens: int = 0
-    """Each row begins so many tokens too early."""
+    """Number of tokens by which each row begins too early."""
     skip_token: bool = False
-    """The second row leaves one out."""
+    """Whether the second row leaves out a token."""
     step_seconds: float = 0.002
     tokens_a_step: int = 1
     stop_token_at: int | None = None
@@ -105,7 +105,7 @@ class FakeWorker(EngineServiceServicer):
     ) -> None:
         self.script = script or (lambda submit: Script())
         self.dialect: Callable[[Message], bytes] | None = None
-        """How it says what it says, where it is not of this version; it then knows no call but Session."""
+        """Serializer of a worker of another version; None: this version. Such a worker knows no call but Session."""
         self.load = cluster_pb2.WorkerLoad()
         self.submits: list[session_pb2.Submit] = []
         self.cancelled: list[int] = []
@@ -119,7 +119,7 @@ class FakeWorker(EngineServiceServicer):
         self.stalled_seconds = 0.0
         """Stall of its engine that it reports."""
         self.pong_draining: bool | None = None
-        """Workers of before do not say it."""
+        """Draining flag of its pongs; None: unset, as older workers leave it."""
         self.has_exited = False
         self.admin_calls: list[Message] = []
         """Requests of AdminService that came here."""

@@ -45,7 +45,7 @@ class Load:
 
     router: Router
     placed: list[tuple[float, str]] = field(default_factory=list)
-    """When each answer came to its first token, and from whom."""
+    """Time of the first token of each answer, and its worker."""
 
     async def run(self, client: int) -> None:
         loop = asyncio.get_running_loop()

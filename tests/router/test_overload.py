@@ -78,7 +78,7 @@ def retry_seconds(error: grpc.aio.AioRpcError) -> float:
 async def burst(
     router: Router, *, prompt_tokens: int, limit: int
 ) -> tuple[list[Any], list[grpc.aio.AioRpcError]]:
-    """So many calls at once: those that came in, still open, and the errors of the others."""
+    """Make CALLS calls at once. Return the admitted ones, still open, and the errors of the others."""
     fields = {"prompt": None, "prompt_token_ids": {"ids": [7] * prompt_tokens}}
     calls = [router.inference.GenerateStream(request(**fields)) for _ in range(CALLS)]
     watched = [asyncio.create_task(refused(call)) for call in calls]

@@ -70,7 +70,7 @@ def test_whatever_workers_report_one_is_chosen_and_every_cost_is_a_number(
 
 
 class Chooser(Random):
-    """Remembers among whom it was asked to choose."""
+    """Chooser that remembers the options among which it chose last."""
 
     offered: list[Any]
 

@@ -14,7 +14,7 @@ from .prompt import Clock
 
 
 def busy(rate: CompletionRate, clock: Clock, *, held: int, each_seconds: float, seconds: float) -> None:
-    """So many are held all the time, and each is replaced at its end."""
+    """Hold `held` requests for `seconds`, and replace each at its end."""
     rate.begin(held)
     for _ in range(int(seconds * held / each_seconds)):
         clock.now += each_seconds / held

@@ -83,7 +83,7 @@ class Device:
         self.num_found_corrupted = 0
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Do nothing: there is nothing to warm."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
         """Implement `Runner.execute`."""
@@ -130,7 +130,7 @@ class Device:
         return self._host[slot]
 
     def corrupt(self, slot: HostSlot) -> None:
-        """Its content changes while nobody looks."""
+        """Change the slot's content without notice."""
         self._host[slot] = [GARBAGE] * self._size
         self.corrupted.add(slot)
 
@@ -384,7 +384,7 @@ class Storm:
             assert not scheduler.host_cache._reading
 
     def _check_tokens(self) -> None:
-        """Everyone has what it gets alone; who was cut short, the beginning of it."""
+        """Check that each sequence has the tokens that it gets alone, or their beginning if it was cut short."""
         for sequence in self.sequences.values():
             if sequence.group is None:
                 expected = self._alone(sequence)[: len(sequence.tokens)]

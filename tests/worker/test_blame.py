@@ -247,7 +247,7 @@ def test_a_step_that_raises_after_its_loads_saves_nothing_anew_in_the_place_of_w
 
 
 def test_who_reads_what_the_poison_computes_in_that_step_ends_with_it() -> None:
-    """It would read blocks that nobody has filled."""
+    """It would read blocks that were never filled."""
     engine, _ = make_engine()
     first = engine.submit(request([3] * 32 + [MARKER] * 4))
     sharing = engine.submit(request([3] * 32 + [4] * 4))

@@ -36,7 +36,7 @@ def test_the_newest_step_counts_by_its_weight() -> None:
 def test_times_that_grow_with_the_number_are_told_as_they_are(
     fixed: float, each: float, step: int, decodes: int
 ) -> None:
-    """Between the measurements; and beyond them no less than fewer take."""
+    """Times between the measurements are exact; beyond them more decodes take no less time than fewer."""
     times = DecodeTimes(smoothing=0.2)
     counts = range(1, 2000, step)
     for count in counts:

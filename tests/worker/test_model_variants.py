@@ -178,7 +178,7 @@ def test_deterministic_logits_are_the_same_bits_in_chunks(folder: Path) -> None:
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "qwen2-window-off"])
 def test_every_variant_changes_the_result(variant: str, tmp_path: Path) -> None:
-    """A field that were read by nobody would pass every comparison if it did not matter."""
+    """A field that no code reads would pass every comparison if it did not change the result."""
     architecture, overrides = VARIANTS[variant]
     tokens = prompt()
     changed = reference_logits(make_checkpoint(tmp_path, architecture, **overrides), tokens)

@@ -13,7 +13,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
 
 
 def crowd(scheduler: Scheduler, count: int = 4, **settings: int) -> list[Sequence]:
-    """More than fits at once, as soon as each has grown."""
+    """Submit more sequences than fit at once after each has grown."""
     sequences = [
         make_sequence(number, prompt(40, start=11 * number), max_tokens=60, **settings)
         for number in range(count)

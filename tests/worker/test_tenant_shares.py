@@ -15,7 +15,7 @@ A, B, C = TenantId(1), TenantId(2), TenantId(3)
 
 
 def cache(pool: BlockPool, tenant: TenantId, count: int) -> list[BlockId]:
-    """So many blocks that the tenant used and keeps."""
+    """Return `count` blocks that the tenant used and keeps."""
     blocks = pool.allocate(count)
     for block in blocks:
         pool.keep(block, tenant)

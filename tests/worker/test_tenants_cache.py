@@ -38,7 +38,7 @@ def request(tenant: TenantId, tokens: list[int], *, salt: str, max_tokens: int) 
 
 
 class Flood:
-    """An engine that always has more of A's distinct prompts waiting than it can run, and B who comes now and then."""
+    """An engine on which more of A's distinct prompts wait than it can run, and B sends one now and then."""
 
     def __init__(self, *, num_blocks: int, has_tenants: bool, **settings: Any) -> None:
         self._now = 0.0
@@ -131,7 +131,7 @@ def owners(scheduler: Scheduler, sequence: Sequence) -> list[TenantId | None]:
 
 
 def test_what_builds_on_anothers_block_is_on_its_account() -> None:
-    """A public prompt: whoever stored its first block holds all that begins with it, so a child never outlives it."""
+    """In a public prompt the tenant of the first block owns all that begins with it, so no child outlives it."""
     scheduler = make_scheduler(32)
     shared = list(range(1, 33))
     first = make_sequence(0, [*shared, *range(40, 60)], max_tokens=2, tenant=A)

@@ -55,7 +55,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def make_runner(folder: Path, options: dict[str, Any]) -> TorchRunner:
-    """NaN is in every block that nobody has written."""
+    """Return a runner with NaN in every unwritten block."""
     try:
         runner = TorchRunner.create(
             folder, device=DEVICE, dtype="float32", num_blocks=64, block_size=16, **options
