@@ -167,7 +167,7 @@ for number, line in enumerate(sys.stdin):
 
 
 def scripted(tmp_path: Path, name: str, *, fails_at: int = 99, seconds: float = 0.0, is_ours: bool) -> System:
-    """Return a system that answers each list of requests after `seconds`, and fails at list `fails_at`; list 0 is its warm-up."""
+    """Return a system that answers each request list after `seconds`, and fails at list `fails_at`; 0 is warm-up."""
     path = tmp_path / f"{name}.py"
     path.write_text(PEER.replace("FAILS_AT", str(fails_at)).replace("SECONDS", str(seconds)))
     return System(name=name, command=(sys.executable, str(path)), settings={}, is_ours=is_ours)
