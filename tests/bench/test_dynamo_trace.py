@@ -1,4 +1,4 @@
-"""What we hand to Dynamo's simulator and what we believe of its answer. The simulator itself is not needed here."""
+"""The input that we give Dynamo's simulator, and the checks of its answer. The simulator itself is not needed here."""
 
 import json
 import sys

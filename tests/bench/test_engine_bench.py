@@ -1,5 +1,4 @@
-"""The engine bench: its workloads are what they are said to be, its clock counts rightly, its figures are right, and it
-keeps no report on a red test."""
+"""The engine bench: its workloads are as described, its clock and figures are right, and a red test keeps no report."""
 
 import json
 import subprocess

@@ -1,5 +1,8 @@
-"""The engine bench's systems, as real processes: they bring the tokens that are asked for, and who is absent, fails or
-takes too much is gone, with all that it started, before others are measured."""
+"""The engine bench's systems as real processes: they generate the requested tokens.
+
+A system that is absent, fails or takes too much memory is ended with all that it started, before the next one is
+measured.
+"""
 
 import asyncio
 import os
@@ -102,7 +105,7 @@ pids = f"{os.getpid()} {child.pid}"
 
 
 def living(pids: str) -> list[int]:
-    """None that is but waited for by whoever started it."""
+    """Return the processes that still run. A zombie does not count: its parent has not waited for it yet."""
     stats = {int(pid): Path(f"/proc/{pid}/stat") for pid in pids.split()}
     return [pid for pid, stat in stats.items() if stat.exists() and ") Z " not in stat.read_text()]
 
@@ -164,7 +167,7 @@ for number, line in enumerate(sys.stdin):
 
 
 def scripted(tmp_path: Path, name: str, *, fails_at: int = 99, seconds: float = 0.0, is_ours: bool) -> System:
-    """Answers so many lists of requests, the one that warms it up among them, each after so long."""
+    """Return a system that answers each request list after `seconds`, and fails at list `fails_at`; 0 is warm-up."""
     path = tmp_path / f"{name}.py"
     path.write_text(PEER.replace("FAILS_AT", str(fails_at)).replace("SECONDS", str(seconds)))
     return System(name=name, command=(sys.executable, str(path)), settings={}, is_ours=is_ours)

@@ -1,4 +1,4 @@
-"""`make gpu-bench`: one benchmark after the other on the one GPU, and one that fails stops no other."""
+"""`make gpu-bench` runs one benchmark after another on the one GPU, and a failure does not stop the others."""
 
 import subprocess
 from pathlib import Path

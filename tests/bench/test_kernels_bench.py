@@ -1,5 +1,7 @@
-"""The kernels' bench: bytes and FLOPs are counted rightly, every kernel runs at a small shape, Triton's interpreter is
-refused, and a report comes of a run."""
+"""The kernels' bench counts bytes and FLOPs rightly, runs every kernel at a small shape, and writes a report.
+
+It refuses Triton's interpreter.
+"""
 
 import json
 import os
@@ -71,7 +73,7 @@ TESTS = {
     "blocks to host memory": "tests/worker/test_host_blocks.py",
     "blocks from host memory": "tests/worker/test_host_blocks.py",
 }
-"""Of each kernel as the cpu or the torch backend has it."""
+"""Test of each kernel as the cpu or the torch backend implements it."""
 
 
 def case(kernel: str, shape: str, sizes: Sizes = SMALL) -> Case:

@@ -1,4 +1,4 @@
-"""Every committed picture is of a committed report and drawn again from it, in one style."""
+"""Every committed plot belongs to a committed report, and is drawn from it again in one style."""
 
 import json
 import re

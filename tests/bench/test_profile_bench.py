@@ -1,5 +1,7 @@
-"""The profile: its parts add up to the step, a leaf keeps what is within it, and a real engine is watched from plan to
-delivery."""
+"""The profile's parts add up to the step, and a leaf contains everything that runs within it.
+
+A real engine is measured from plan to delivery.
+"""
 
 import gc
 import re

@@ -1,4 +1,4 @@
-"""Reports tell what was run on what: the command without the machine's paths, CPUs of one name apart, the GPU."""
+"""Reports say what ran and where: the command without local paths, CPUs that share a name, and the GPU."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the router benchmark makes of its stamps, and that its parts hold together: real workers, a real router."""
+"""The router benchmark's figures from its time stamps, and a run of its parts: real workers, a real router."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""transformers as a peer: its configuration in either of its shapes, and an end of its thread that is told, not waited
-for."""
+"""transformers as a peer: its configuration in either shape, and a failed thread, which is reported at once."""
 
 import sys
 from collections import deque
@@ -46,7 +45,7 @@ def test_a_page_is_asked_for_under_the_name_that_this_transformers_has_for_it(pe
 
 @dataclass
 class Manager:
-    """What is used of transformers' own."""
+    """Stand-in for transformers' own manager, with the parts that the bench uses."""
 
     results: deque[Any] = field(default_factory=deque)
     runs: bool = True

@@ -1,4 +1,4 @@
-"""A cluster of real processes on the simulated engine: two workers, Redis and a router; and the command against it."""
+"""A cluster of real processes on the simulated engine (two workers, Redis, a router), and the command against it."""
 
 import json
 import re
@@ -20,7 +20,7 @@ class Bench:
 
     router: str
     url: str
-    """Of the router's gateway."""
+    """URL of the router's gateway."""
 
     def run(self, *arguments: str) -> Result:
         return CliRunner().invoke(main, ["bench", *arguments, "--router", self.router])
@@ -32,7 +32,7 @@ class Bench:
         return document
 
     def results(self, *arguments: str) -> dict[str, Any]:
-        """Of the router's own policy."""
+        """Run the command and return the results of the router's own policy."""
         found: dict[str, Any] = self.json(*arguments)["results"]["prefix"]
         return found
 

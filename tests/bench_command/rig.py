@@ -1,4 +1,4 @@
-"""The rigs of other folders, for the tests of this one too."""
+"""Helpers of other test folders that this folder shares."""
 
 from ..cluster.harness import eventually as eventually  # noqa: TID252
 from ..faults.processes import SIMULATED as SIMULATED  # noqa: TID252

@@ -1,4 +1,4 @@
-"""`run-batch` against our own gateway: each line is answered once, whatever interrupts it."""
+"""`run-batch` against our own gateway: each line is answered once, through any interruption."""
 
 import json
 import os

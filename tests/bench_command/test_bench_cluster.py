@@ -1,4 +1,4 @@
-"""The command against a real cluster: it sends what it planned, and what it reports is what the cluster did."""
+"""The command against a real cluster: it sends its plan, and its report matches what the cluster did."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def test_prompts_that_share_nothing_hit_nothing(bench: Bench) -> None:
 
 
 def test_followers_reuse_the_prefix_of_their_leader_and_the_index_had_promised_it(bench: Bench) -> None:
-    """One at a time, on whoever has it: 6 followers of 256 tokens, less the leaders' own."""
+    """Requests run one at a time, on the worker with the prefix: 6 followers reuse 256 tokens each, 2 leaders none."""
     found = bench.results(
         "shared-prefix", *SMALL, "--question-tokens", "16", "--concurrency", "1", "--seed", "5"
     )

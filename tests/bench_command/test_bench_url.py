@@ -1,4 +1,4 @@
-"""`bench --url` against our own gateway: it measures what the server did, with the report of all other benchmarks."""
+"""`bench --url` against our own gateway: it measures the server, and writes the report of all other benchmarks."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is sent: the same for the same seed, of the lengths asked for, and sharing what it says that it shares."""
+"""Request plans: equal for equal seeds, of the requested lengths, with the stated share of common prefixes."""
 
 from itertools import pairwise
 from random import Random

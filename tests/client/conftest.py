@@ -217,7 +217,7 @@ async def address(router: ScriptedRouter) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def dead_address() -> str:
-    """Where nobody listens any more."""
+    """Return an address at which no server listens any more."""
     async with serve(ScriptedRouter()) as address:
         pass
     return address

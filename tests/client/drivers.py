@@ -1,4 +1,4 @@
-"""The blocking and the async client behind one face, and a connection that breaks on demand."""
+"""The blocking and the async client behind one interface, and a connection that breaks on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +11,7 @@ from blockyard.router.client.retry import AddressRotation
 
 @asynccontextmanager
 async def breakable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A way to a server, and what cuts off everybody on it as the server's death would."""
+    """Yield a proxy's address, and a function that cuts all its connections as the server's death would."""
     host, _, port = address.rpartition(":")
     writers: list[asyncio.StreamWriter] = []
 

@@ -1,4 +1,4 @@
-"""Python's forms of a request's fields, and mistakes that name their argument."""
+"""Python's forms of a request's fields, and errors that name the wrong argument."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""sync.py is what follows from aio.py, and both clients have the same calls."""
+"""sync.py is generated from aio.py, and both clients have the same calls."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""Both clients against a real server: one body of tests, since both promise the same."""
+"""Both clients against a real server: one set of tests, since both make the same promises."""
 
 import asyncio
 import subprocess

@@ -1,4 +1,4 @@
-"""The HTTP client of `bench --url` and `run-batch`: whatever way a server has of writing HTTP/1.1, and of failing."""
+"""The HTTP client of `bench --url` and `run-batch`: every form of HTTP/1.1 that servers write, and their failures."""
 
 import asyncio
 import contextlib

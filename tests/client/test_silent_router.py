@@ -1,4 +1,4 @@
-"""Two routers behind one address, of which one is frozen: it takes connections and says nothing on them."""
+"""Two routers behind one address, of which one is frozen: it accepts connections and sends nothing on them."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ import pytest
 from blockyard.router.client import AsyncClient, Client, UnavailableError
 
 NUM_CLIENTS = 16
-"""That none of them is led to the frozen router happens once in 65,536 runs."""
+"""Enough clients: all of them avoid the frozen router by chance in one of 65,536 runs."""
 ANSWER_SECONDS = 90.0
 GIVE_UP_SECONDS = 6.0
 GREETING_SECONDS = 3.0

@@ -1,6 +1,6 @@
 """A real Chromium without a window, driven through the DevTools protocol: pages, clicks, keys, pictures.
 
-Owns one browser and one tab. Small on purpose: what a person would do, and reading what is on the page.
+Owns one browser and one tab. It only does what a person would do, and reads the content of the page.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ class Browser:
         self._next_id = 0
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self.complaints: list[str] = []
-        """What the page's console says that is wrong: errors, and what the content policy has refused."""
+        """Complaints in the page's console: errors, and what the content policy has refused."""
         self.hosts: set[str] = set()
-        """Whom the page has asked for anything."""
+        """Hosts to which the page has sent requests."""
 
     async def listen(self) -> None:
         async for message in self._socket:
@@ -79,7 +79,7 @@ class Browser:
         return answer["result"].get("value")
 
     async def until(self, expression: str, *, seconds: float = 50.0) -> Any:
-        """What the expression says once that is true."""
+        """Wait until the expression is true and return its value."""
         deadline = asyncio.get_running_loop().time() + seconds
         while not (value := await self.evaluate(expression)):
             if asyncio.get_running_loop().time() > deadline:

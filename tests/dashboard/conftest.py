@@ -1,4 +1,4 @@
-"""One cluster of real processes and one browser for each module that looks at the page."""
+"""One cluster of real processes and one browser for each module that reads the page."""
 
 import json
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""What the tests of the page do and read again and again: requests that run, clicks on a map, fields of a card."""
+"""Steps that the tests of the page share: running requests, clicks on a map, fields of a card."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def client_of(cluster: Processes) -> AsyncClient:
 
 @asynccontextmanager
 async def running(cluster: Processes, count: int, **arguments: Any) -> AsyncIterator[AsyncClient]:
-    """So many requests that share a system prompt run while the context lasts."""
+    """Run `count` requests that share a system prompt while the context lasts."""
     async with client_of(cluster) as client:
         streams = [
             client.stream(f"{SYSTEM_PROMPT} Question {number}.", max_tokens=600, ignore_eos=True, **arguments)

@@ -1,4 +1,4 @@
-"""Real Ray heads and clusters on them, as an operator starts them, and requests to their dashboards."""
+"""Real Ray heads with clusters, started as an operator starts them, and requests to their dashboards."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The live page before real routers and workers, without Ray: its requests are served here as the dashboard does.
+"""The live page with real routers and workers, without Ray: its requests are served here as the dashboard does.
 
-What is Ray's alone, the module's start and the supervisor's word, is test_on_ray.py's.
+Does not own the parts that need Ray, the module's start and the supervisor's reports: test_on_ray.py tests those.
 """
 
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ def announcement_of(cluster: Processes) -> Announcement:
 
 @dataclass(slots=True)
 class Stage:
-    """A page that is served at `url`. `announcements` are what supervisors say; None: nobody can be asked."""
+    """A page that is served at `url`. `announcements` are the supervisors'; None: the control service is down."""
 
     announcements: list[Announcement] | None = field(default_factory=list)
     url: str = ""

@@ -1,4 +1,4 @@
-"""How Ray's Metrics tab is led to the live page, and when it is not. What it looks like is test_on_ray.py's."""
+"""Ray's Metrics tab: when it redirects to the live page, and when it does not. test_on_ray.py tests its look."""
 
 import json
 import os

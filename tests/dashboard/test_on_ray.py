@@ -1,5 +1,7 @@
-"""The live page on real Ray dashboards: of a cluster that `up` started, of one that it joined, and of a head on which
-our part is broken."""
+"""The live page on real Ray dashboards: of a cluster that `up` started, and of one that it joined.
+
+A third head has a broken copy of our part.
+"""
 
 import asyncio
 import json
@@ -58,7 +60,7 @@ class Started:
         self.command = command
         self.token = token
         self.told = told
-        """What `up` has printed."""
+        """Output of `up`."""
         self.state = remembered_state(command)
 
     @property

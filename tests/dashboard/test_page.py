@@ -1,4 +1,4 @@
-"""The live page in a real Chromium, before real routers and workers: what an operator sees, clicks and asks."""
+"""The live page in a real Chromium, with real routers and workers: what an operator sees and clicks."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The live page while routers, workers and Ray's control service freeze, die and come back: it goes on, and says so."""
+"""The live page while routers, workers and Ray's control service freeze, die and return: it goes on and shows it."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""The tree of cached prefixes: every block of every pool is in it once, under what it continues."""
+"""The tree of cached prefixes holds every block of every pool once, under its parent block."""
 
 from blockyard.deploy.dashboard.prefix_tree import MAX_RUNS, prefix_tree
 from blockyard.proto.v1 import cluster_pb2

@@ -1,4 +1,4 @@
-"""What the live page makes of messages, announcements, headers and commands. No process, no browser."""
+"""The live page's reading of messages, announcements, headers and commands. No process, no browser."""
 
 import asyncio
 import base64

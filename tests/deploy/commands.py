@@ -1,4 +1,4 @@
-"""Command lines found in documents and manifests, read as their programs would read them, and not run."""
+"""Command lines in documents and manifests, parsed as their programs parse them, without being run."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ KUBERAY = ROOT / "deploy" / "kuberay"
 
 
 def shell_lines(document: Path) -> list[str]:
-    """Of its fenced blocks of shell."""
+    """Return the lines of the document's fenced shell blocks."""
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 

@@ -1,6 +1,7 @@
-"""The fields of KubeRay's RayCluster (ray.io/v1) and of the Prometheus operator's PodMonitor that the manifests use, as
-strict JSON schemas: the operators' own are in no registry of packages. Whatever is not here is refused, so that a
-misspelt field does not pass. Pod templates are Kubernetes' own (`template`), and are checked as such.
+"""Strict JSON schemas of KubeRay's RayCluster (ray.io/v1) and the Prometheus operator's PodMonitor.
+
+They hold the fields that the manifests use, because no package registry has the operators' own schemas. Any other field
+is refused, so a misspelt one fails. Pod templates follow Kubernetes' own schema (`template`).
 """
 
 from typing import Any

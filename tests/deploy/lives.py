@@ -1,4 +1,4 @@
-"""A supervisor without Ray: its actors are objects here, which outlive it as detached actors do."""
+"""A supervisor without Ray: its actors are plain objects, which outlive it as detached actors do."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ SPEC = ClusterSpec(
 )
 
 NODE, PID = "another-node", 4711
-"""Where a worker runs whose start is the supervisor's own."""
+"""Node and process id of a worker that the supervisor itself starts."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -46,13 +46,13 @@ class Worker:
     incarnation: str
     draining: bool = False
     is_frozen: bool = False
-    """It lives and answers nothing."""
+    """Whether it is alive but answers nothing."""
     answers_after_seconds: float = 0.0
     downloads_for_seconds: float = 0.0
     loads_for_seconds: float = 0.0
     stopped_with: list[float] = field(default_factory=list)
     may_stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Until then its drain goes on."""
+    """Until it is set, a drain goes on."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Worker:
 
 @dataclass(eq=False)
 class Router:
-    """A router's actor: it reaches whom it is told of, and gives requests to those whom `ready` names."""
+    """A router's actor: it records the workers' addresses, and sends requests to the incarnations of `ready`."""
 
     ready: Callable[[], tuple[str, ...]]
     told: list[list[str]] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Router:
 
 @dataclass
 class Outlives:
-    """What a supervisor's death leaves: actors by name, and the desired state."""
+    """State that survives a supervisor: actors by name, and the desired state."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     desired: bytes | None = None
@@ -132,7 +132,7 @@ class Outlives:
 
 
 class WithoutActors(Supervisor):
-    """Nothing of Ray is called; who runs is the subclass's."""
+    """A supervisor that calls nothing of Ray. A subclass runs the replicas."""
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
@@ -155,18 +155,18 @@ class WithoutActors(Supervisor):
         self.ended_processes.append(replica.pid)
 
     async def _announce(self) -> None:
-        """Nobody looks."""
+        """Announce nothing, because no page reads it here."""
 
     async def _store_reports(self) -> None:
-        """Nobody looks."""
+        """Store nothing, because no command reads it here."""
 
     async def leave(self) -> None:
-        """Its death: actors live on."""
+        """End as by its death: actors go on."""
         await self._tasks.aclose()
 
 
 class Lives(WithoutActors):
-    """A worker has one life after the other, the router one that knows them all."""
+    """A supervisor whose worker has one incarnation after the other, and whose router has one that knows them all."""
 
     def __init__(self, left: Outlives | None = None) -> None:
         self.lives: list[Worker] = []
@@ -174,9 +174,9 @@ class Lives(WithoutActors):
         self.never_starts = False
         self.loads_for_seconds = 0.0
         self.is_without_room = False
-        """A life answers nothing, from its beginning on."""
+        """Whether a new incarnation answers nothing from its start."""
         self.known: tuple[str, ...] | None = None
-        """What the router says of whom it gives requests to; None: whoever lives."""
+        """Incarnations to which the router says it gives requests; None: all that are alive."""
         self.router = Router(self._ready)
         super().__init__(left)
 
@@ -222,7 +222,7 @@ class Lives(WithoutActors):
         return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
 
     async def replica(self, name: str) -> Replica:
-        """By its name or kind: the first."""
+        """Return the first replica of this name or kind."""
         return next(
             replica for replica in (await self.report()).replicas if name in (replica.name, replica.kind)
         )

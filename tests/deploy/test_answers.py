@@ -1,4 +1,4 @@
-"""What `generate` and `chat` send and show, against a real gRPC server with fixed answers."""
+"""`generate` and `chat`: the requests that they send and the text that they show, against a scripted gRPC server."""
 
 import json
 import time
@@ -217,8 +217,8 @@ def test_any_json_object_can_be_asked_for(terminal: Terminal) -> None:
 
 
 def test_every_argument_of_the_client_that_is_no_prompt_is_an_option_of_generate() -> None:
-    # The rest is of chats, names a prompt or the one model that a cluster serves, is shown by no command, or is what
-    # `bench --compare` asks for as an admin.
+    # The others belong to chats, name a prompt or the one model of a cluster, or are shown by no command. The policy is
+    # an option of `bench --compare`, for admins.
     others = {"messages", "prompt_token_ids", "return_prompt_token_ids", "model", "policy"}
     arguments = GenerateArguments.__annotations__.keys() - ChatArguments.__annotations__.keys() - others
     options = {parameter.name: parameter for parameter in main.commands["generate"].params}

@@ -1,4 +1,4 @@
-"""The command line without a cluster: what it computes, what it refuses, and what it never shows."""
+"""The command line without a cluster: what it computes, what it refuses, and what it must never show."""
 
 import http.server
 import json

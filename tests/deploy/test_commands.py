@@ -1,4 +1,4 @@
-"""Commands before a real router and worker: what they print for programs, and what an operator is told to do next."""
+"""Commands against a real router and worker: output for programs, and hints about the next command for operators."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from tools.cli_reference import all_commands
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
 TALKS = {"blockyard chat", "blockyard config example", "blockyard logs", "blockyard run-batch"}
-"""Whose output is a conversation, a file, or the lines of others."""
+"""Commands that print a conversation, a file, or the lines of other processes."""
 PROMPT = "def join_paths(first, second):\n    " * 4
 
 

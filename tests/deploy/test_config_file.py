@@ -1,4 +1,4 @@
-"""Settings by flag, environment and file: who is heard, what is refused by name, and what is never shown."""
+"""Settings by flag, environment and file: which one wins, what is refused by name, and what is never shown."""
 
 import json
 import tomllib

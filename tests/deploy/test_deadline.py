@@ -1,4 +1,4 @@
-"""No command waits longer than its budget for what does not answer."""
+"""No command waits longer than its budget for a service that does not answer."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""How a process has ended, as the kernel tells somebody who is not its parent."""
+"""The cause of a process's end, as the kernel reports it to a process that is not its parent."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ TO_WAIT = "import time; time.sleep(60)"
 
 @contextlib.contextmanager
 def grandchild(program: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A process that is not ours to wait for. Its parent waits for it once nobody writes to it any more."""
+    """Yield a process that we cannot wait for, and its parent, which waits for it once its input is closed."""
     parent = subprocess.Popen(
         [sys.executable, "-c", GRANDCHILD, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""The committed demo checkpoint is what it claims: small, loadable as it is, writing recognisable Python."""
+"""The committed demo checkpoint is small, loads without changes, and writes recognisable Python."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def ask(system_prompt: str, question: str) -> str:
 
 
 def share_of_lines_that_tokenize(code: str) -> float:
-    """Of the lines that are not blank, how many Python's tokenizer accepts alone (brackets may stay open)."""
+    """Return the share of non-blank lines that Python's tokenizer accepts alone. Brackets may stay open."""
     lines = [line.strip() for line in code.splitlines() if line.strip()]
     good = 0
     for line in lines:

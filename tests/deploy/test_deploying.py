@@ -1,4 +1,4 @@
-"""docs/deploying.md: every command in it is one that its program takes."""
+"""docs/deploying.md: each command in it is valid for its program."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Which kernels `doctor` says that this machine would serve with, and that it finds out without building any."""
+"""`doctor` names the kernels with which this machine would serve, and builds none to find out."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of built kernels, empty."""
+    """Return an empty cache folder for built kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -1,4 +1,4 @@
-"""What `doctor` says of this machine's memory."""
+"""The memory of this machine, as `doctor` describes it."""
 
 import pytest
 from blockyard.deploy.lifecycle.doctor import memory_finding

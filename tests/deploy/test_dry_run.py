@@ -1,4 +1,4 @@
-"""`up --dry-run` says what would be, starts nothing, and finds what `up` itself refuses at once."""
+"""`up --dry-run` shows the plan, starts nothing, and refuses what `up` itself refuses at once."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who is told that the command line is wrong: exit code 2, as docs/cli.md says, before anything is tried."""
+"""A wrong command line ends with exit code 2, as docs/cli.md says, before anything starts."""
 
 from pathlib import Path
 

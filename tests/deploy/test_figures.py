@@ -1,4 +1,4 @@
-"""The command `figures`: what it prints is computed, compared and drawn; and the contiguous memory it simulates."""
+"""The command `figures` computes, compares and draws its figures; and the contiguous memory that it simulates."""
 
 import json
 import os

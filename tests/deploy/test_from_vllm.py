@@ -1,4 +1,4 @@
-"""A line of options as `vllm serve` takes it means the same here, or is refused with the reason."""
+"""Options of `vllm serve` have the same meaning here, or are refused with the reason."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the guardian of a head starts again, on programs that bear the names of Ray's."""
+"""The guardian of a Ray head: which processes it restarts, shown on programs with the names of Ray's."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def session(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture
 def impatient_session(tmp_path: Path) -> Iterator[int]:
-    """As `session`, with a guardian that kills what is stopped after two seconds, not twenty."""
+    """Yield a guarded session as `session` does, but kill a stopped process after two seconds instead of twenty."""
     with guarded(tmp_path, "guardian.MAX_STOPPED_LOOKS = 4") as leader:
         yield leader
 

@@ -1,4 +1,4 @@
-"""What counts as an answer of a raylet and a dashboard, and when silence means that one hangs."""
+"""Probes of a raylet and a dashboard: which replies count as answers, and when silence means a hang."""
 
 import socket
 import threading
@@ -24,9 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 PATIENCE_SECONDS = 60.0
-"""For what answers."""
+"""Timeout for probes that get an answer."""
 SILENCE_SECONDS = 0.5
-"""For what does not."""
+"""Timeout for probes that get none."""
 QUESTIONS = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=100)
 
 
@@ -82,7 +82,7 @@ def test_an_error_is_an_answer() -> None:
 
 
 def test_settings_without_an_answer_to_the_call_are_silence() -> None:
-    """As a raylet behaves whose event loop hangs."""
+    """A raylet behaves like this when its event loop hangs."""
     over, called = threading.Event(), threading.Event()
 
     def hang(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -111,7 +111,7 @@ def test_a_raylet_answers_once_all_its_ports_do() -> None:
 
 @pytest.mark.parametrize("goodbye", [b"", b"\x15\3\3\0\2\2\n"])
 def test_a_closed_connection_is_no_silence(goodbye: bytes) -> None:
-    """As of a raylet that speaks TLS alone."""
+    """A raylet that accepts only TLS behaves like this."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
 
         def close() -> None:
@@ -165,7 +165,7 @@ def test_the_token_is_that_of_the_parts_environment(tmp_path: Path) -> None:
 
 @contextmanager
 def silent() -> Iterator[int]:
-    """A port whose connections the kernel takes, and nobody reads."""
+    """Yield a port on which the kernel accepts connections, and no process reads them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""A model that is on the hub: a server on loopback that speaks as much of the hub's API as its client asks for."""
+"""A model that exists only on the hub: a loopback server implements the part of the hub's API that the client calls."""
 
 import hashlib
 import json

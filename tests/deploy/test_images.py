@@ -1,5 +1,4 @@
-"""deploy/Dockerfile and deploy/cluster-launcher.yaml: read by the programs that are to use them, and consistent with
-the package."""
+"""deploy/Dockerfile and deploy/cluster-launcher.yaml: their own programs parse them, and they fit the package."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What `serve` says of ends and returns: each of them, in one line, and no flood."""
+"""Lines of `serve` about replicas that end and return: one line each, and no flood."""
 
 import logging
 from collections.abc import Iterator

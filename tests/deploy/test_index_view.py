@@ -1,4 +1,4 @@
-"""What `blockyard index` says of counts, and of counts that are missing."""
+"""The output of `blockyard index` for counts, and for missing counts."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""Being told to end, in the moments when Python loses the exception."""
+"""A signal to end that comes at a moment when Python loses the exception."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Who no longer answers the supervisor, in virtual time and without Ray."""
+"""Replicas that no longer answer the supervisor, in virtual time and without Ray."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from simulation.virtual_time import Process, VirtualLoop
 from .lives import PID, Downloads, Lives
 
 TRUTH_SECONDS = 5.0
-"""For `status` to tell of a freeze."""
+"""Time within which `status` shows a frozen replica."""
 
 
 def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Logs as JSON: each line an object that says who speaks of which request; a client's error names the request."""
+"""Logs as JSON: each line is an object that names its process and request; a client's error names the request."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def test_a_level_or_format_that_there_is_not_is_named(settings: dict[str, str], 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Whose one worker fails on a token."""
+    """Yield a cluster with one worker, which fails on a token."""
     with processes(tmp_path_factory.mktemp("logs")) as running:
         worker = running.add_worker("worker-0", *FAULTY, "--log-format", "json", "--log-level", "debug")
         running.start(worker)

@@ -1,4 +1,4 @@
-"""`blockyard logs`: nothing is lost or told twice, whatever is rotated meanwhile; each mistake has its sentence."""
+"""`blockyard logs`: no line is lost or repeated during rotation, and each mistake has a clear message."""
 
 import logging
 import signal

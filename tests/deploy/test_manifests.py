@@ -1,4 +1,4 @@
-"""deploy/kuberay: each manifest against its schema, and against the code and the other manifests that it must fit."""
+"""deploy/kuberay: each manifest against its schema, and against the code and the manifests that it depends on."""
 
 import json
 import re

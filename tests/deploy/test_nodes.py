@@ -1,4 +1,4 @@
-"""What `doctor --address` makes of what nodes say of themselves; without Ray."""
+"""`doctor --address`: its findings from the nodes' reports, without Ray."""
 
 from dataclasses import replace
 

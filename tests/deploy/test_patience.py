@@ -1,4 +1,4 @@
-"""What a command says while no answer comes, where the command's end comes first."""
+"""Messages of a waiting command, where the command ends before an answer comes."""
 
 import threading
 from collections.abc import Generator

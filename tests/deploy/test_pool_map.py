@@ -1,4 +1,4 @@
-"""The pool's picture: every block once, in order, and the same as in the worker's own text map."""
+"""The picture of the pool shows every block once, in order, and agrees with the worker's own text map."""
 
 import io
 

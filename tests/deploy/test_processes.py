@@ -1,4 +1,4 @@
-"""Ends whole sessions of real processes, and only those that are surely ours."""
+"""Ending whole sessions of real processes, and only those that certainly belong to the cluster."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a long start says where nobody has a terminal: each stage once, and a long one again with its count."""
+"""Progress of a long start without a terminal: each stage is one line, and a long one gets more, with its count."""
 
 import pytest
 from blockyard.deploy.lifecycle import progress, serving

@@ -1,4 +1,4 @@
-"""What starts and keeps a cluster computes nothing, and loads nothing that does: each start pays for it twice."""
+"""Modules that start and keep a cluster import no compute library, because each start would pay for it twice."""
 
 import subprocess
 import sys

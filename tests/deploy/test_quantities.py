@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers in the form that people read."""
 
 import pytest
 from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal

@@ -1,4 +1,4 @@
-"""An installation in few lines: never silent for long, and with its words where it fails."""
+"""An installation with short output: never silent for long, and with the full output if it fails."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A head comes up beside another one, and what answers where one should be is looked at before Ray waits for it."""
+"""A Ray head starts beside another one, and an existing service at the address is checked before Ray waits for it."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""A Redis that the operator names is looked at before anything starts, and what is wrong with it is said in words."""
+"""A Redis that the operator names is checked before anything starts, and each problem has a clear message."""
 
 import asyncio
 import json

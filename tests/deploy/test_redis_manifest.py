@@ -1,4 +1,4 @@
-"""The users that deploy/kuberay/base/redis.yaml makes, on a real Redis: each may do its part and no more."""
+"""The users of deploy/kuberay/base/redis.yaml on a real Redis: each has the rights for its task and no more."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def redis_with_users_of(script: str, folder: Path) -> Iterator[int]:
 
 
 def wait_until_it_answers(port: int) -> None:
-    """As the readiness probe does, with its user."""
+    """Wait as the readiness probe does, with its user."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:

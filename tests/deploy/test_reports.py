@@ -1,4 +1,4 @@
-"""The supervisor's report comes back as it was stored, and one that it stored before the question proves nothing."""
+"""The supervisor's report is read back as it was stored, and a report older than the question proves nothing."""
 
 import asyncio
 import threading

@@ -1,5 +1,4 @@
-"""What the supervisor does when a cluster grows and shrinks, and what it still knows after its own death; without
-Ray."""
+"""The supervisor while a cluster grows and shrinks, and the state that survives the supervisor; without Ray."""
 
 import asyncio
 from collections.abc import AsyncIterator

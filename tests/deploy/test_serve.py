@@ -1,4 +1,4 @@
-"""`serve` and `up`: ports, the one rule of where routers listen, the model's names, and what is said of all that."""
+"""`serve` and `up`: ports, the one rule for the addresses of routers, the model's names, and the text about them."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The port that a cluster's routers share is nobody else's."""
+"""The port that a cluster's routers share belongs to no other process."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The code as a wheel, and the names by which copies of it are told apart."""
+"""The code as a wheel, and the names that tell its copies apart."""
 
 import base64
 import hashlib

@@ -1,5 +1,4 @@
-"""What the supervisor remembers of those who ended, whom it starts again, and how often it tells routers of workers;
-without Ray."""
+"""The supervisor without Ray: what it remembers of ended replicas, what it restarts, how often it updates routers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

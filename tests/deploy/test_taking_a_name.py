@@ -1,4 +1,4 @@
-"""Of several `up` of one name in one home at the same moment one goes on."""
+"""Only one of several simultaneous `up` commands with the same name and home continues."""
 
 import json
 import os

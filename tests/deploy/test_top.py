@@ -1,4 +1,4 @@
-"""`blockyard top`: rates between two looks, a screen that fits, and a real terminal before a real router."""
+"""`blockyard top`: rates between two samples, a screen that fits, and a real terminal with a real router."""
 
 import fcntl
 import json
@@ -275,7 +275,7 @@ class Terminal:
         os.write(self._main, key.encode())
 
     def code(self, seconds: float = 30.0) -> int:
-        """Of its end. What it still writes is read, or it could not end."""
+        """Wait for the process to end and return its exit code. Keep reading its output, or it cannot end."""
         until = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < until:
             if select.select([self._main], [], [], 0.1)[0]:

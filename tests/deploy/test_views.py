@@ -1,4 +1,4 @@
-"""What the commands' tables have room for."""
+"""Tables of the commands: their columns, widths and notes."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The rigs of other folders, for the tests of this one too; and where the documents are."""
+"""Helpers of other test folders that this folder shares, and the paths of the documents."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/api.md is what the protos and the router say now, and they say something of everything."""
+"""docs/api.md matches the protos and the router, and these describe every item."""
 
 import pytest
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2

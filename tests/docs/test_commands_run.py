@@ -1,8 +1,8 @@
-"""The commands that the documents show are run, block by block, by the shell, in a folder with nothing else in it.
+"""The commands in the documents run, block by block, in a shell and in an otherwise empty folder.
 
-Those that need Ray, another machine or somebody's files are not (`RUN` says which are); tests/cluster runs the README's
-own. They call the cluster of these tests: a URL of port 8000 is that of its gateway. A block that takes long runs with
-the slow tests.
+Commands that need Ray, another machine or a user's files do not run (`RUN` lists which). tests/cluster runs the
+README's own. The commands call the cluster of these tests: a URL with port 8000 becomes that of its gateway. A long
+block runs with the slow tests.
 """
 
 import json
@@ -34,7 +34,7 @@ SETTINGS = re.compile(r"^```toml\n# cluster\.toml\n(.*?)^```$", re.MULTILINE | r
 
 
 def script(block: Block) -> str:
-    """Its lines that can be run here, as somebody types them who has `blockyard` on the PATH."""
+    """Return its lines that can run here, as a user types them with `blockyard` on the PATH."""
     lines = block.text.replace("\\\n", " ").replace(".venv/bin/", "").splitlines()
     return "\n".join(line for line in lines if RUN.match(line) and not SOMEBODYS.search(line))
 

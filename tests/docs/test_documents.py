@@ -1,7 +1,7 @@
-"""What the documents show works: commands parse, Python compiles and runs where it says so, links lead somewhere.
+"""Content of the documents works: commands parse, Python compiles and runs where marked, links resolve.
 
-Python blocks of RUN_DOCUMENTS run against the cluster of these tests, each with the imports of those before it, unless
-`<!-- not run: why -->` stands in the line above; of other documents those run that have `<!-- run -->` there.
+Python blocks of RUN_DOCUMENTS run against the cluster of these tests, each with the imports of the blocks before it.
+`<!-- not run: why -->` in the line above excludes a block. In other documents only blocks below `<!-- run -->` run.
 """
 
 import re
@@ -29,7 +29,7 @@ FILE = re.compile(
 )
 RUN_DOCUMENTS = {Path("README.md"), Path("docs/client.md"), Path("docs/tuning.md")}
 SHELL = {">", ">>", "|", "&&", "||", ";", "&"}
-"""What ends a command's own words."""
+"""Shell operators that end a command's own words."""
 DEFAULT_ROUTER = "127.0.0.1:50051"
 RUN_SECONDS = 120.0
 
@@ -41,7 +41,7 @@ class Block:
     text: str
     mark: str
     imports: str
-    """Of the Python blocks before it."""
+    """Imports of the Python blocks before it."""
 
     @property
     def is_run(self) -> bool:
@@ -150,6 +150,6 @@ def test_each_file_that_a_document_names_exists(document: Path) -> None:
 
 
 def _headings(path: Path) -> set[str]:
-    """As the anchors of GitHub."""
+    """Return the anchors of the headings, in GitHub's form."""
     lines = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs as it is against a real cluster, and says what it promises."""
+"""Every program in examples/ runs unchanged against a real cluster, and prints what it promises."""
 
 import json
 import re

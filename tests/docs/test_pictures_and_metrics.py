@@ -1,4 +1,4 @@
-"""What the documents point at beside commands and programs: metrics that there are, and a picture that can be read."""
+"""References in the documents beside commands and programs: metrics that exist, and a picture that is readable."""
 
 import re
 from xml.etree import ElementTree

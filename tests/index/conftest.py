@@ -1,4 +1,4 @@
-"""Each real Redis and Valkey for the index's tests, and one harness that drives the product and its twin alike."""
+"""Every real Redis and Valkey for the index's tests, and one harness that drives the product and its twin alike."""
 
 import uuid
 from collections.abc import AsyncIterator, Iterator

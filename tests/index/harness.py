@@ -1,6 +1,6 @@
-"""Drives RedisPrefixIndex and TwinPrefixIndex alike: time travel, flush and a count of what is stored.
+"""Drives RedisPrefixIndex and TwinPrefixIndex alike: time travel, flush and a count of stored entries.
 
-Redis has no clock to inject. Moving every stored instant back by n seconds is the same as n seconds passing.
+Redis has no clock to inject. Moving every stored instant back by n seconds has the same effect as n seconds passing.
 """
 
 from hashlib import sha256
@@ -71,7 +71,7 @@ class RedisHarness:
         await self._run(_MOVE_CLOCK, round(seconds * 1000))
 
     async def flush(self) -> None:
-        """Of this cluster's keys alone: other tests share the server."""
+        """Delete this cluster's keys alone: other tests share the server."""
         keys = [key async for key in self.client.scan_iter(match=f"{self.prefix}*", count=1000)]
         if keys:
             await self.client.delete(*keys)

@@ -1,4 +1,4 @@
-"""Lives of workers for the property test: what each holds, has told the index, and may expect of it."""
+"""Incarnations of workers for the property test: what each holds, has published, and may expect of the index."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Life:
     """Superseded, retired, flushed or purged: every later write must come back UNKNOWN."""
 
     def next_batch(self) -> Batch:
-        """From what was published to the truth."""
+        """Return the batch that leads from the published state to the true one."""
         removed, added = _difference(self.published, set(self.tiers.on_gpu.paths), self.stride_blocks)
         anywhere_removed, anywhere_added = _difference(
             self.published_anywhere, set(self.tiers.anywhere.paths), self.stride_blocks
@@ -63,7 +63,7 @@ def _difference(
 
 
 def told(paths: Iterable[Path], stride_blocks: int) -> set[Path]:
-    """Those that an index of this stride knows."""
+    """Return the paths that an index of this stride knows."""
     return {path for path in paths if len(path) % stride_blocks == 0}
 
 

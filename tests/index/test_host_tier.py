@@ -1,4 +1,4 @@
-"""A worker with a host cache stands in the index twice: on its GPU, and anywhere. Redis and its twin alike."""
+"""A worker with a host cache is in the index twice: for its GPU, and for either memory. Redis and its twin alike."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 async def join(
     harness: IndexHarness, worker_id: str, on_gpu: int, anywhere: int, incarnation: str = "1"
 ) -> Berth:
-    """A worker that holds so many leading blocks of the one chain."""
+    """Register a worker that holds these numbers of leading blocks of the one chain."""
     berth = await harness.index.register(
         record(worker_id, incarnation), lease_seconds=LEASE_SECONDS, has_host_cache=True
     )

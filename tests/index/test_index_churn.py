@@ -1,4 +1,4 @@
-"""The index's memory is bounded by the workers' pools, however many prefixes pass through them."""
+"""The workers' pools bound the index's memory, however many prefixes pass through them."""
 
 import asyncio
 import contextlib

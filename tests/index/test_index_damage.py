@@ -1,4 +1,4 @@
-"""Somebody else has written to the index, or news were lost behind a confirmed write: it is noticed, and made good."""
+"""Damage to the index, by another writer or by updates lost after a confirmed write, is detected and repaired."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Redis loses its memory under load: the state says so, and is soon EXACT again, of an index that equals the truth."""
+"""Redis loses its memory under load: the state shows it, and is soon EXACT again, with an index equal to the truth."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ REBUILD_SECONDS = 5.0
 """From the moment that Redis answers again; tests allow ten times it."""
 NUM_WORKERS = 4
 LONG_PREFIX_BLOCKS = 1500
-"""Of each worker, beside its small changing cache: three batches."""
+"""Length of each worker's fixed prefix beside its small changing cache: three batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Cluster:
     """Each state that a router would have shown, once in a row."""
 
     def state(self) -> IndexState:
-        """As the workers' own words have it."""
+        """Return the index state that follows from the workers' own reports."""
         parts = [
             Part(
                 worker_id=WorkerId(worker.worker_id),

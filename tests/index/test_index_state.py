@@ -1,4 +1,4 @@
-"""EXACT, DEGRADED or ABSENT: what a worker says of its part of the index, and what a router makes of all parts."""
+"""EXACT, DEGRADED or ABSENT: a worker's report of its part of the index, and a router's summary of all parts."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""With an index stride of S blocks the index knows every true depth rounded down to S, and nothing else."""
+"""An index with a stride of S blocks knows every true depth rounded down to a multiple of S, and nothing else."""
 
 import random
 import uuid
@@ -94,7 +94,7 @@ class TrueWorker:
             assert await self._index.apply(self._berth, batch) is ApplyResult.OK
 
     def rounded_depth(self, names: list[bytes]) -> CachedDepth | None:
-        """What the index should say of a chain."""
+        """Return what the index should answer for a chain."""
         typed = [BlockName(name) for name in names]
         on_gpu = len(self.engine.cache.match(typed))
         host_cache = self.engine.scheduler.host_cache

@@ -1,4 +1,4 @@
-"""What every PrefixIndex promises: one suite for the Redis product and its twin."""
+"""Guarantees of every PrefixIndex: one suite for the Redis product and its twin."""
 
 import pytest
 from blockyard.proto.index.contract import (

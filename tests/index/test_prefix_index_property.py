@@ -1,7 +1,7 @@
 """The index equals a brute force over the workers' true caches, whatever happens to workers and Redis.
 
-Many histories run against the twin, fewer against a real Redis. Time is the harness's: a lease of 60 s
-lapses when the machine says so. Each history has an index stride: workers tell of every so manieth block.
+Many histories run against the twin, fewer against a real Redis. The harness owns the time: a lease of 60 s lapses when
+the state machine says so. Each history has an index stride S: workers publish every Sth block.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ LEASE_SECONDS = 60.0
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Abstract: the subclasses say where the index lives."""
+    """Abstract state machine: each subclass chooses the index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert life.is_refused or life.berth.anywhere not in freed
 
     def living(self) -> list[Life]:
-        """Those in whose blocks the index believes."""
+        """Return the incarnations whose blocks the index believes."""
         return [life for life in self.lives if self.now < life.deadline and not life.is_refused]
 
     @invariant()

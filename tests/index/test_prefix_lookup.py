@@ -1,4 +1,4 @@
-"""The router's look-up never raises, never waits long, and finds its way back."""
+"""The router's look-up never raises, never waits long, and recovers after a failure."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""After quiet returns the index knows exactly what the worker holds, whatever was lost on the way."""
+"""Once updates stop, the index knows exactly what the worker holds, whatever was lost on the way."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What only the real Redis can show: garbage, refusals, errors, memory and latency."""
+"""Behaviour that only a real Redis shows: garbage, refusals, errors, memory and latency."""
 
 import random
 import time

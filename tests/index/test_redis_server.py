@@ -1,4 +1,4 @@
-"""A private Redis starts on a free port, keeps its password to itself and ends when told."""
+"""A private Redis starts on a free port, keeps its password secret, and ends when it is stopped."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ OUT_OF_REACH = (
     *("multi", "client kill 127.0.0.1:1", "client no-evict on", "replicaof no one"),
     *("xadd key * a b", "publish channel x", "acl list", "config get save"),
 )
-"""What the holes need that `private_redis` of supply_chain/advisories.json dismisses."""
+"""Commands of the vulnerabilities that supply_chain/advisories.json dismisses by `private_redis`."""
 START_AND_LEAVE = """
 import sys
 from pathlib import Path

@@ -49,7 +49,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an engine reports of one step."""
+    """Report of an engine about one step."""
 
     stored: list[Path]
     evicted: list[Path]
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def names(self) -> tuple[list[bytes], list[bytes], list[bytes], list[bytes]]:
-        """As a publisher takes them."""
+        """Return the names in the form that a publisher takes."""
         paths = (self.stored, self.evicted, self.anywhere_stored, self.anywhere_evicted)
         stored, evicted, anywhere_stored, anywhere_evicted = (
             [name_of(path) for path in part] for part in paths

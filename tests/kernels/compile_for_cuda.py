@@ -1,7 +1,7 @@
-"""Compile every Triton kernel for a GPU that need not be there, and print one line each.
+"""Compile every Triton kernel for a GPU that need not be present, and print one line each.
 
-The interpreter runs kernels as Python and so accepts what the compiler refuses. Run by `test_compilation` in
-a process without TRITON_INTERPRET; also by hand, with another triton on the path.
+The interpreter runs kernels as Python, and so accepts code that the compiler refuses. `test_compilation` runs this in a
+process without TRITON_INTERPRET. Run it by hand to test another version of triton on the path.
 """
 
 import sys
@@ -44,7 +44,7 @@ def compile_kernel(
 
 
 def pool_types(dtype: str, stored: str | None) -> tuple[dict[str, str], dict[str, int]]:
-    """Of a pool of the heads' type, or in 8 bits."""
+    """Return the types of a pool of the heads' type, or of a pool in 8 bits."""
     pointers = {"pool_ptr": f"*{stored or dtype}", "scales_ptr": "*fp32" if stored else f"*{dtype}"}
     return pointers, {"SCALE_BYTES": SCALE_BYTES if stored else 0}
 

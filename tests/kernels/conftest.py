@@ -1,7 +1,7 @@
-"""Where the kernel tests run, and the random steps they run on.
+"""The device of the kernel tests, and the random steps that they run on.
 
-Natively where there is CUDA, else under Triton's interpreter. The interpreter has to be chosen before triton
-is first imported anywhere in the process, and transformers imports it too.
+With CUDA the tests run natively, otherwise under Triton's interpreter. The interpreter must be chosen before the first
+import of triton in the process, and transformers imports it too.
 """
 
 import importlib.util
@@ -156,7 +156,7 @@ def make_step(device: torch.device) -> MakeStep:
         shared_blocks: Sequence[int] = (),
         **plan_options: Any,
     ) -> Step:
-        """Of each row so many first blocks are those of the longest one."""
+        """Make a random step. Row i shares its first `shared_blocks[i]` blocks with the longest row."""
         generator = torch.Generator().manual_seed(sum(context_lens))
         counts = [-(-context_len // block_size) for context_len in context_lens]
         num_blocks = sum(counts) + 3

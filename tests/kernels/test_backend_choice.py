@@ -1,4 +1,4 @@
-"""Which backend serves where, and what is refused."""
+"""The choice of the backend on each device, and the refused choices."""
 
 import logging
 import shutil

@@ -1,5 +1,7 @@
-"""What `make gpu-check` and `make gpu-bench` need can be imported where only torch, triton, numpy, pytest, safetensors
-and transformers are."""
+"""Modules of `make gpu-check` and `make gpu-bench` import on a machine with few packages.
+
+These are torch, triton, numpy, pytest, safetensors and transformers.
+"""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a GPU that may not be here: what the interpreter accepts is not enough."""
+"""The Triton kernels compile for a GPU that may be absent: the interpreter accepts code that the compiler refuses."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The C++ kernels against the reference, over every shape that they take, and what they leave to PyTorch.
+"""The C++ kernels against the reference, over every supported shape, and the cases that they leave to PyTorch.
 
 The tests of all backends (attention, windows, cache, elementwise) run on them too, at fixed shapes.
 """

@@ -1,4 +1,4 @@
-"""Decodes on a CPU that share blocks: they are computed together, and each has the bits that it has alone."""
+"""Decodes on a CPU that share blocks are computed together, and each gets the same bits as alone."""
 
 from collections.abc import Callable
 from ctypes import byref, c_int, c_int32, c_int64
@@ -36,8 +36,11 @@ class Row:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[int, list[Row]]:
-    """Block size, and rows in any order of which each begins with some blocks of another, with all of them, or with
-    none; some end where what they share does."""
+    """Draw a block size and rows in any order.
+
+    A row begins with some blocks of another row, with all of them, or with none. Some rows end where their shared
+    blocks end.
+    """
     block_size = draw(st.sampled_from([16, 32, 64]))
     rows: list[Row] = []
     fresh = 0

@@ -1,4 +1,4 @@
-"""The C++ kernels go where an address points: what does not fit is refused before."""
+"""The C++ kernels read and write raw addresses, so arguments that do not fit are refused before the call."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How the C++ kernels come to be on a machine, and that whatever goes wrong there costs speed and nothing else."""
+"""Building and loading the C++ kernels on a machine: any failure there costs speed and nothing else."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a compiler makes of the sources, in little time."""
+    """Return a library that a compiler built quickly, without optimisation."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     library = tmp_path_factory.mktemp("built") / "kernels.so"

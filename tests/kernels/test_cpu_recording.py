@@ -1,4 +1,4 @@
-"""C++ kernels recorded and called again: over what their tensors hold by then, and nothing of PyTorch's."""
+"""C++ kernels recorded and called again read the current content of their tensors, and call no PyTorch code."""
 
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -73,7 +73,7 @@ def test_one_arena_serves_recordings_of_many_sizes(backend: CpuBackend) -> None:
     inputs = [torch.randn(rows, 64) for rows in (1, 2, 3, 4)]
 
     def normed(x_TH: torch.Tensor) -> torch.Tensor:
-        """By way of a chain of tensors that are each needed for a moment."""
+        """Compute through a chain of tensors that are each needed for a moment."""
         for _ in range(5):
             out_TH = torch.empty_like(x_TH)
             backend.rms_norm(x_TH, weight_H, EPS, out_TH=out_TH)

@@ -1,4 +1,4 @@
-"""Deterministic mode, bit by bit: a token's result is the same whatever the step around it looks like."""
+"""Deterministic mode: a token's result is equal bit by bit, whatever else the step holds."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Advice about pages changes where memory lies, never what is in it."""
+"""Advice about pages changes where memory is, never its content."""
 
 import mmap
 from pathlib import Path
@@ -13,7 +13,7 @@ ATTEMPTS = 4
 
 
 def fields_of_mappings(begin: int, end: int, name: str) -> list[list[str]]:
-    """What /proc says of the mappings that hold these addresses, in their order."""
+    """Return the fields of this name in /proc/self/smaps of the mappings that hold these addresses, in their order."""
     fields, is_here = [], False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         first, *rest = line.split()
@@ -26,15 +26,15 @@ def fields_of_mappings(begin: int, end: int, name: str) -> list[list[str]]:
 
 
 def are_advised(begin: int, end: int) -> list[bool]:
-    """Of the mappings that hold these addresses: whether the system was asked to give them in huge pages.
+    """Return for each mapping that holds these addresses whether huge pages were requested.
 
-    Whether it has any to give is for its memory's fragments to decide.
+    The system grants them only if its memory is not too fragmented.
     """
     return ["hg" in flags for flags in fields_of_mappings(begin, end, "VmFlags:")]
 
 
 def huge_kib_at(begin: int, end: int) -> int:
-    """Of the mappings that hold these addresses: allocators give again what they were given, huge pages too."""
+    """Return the KiB of huge pages in the mappings of these addresses. Allocators reuse memory, huge pages included."""
     return sum(int(kib) for kib, _ in fields_of_mappings(begin, end, "AnonHugePages:"))
 
 
@@ -44,7 +44,7 @@ def huge_kib() -> int:
 
 
 def are_at_hand(num_bytes: int) -> bool:
-    """Whether the system gives them right now, to whoever asks: here the test itself."""
+    """Return whether the system grants huge pages now: the test requests some itself."""
     before = huge_kib()
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""Linears in int8: what they compute exactly, how far that is from the full product, and who gets none."""
+"""Linears in int8: exact integer products, the error against the full product, and the cases without int8."""
 
 from pathlib import Path
 from typing import cast

@@ -1,4 +1,4 @@
-"""Which tokens top-k and top-p keep where they are many, of every backend, against a sort in Python's own numbers."""
+"""Top-k and top-p of every backend keep the right tokens of many, compared with a sort in exact Python fractions."""
 
 import math
 from fractions import Fraction
@@ -22,7 +22,7 @@ def weights_of(
 
 
 def expected_threshold(weights_V: torch.Tensor, top_k: int, top_p: float) -> float:
-    """By the definition: the last of the k largest that has less than p of their sum before it."""
+    """Return the threshold by definition: the last of the k largest with less than p of their sum before it."""
     largest = [Fraction(weight) for weight in sorted(weights_V.tolist(), reverse=True)[:top_k]]
     total = sum(largest) if top_k < len(weights_V) else 1
     before = accumulate(largest, initial=Fraction(0))

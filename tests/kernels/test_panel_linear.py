@@ -1,4 +1,4 @@
-"""Linears on panels of 64 outputs: exact where numbers are whole, the same in any batch, and only for what fits."""
+"""Linears on panels of 64 outputs: exact for whole numbers, equal in any batch, and only for shapes that fit."""
 
 from pathlib import Path
 from typing import cast

@@ -1,4 +1,4 @@
-"""KV in 8 bits, of every backend: what is stored, what is read, and that nobody need know who moves blocks."""
+"""KV in 8 bits on every backend: what is stored and read, and moves of blocks that need not know the format."""
 
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +98,7 @@ def test_mixed_decode_and_prefill_match_the_reference(
     num_kv_heads: int,
     block_size: int,
 ) -> None:
-    """What nobody wrote has a scale of NaN."""
+    """Unwritten slots have a scale of NaN."""
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": block_size}
     step = make_step([1, 1, 1, 5, 17, 65], [1, 17, 65, 5, 40, 130], kv_dtype=kv_dtype, **shape)
     assert scales_of(step.kv_pool_B2KPD).isnan().any()

@@ -1,4 +1,4 @@
-"""Cascade: what many decode rows read alike is read by items over all of them, and the result is the same."""
+"""Cascade: keys that many decode rows share are read by items over all these rows, and the result is unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +134,7 @@ def test_the_result_is_that_of_rows_that_read_alone(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """Nine members among others and a prefill; what nobody wrote is NaN."""
+    """Nine members run among other rows and a prefill; unwritten slots hold NaN."""
     shared_blocks = [DEEP, 0, *[DEEP] * (MIN_SHARERS - 1), DEEP + 1, 0]
     context_lens = [
         shared * BLOCK_SIZE + own for shared, own in zip(shared_blocks, range(1, 12), strict=True)

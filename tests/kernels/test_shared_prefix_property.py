@@ -1,4 +1,4 @@
-"""Cascade over any tables: every key is read once by every row, and exactly who shares enough is a member."""
+"""Cascade over any tables: each row reads every key once, and exactly the rows that share enough are members."""
 
 import hypothesis
 import pytest
@@ -12,7 +12,7 @@ from .test_shared_prefix import BLOCK_SIZE, DEEP, plan_of
 
 
 def reads_of(plan: AttentionPlan) -> list[dict[int, list[tuple[int, int]]]]:
-    """For each decode row, the ranges of keys by the partial slot that their result goes to."""
+    """Return for each decode row the ranges of keys, by the partial slot of their result."""
     rows: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(plan.num_decodes)]
     for row, _, _, first, end, slot in plan.decode_items_W6.tolist():
         rows[row].setdefault(slot, []).append((first, end))
@@ -83,7 +83,7 @@ def test_what_rows_share_never_outgrows_the_buffers_of_a_graph(
     ("num_groups", "shared", "target_programs"), [(8, DEEP, 1), (1, 528 * 256 // BLOCK_SIZE, 528)]
 )
 def test_those_buffers_are_nearly_filled(num_groups: int, shared: int, target_programs: int) -> None:
-    """By many groups, of which each rounds up, and by one that all programs are for."""
+    """Fill them by many groups, each of which rounds up, and by one group that gets all programs."""
     num_rows = MIN_SHARERS * num_groups
     contexts = [shared * BLOCK_SIZE + 1] * num_rows
     bounds = Bounds(num_kv_heads=1, target_programs=target_programs)

@@ -1,4 +1,4 @@
-"""A step in static buffers, padded, attends and writes as the step itself does, whatever was in the buffers before."""
+"""A padded step in static buffers attends and writes as the step itself does, whatever the buffers held before."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def static(device: torch.device) -> StaticDecodes:
 
 
 def attend(backend: Backend, step: Any, plan: AttentionPlan, num_rows: int) -> torch.Tensor:
-    """Of the first rows; those of padding have queries too, of whatever was there."""
+    """Return the output of the step's rows. Padding rows have queries of NaN."""
     q_TND = step.q_TND.new_full((num_rows, *step.q_TND.shape[1:]), float("nan"))
     q_TND[: len(step.q_TND)] = step.q_TND
     out_TND = torch.full_like(q_TND, float("nan"))
@@ -99,7 +99,7 @@ def test_padding_writes_no_key(
 def test_an_empty_step_of_any_size_reads_and_writes_nothing(
     triton_backend: Backend, make_step: MakeStep, static: StaticDecodes, device: torch.device
 ) -> None:
-    """As at a capture: the pool may hold anything."""
+    """A capture runs such a step, and then the pool may hold anything."""
     step = make_step([1], [20], target_programs=8)
     before = step.kv_pool_B2KPD.clone()
     for num_rows, is_shared in ((1, False), (3, False), (MAX_ROWS, False), (MAX_ROWS, True)):

@@ -1,5 +1,7 @@
-"""The C++ kernels for vector units that are not this machine's: the sources compile for them, and what this machine can
-run of that computes what it should."""
+"""The C++ kernels for vector units of other machines: the sources compile for them.
+
+The part that this machine can run computes the right result.
+"""
 
 import ctypes
 import platform

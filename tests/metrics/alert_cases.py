@@ -1,6 +1,6 @@
-"""For each alert: series under which it must fire at a moment, and series like them under which it must not.
+"""Series for each alert: some under which it must fire at a moment, and similar ones under which it must not.
 
-In promtool's notation: `a+bxn` is a, then n times b more. One sample each 15 seconds.
+They use promtool's notation: `a+bxn` is a, then n times b more, with one sample every 15 seconds.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ def _promises(stale: float) -> Series:
 
 
 def _hits(late_gain: float) -> Series:
-    """Half of all prompt tokens are reused for 100 minutes, and then so many of a hundred."""
+    """Return series in which half of all prompt tokens are reused for 100 minutes, and then `late_gain` percent."""
     return {
         'blockyard_router_prompt_tokens_total{router="r"}': growing(100),
         'blockyard_router_cached_tokens_total{router="r"}': f"0+50x400 {20000 + late_gain}+{late_gain}x200",

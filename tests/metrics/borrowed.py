@@ -1,4 +1,4 @@
-"""What these tests share with those of routers and clusters."""
+"""Helpers that these tests share with those of routers and clusters."""
 
 from ..cluster.harness import UP as UP  # noqa: TID252
 from ..cluster.harness import Cluster as Cluster  # noqa: TID252

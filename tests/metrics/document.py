@@ -1,4 +1,4 @@
-"""The table of docs/operating.md, from the code's: `python -m tests.metrics.document` writes it anew."""
+"""The metrics table of docs/operating.md: `python -m tests.metrics.document` generates it from the code."""
 
 from pathlib import Path
 

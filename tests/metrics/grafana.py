@@ -1,4 +1,4 @@
-"""What stands for a Grafana, which no package registry has: it says that it is well, and nothing else."""
+"""Stand-in for Grafana, which no package registry has: it reports that it is healthy, and nothing else."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A real Prometheus over a cluster or a process, with the scrape configuration that we ship."""
+"""A real Prometheus that scrapes a cluster or a process, with the scrape configuration that we ship."""
 
 import json
 import re
@@ -39,7 +39,7 @@ class Prometheus:
         return [(series["metric"], float(series["value"][1])) for series in result]
 
     def number(self, expression: str) -> float:
-        """Of one series; 0 where there is none."""
+        """Return the value of one series; 0 if there is none."""
         found = self.vector(expression)
         assert len(found) <= 1, found
         return found[0][1] if found else 0.0

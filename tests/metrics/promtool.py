@@ -1,4 +1,4 @@
-"""Debian's `prometheus` and `promtool`, where the machine has them: the judges of rules, expressions and series."""
+"""Debian's `prometheus` and `promtool`, if the machine has them: they check rules, expressions and series."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The alert rules: each fires when it should, stays quiet when it should, and has an entry for who is woken by it."""
+"""The alert rules: each fires when it should, stays quiet when it should, and has an entry in docs/operating.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real cluster on Ray and finds what its clients saw. In order: the last test breaks it."""
+"""A real Prometheus scrapes a real cluster on Ray and agrees with its clients. The last test breaks the cluster."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def answers(watched: Watched) -> list[Completion]:
-    """What clients saw: groups of chats that begin alike, one with two outputs, and one that is refused."""
+    """Return the clients' answers: groups of chats with common prefixes, one with two outputs, and a refused one."""
     with watched.cluster.client() as client:
 
         def ask(chat: tuple[str, str]) -> Completion:

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml: what it mounts is there, and what Prometheus and Grafana read there fits together.
+"""deploy/compose.yaml: the files that it mounts exist, and Prometheus' and Grafana's settings fit together.
 
 No docker starts it here; Prometheus' own checker reads the configuration as it is mounted.
 """

@@ -1,4 +1,4 @@
-"""dashboard.json: what panels.py says, what Grafana's own types can hold, and questions that Prometheus understands."""
+"""dashboard.json matches panels.py, fits Grafana's own types, and holds valid Prometheus queries."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def alert_expressions() -> list[str]:
 
 
 def lost(written: Any, kept: Any, path: str = "") -> Iterator[str]:
-    """What Grafana's types dropped or changed; what they add by default is theirs."""
+    """Yield what Grafana's types dropped or changed. Values that they add by default do not count."""
     if isinstance(written, dict) and isinstance(kept, dict):
         for key, value in written.items():
             yield from lost(value, kept.get(key), f"{path}.{key}")

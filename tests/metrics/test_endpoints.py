@@ -1,4 +1,4 @@
-"""`--metrics-port`: a router and a worker without Ray serve the same names, and say which port is wrong."""
+"""`--metrics-port`: a router and a worker without Ray serve the same names, and report a wrong port."""
 
 import os
 import re
@@ -107,7 +107,7 @@ def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
 
 
 def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
-    """As its source has them; clients ask for the same."""
+    """The names are those in vLLM's source; clients query the same."""
     with process("router", "--metrics-names", "vllm") as url:
         assert eventually(lambda: "vllm:num_requests_running" in page(url), seconds=30.0)
         text = page(url)

@@ -1,4 +1,4 @@
-"""docs/operating.md says what the code says: its table, a line for each metric and alert, commands that exist."""
+"""docs/operating.md matches the code: its table, a line for each metric and alert, commands that exist."""
 
 import re
 
@@ -16,7 +16,7 @@ ADVICE, _, ALERTS = REST.partition("## The alerts")
 
 
 def anchors() -> set[str]:
-    """Of headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.+)$", DOCUMENT, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

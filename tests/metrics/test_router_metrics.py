@@ -1,4 +1,4 @@
-"""What a router counts of its requests: each once, by how it ended, with the times and tokens that its client saw."""
+"""Metrics of a router's requests: each counts once, by its outcome, with the times and tokens that its client saw."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ TOKENS = 8
 
 
 async def readings_once(router: Router, requests: dict[str, int]) -> Readings:
-    """As soon as they tell of so many requests by outcome."""
+    """Wait until the readings count these requests by outcome, and return them."""
     await until(lambda: router.server.readings.get("requests") == requests, seconds=10.0)
     return router.server.readings
 

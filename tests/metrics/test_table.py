@@ -1,4 +1,4 @@
-"""The table is whole: what is read is what stands there, labels are bounded, and errors are all in it."""
+"""The table of metrics is complete: every reading is in it, labels are bounded, and all errors are listed."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from blockyard.worker.metrics import worker_readings
 from .borrowed import running_router, until
 
 MOST_SERIES, MOST_SERIES_WITH_VLLMS = 350, 500
-"""Of one router: what a Prometheus keeps of it does not grow with its use."""
+"""Bounds on the series of one router: its use does not add to them."""
 
 
 def subclasses(kind: type[RouterError]) -> Iterator[type[RouterError]]:

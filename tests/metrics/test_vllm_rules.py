@@ -1,5 +1,7 @@
-"""The recording rules that give our series vLLM's names: written from the table, valid, and as our processes would name
-them."""
+"""The recording rules that give our series vLLM's names: generated from the table, and valid.
+
+They name series as our processes would.
+"""
 
 from pathlib import Path
 

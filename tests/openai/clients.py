@@ -1,7 +1,7 @@
-"""What real clients of OpenAI's API do with the gateway: `python tests/openai/clients.py CLIENT URL TOKENIZER`.
+"""Real clients of OpenAI's API against the gateway: `python tests/openai/clients.py CLIENT URL TOKENIZER`.
 
-A program of its own, for each client's packages live in an environment of theirs (`make test-clients`). Imports nothing
-of this project. Fails by an assertion; the server must answer greedily the same each time.
+This is a separate program, because each client's packages have their own environment (`make test-clients`). It imports
+nothing of this project. It fails by an assertion; the server must give the same greedy answer each time.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One gateway for each module that asks for it, a worker and OpenAI's client for each test."""
+"""One gateway for each module that requests it, and a worker and OpenAI's client for each test."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""A router with its gateway before scripted workers, OpenAI's own client, and bare HTTP."""
+"""A router with its gateway and scripted workers, OpenAI's own client, and plain HTTP."""
 
 import asyncio
 import json
@@ -31,11 +31,11 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Of bare HTTP."""
+    """Answer to a plain HTTP request."""
 
     status: int
     headers: dict[str, str]
-    """By lower-case name."""
+    """Headers, by lower-case name."""
     body: bytes
 
     @property
@@ -120,5 +120,5 @@ def text_of(token_ids: list[int]) -> str:
 
 
 def expected_text(seed: int, count: int, index: int = 0) -> str:
-    """What every worker answers with."""
+    """Return the text that every worker generates."""
     return text_of(expected_tokens(seed, count, index))

@@ -1,4 +1,4 @@
-"""Tokens, roles, tenants and TLS are the same as gRPC's: one table, one file of tokens, one certificate."""
+"""Tokens, roles, tenants and TLS equal those of gRPC: one table, one file of tokens, one certificate."""
 
 import ssl
 from collections.abc import AsyncIterator
@@ -129,7 +129,7 @@ async def test_tls_and_mtls_guard_this_port_too(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def running_https(tls: ServerTls) -> AsyncIterator[Gateway]:
-    """Without workers, and without a client of gRPC's, who would need a certificate too."""
+    """Yield a gateway without workers and without a gRPC client, which would need a certificate too."""
     server = RouterServer(config(tls=tls, http_port=0))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""What clients send over HTTP is found in no log: of good calls, refused and broken ones, and a worker that dies."""
+"""Content that clients send over HTTP is in no log: of good, refused and broken calls, and of a worker that dies."""
 
 import asyncio
 import json

@@ -57,7 +57,7 @@ def test_a_client_does_what_it_does_elsewhere(client: str, url: str, tmp_path: P
 
 
 def test_lm_eval_gets_the_models_own_log_likelihoods(url: str, tmp_path: Path) -> None:
-    """By echo and logprobs, of tokens in a batch and of text."""
+    """lm-eval asks by echo and logprobs, with a batch of token prompts and with text prompts."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     expected = []

@@ -202,7 +202,7 @@ async def test_health_says_whether_anybody_could_serve(gateway: Gateway) -> None
 async def test_an_echo_puts_the_prompt_and_how_likely_it_was_before_the_output(
     client: AsyncOpenAI, worker: FakeWorker, stream: bool, max_tokens: int
 ) -> None:
-    """As lm-eval-harness asks, which takes the log-probability of each token of the prompt but the first."""
+    """lm-eval-harness asks like this, and takes the log-probability of each token of the prompt but the first."""
     prompt = "def f(x):\n    return x"
     answer = await client.completions.create(
         model="demo", prompt=prompt, max_tokens=max_tokens, seed=4, logprobs=2, echo=True, stream=stream

@@ -1,6 +1,6 @@
-"""docs/gateway.md is true: each example of it runs as it stands, against the demo model; each error is in its table.
+"""docs/gateway.md is true: each example runs unchanged against the demo model, and each error is in its table.
 
-The programs and calls of curl in README.md and docs/get-started.md are true too.
+The programs and curl calls of README.md and docs/get-started.md are tested too.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""How calls end: clients that go or do not read, limits, a router that is told to end."""
+"""Ends of calls: clients that disconnect or do not read, limits, and a router that shuts down."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""One call and one client keep nobody else waiting, with an auth file and without."""
+"""One call or one client keeps no other one waiting, with an auth file and without."""
 
 import asyncio
 import json

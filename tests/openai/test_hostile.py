@@ -1,4 +1,4 @@
-"""Bodies and heads made to hurt: a sentence each, 400 or the like, and the gateway goes on."""
+"""Hostile bodies and headers get a clear message, with status 400 or the like, and the gateway goes on."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Heads and bodies that never end: what they hold is bounded in size, number and time. Real sockets."""
+"""Headers and bodies that never end: their size, number and time are bounded. Real sockets."""
 
 import asyncio
 import json
@@ -156,7 +156,7 @@ async def test_connections_beyond_their_number_are_told_so_and_others_go_on(
 
 
 async def refused(gateway: Gateway) -> Answer:
-    """What the server says before it is asked."""
+    """Return what the server sends before any request."""
     reader, writer = await gateway.connect()
     answer = await read_answer(reader)
     assert await reader.read() == b""

@@ -1,4 +1,4 @@
-"""The API's document: it is what the checks do, for every field, and its page loads and runs nothing."""
+"""The API's document agrees with the checks for every field, and its page loads and runs nothing."""
 
 import html.parser
 import json
@@ -39,7 +39,7 @@ ROUTES: list[tuple[str, Callable[[Body], Wanted], dict[str, Any]]] = [
     (COMPLETIONS, completion_wanted, {"prompt": "x"}),
 ]
 BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
-"""What a field needs beside it."""
+"""Fields that a field needs beside it."""
 NOT_SAID = {
     # An empty text is no name, schema, expression or prompt; a list of texts may hold one that is too long.
     *(("session_id", '""'), ("json_schema", '""'), ("json_schema", '"x"'), ("json_schema", '"auto"')),
@@ -54,7 +54,7 @@ NOT_SAID = {
     *(("structured_outputs", "{}"), ("continue_final_message", "true"), ("min_tokens", "25")),
     *(("prompt", json.dumps([1] * 2000)), ("prompt", json.dumps(["a"] * 2000))),
 }
-"""Of what the document allows and the checks refuse, or the other way round."""
+"""Values on which the document and the checks differ: one allows them, and the other refuses them."""
 
 
 def schema_of(path: str) -> dict[str, Any]:

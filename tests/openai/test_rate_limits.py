@@ -1,4 +1,4 @@
-"""Limits of a token and a tenant over HTTP and gRPC: refusals say when to come back, headers what is left."""
+"""Limits of a token and a tenant over HTTP and gRPC: refusals give a retry time, headers give what is left."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What is refused, by name, and how OpenAI's client hears of it. Nothing of it reaches a worker."""
+"""Refused requests: each field by name, and the error in OpenAI's client. No refused request reaches a worker."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What decides how a chat becomes a prompt: names, variables of the template, and where the prompt ends."""
+"""Options that decide how a chat becomes a prompt: names, variables of the template, and the prompt's end."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What the port answers beside generation: tokens, version, metrics, and web pages that the operator names."""
+"""Routes of the port beside generation: tokens, version, metrics, and calls of web pages that the operator names."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A list of choices as a regular expression: it matches these texts and no other, in Python and in the engine."""
+"""A list of choices as a regular expression: it matches these texts only, in Python and in the engine."""
 
 import re
 import string

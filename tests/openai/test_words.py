@@ -1,4 +1,4 @@
-"""Each protocol's errors have its own words, whatever the reason: read off the source, where all of them stand."""
+"""Errors of each protocol use that protocol's words, whatever the reason. The tests read all texts from the source."""
 
 import ast
 import re
@@ -92,7 +92,7 @@ def test_every_reason_is_told_in_words_of_both_protocols_or_of_its_own() -> None
 
 
 def test_a_message_begins_with_a_field_only_where_the_error_names_it() -> None:
-    """By that name alone the gateway finds it, and says it in the client's own words."""
+    """The gateway finds the field by this name alone, and writes it in the client's own words."""
     for file in ROUTER.rglob("*.py"):
         for name, text in told(ast.parse(file.read_text())):
             begins = re.match(r"([a-z_.]+): ", text)

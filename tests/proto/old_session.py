@@ -1,4 +1,4 @@
-"""The session's messages as they were before drains, stalls and tenants: what an older worker or router speaks."""
+"""The session's messages before drains, stalls and tenants existed: the version of an older worker or router."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NEW_FIELDS = {
     "ToRouter": {"draining"},
 }
 UNKNOWN = bytes((0xC2, 0x3E, 3)) + b"new"
-"""Field 1000, which nobody has: a text."""
+"""Field 1000, which no message has: a text."""
 
 
 def _old_pool() -> descriptor_pool.DescriptorPool:
@@ -41,14 +41,14 @@ def old_class(name: str) -> Any:
 
 
 def as_old(message: Message) -> bytes:
-    """What an older program would have sent instead."""
+    """Return the message as an older program would send it."""
     parsed = old_class(message.DESCRIPTOR.name).FromString(message.SerializeToString())
     parsed.DiscardUnknownFields()
     return bytes(parsed.SerializeToString())
 
 
 def as_newer(message: Message) -> bytes:
-    """What a newer program might send: fields in it, and in all that it holds, that nobody here knows."""
+    """Return the message as a newer program might send it: with unknown fields at every level."""
     copy = type(message).FromString(message.SerializeToString())
     _add_unknown(copy)
     return copy.SerializeToString()

@@ -1,4 +1,4 @@
-"""Names of blocks: chained, salted, and the same on every machine."""
+"""Names of blocks are chained, salted, and the same on every machine."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What follows from a cluster's secret: certificates that only its processes can show, and signatures of records."""
+"""Results of a cluster's secret: certificates that only its processes can show, and signatures of records."""
 
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta

@@ -1,4 +1,4 @@
-"""Limits that a router and a worker both check: what a router lets through, a worker takes."""
+"""Limits that a router and a worker both check: a worker accepts everything that a router lets through."""
 
 import pytest
 from blockyard.proto.limits import COUNTS, RANGES

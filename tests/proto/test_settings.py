@@ -1,4 +1,4 @@
-"""A setting is told once: what argparse, click, the configuration file and the checks have follows from its field."""
+"""A setting is declared once: argparse, click, the configuration file and the checks all follow from its field."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Every task has an owner: it is kept alive, its failure is seen, and it ends with its owner."""
+"""Every task has an owner: it is kept alive, its failure is reported, and it ends with its owner."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Text comes out piece by piece exactly as it would come out whole."""
+"""Text that is decoded piece by piece equals text that is decoded whole."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def byte_level() -> PreTrainedTokenizerBase:
 
 @cache
 def sentencepiece_like() -> PreTrainedTokenizerBase:
-    """As Llama 2's: a space before each word, one stripped at the start, bytes for whatever has no piece."""
+    """Return a tokenizer like Llama 2's: a space before each word, one stripped at the start, bytes for the unknown."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcde", "ab", "▁a"]
     bpe = models.BPE(
         vocab={piece: index for index, piece in enumerate(pieces)},

@@ -1,4 +1,4 @@
-"""Workers to place on, said in few words: 1,000 blocks and 1,000 prompt tokens a second, one millisecond each."""
+"""Short constructors for candidate workers: 1,000 blocks and 1,000 prompt tokens a second, one millisecond each."""
 
 from random import Random
 

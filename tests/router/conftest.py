@@ -1,4 +1,4 @@
-"""One whole router for each module that asks for it, and a worker for each test."""
+"""One whole router for each module that requests it, and a worker for each test."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,7 @@
 """A scripted EngineService over real gRPC: the worker's side of the session, with faults on demand.
 
-Its tokens are a function of seed and position alone, as the contract demands, so that a test can say what any
-request must get wherever and however often it is placed. Used by the router's unit tests only.
+Its tokens depend on seed and position alone, as the contract demands. So a test knows the tokens of any request,
+wherever and however often it is placed. Only the router's unit tests use it.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ FIRST_TOKEN = 300
 
 
 def signed(record: WorkerRecord, *, secret: str = SECRET, cluster: str = "default") -> WorkerRecord:
-    """As a worker that knows this secret writes it."""
+    """Return the record with the proof of a worker that knows this secret."""
     return replace(record, proof=record_proof(record, secret=secret, cluster=cluster))
 
 
 def expected_tokens(seed: int, count: int, index: int = 0) -> list[int]:
-    """What every worker generates for this output of a request with this seed."""
+    """Return the tokens that every worker generates for this output of a request with this seed."""
     return [FIRST_TOKEN + (seed * 31 + index * 101 + position * 7) % 1000 for position in range(count)]
 
 
@@ -54,35 +54,35 @@ def token_logprobs(token_ids: Sequence[int], num_top: int) -> list[inference_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What the fake does with one request."""
+    """Script of one request: what the fake worker does with it."""
 
     reject: int | None = None
     """RejectReason at once."""
     reject_detail: str = ""
     fail_after: int | None = None
-    """REJECT_REASON_INTERNAL in a step after so many tokens."""
+    """Number of tokens after which a step fails with REJECT_REASON_INTERNAL."""
     die_after: int | None = None
-    """Ends the whole stream after so many tokens."""
+    """Number of tokens after which the whole stream ends."""
     exit_after: int | None = None
-    """Ends the whole worker after so many tokens."""
+    """Number of tokens after which the whole worker ends."""
     hang_after: int | None = None
-    """Says nothing more on the stream after so many tokens, not even pongs."""
+    """Number of tokens after which the stream carries nothing more, not even pongs."""
     repeat_tokens: int = 0
-    """Each row begins so many tokens too early."""
+    """Number of tokens by which each row begins too early."""
     skip_token: bool = False
-    """The second row leaves one out."""
+    """Whether the second row leaves out a token."""
     step_seconds: float = 0.002
     tokens_a_step: int = 1
     stop_token_at: int | None = None
     """Ends with this many tokens by the stop token that the last one is."""
     lengths: tuple[int, ...] = ()
-    """Of each output; as long as max_tokens says where none is given."""
+    """Number of tokens of each output. Outputs without an entry have as many as max_tokens allows."""
     silent_output: int | None = None
     """Never gets a token."""
     omit_logprobs: bool = False
     """Leaves out what was asked for."""
     tokens: tuple[int, ...] = ()
-    """Those of each output, in place of what every worker generates."""
+    """Tokens of each output, in place of those that every worker generates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class FakeWorker(EngineServiceServicer):
     ) -> None:
         self.script = script or (lambda submit: Script())
         self.dialect: Callable[[Message], bytes] | None = None
-        """How it says what it says, where it is not of this version; it then knows no call but Session."""
+        """Serializer of a worker of another version; None: this version. Such a worker knows no call but Session."""
         self.load = cluster_pb2.WorkerLoad()
         self.submits: list[session_pb2.Submit] = []
         self.cancelled: list[int] = []
@@ -117,14 +117,14 @@ class FakeWorker(EngineServiceServicer):
         self.started: list[str] = []
         """Ids in the order in which they came to run."""
         self.stalled_seconds = 0.0
-        """What it says of its engine."""
+        """Stall of its engine that it reports."""
         self.pong_draining: bool | None = None
-        """Workers of before do not say it."""
+        """Draining flag of its pongs; None: unset, as older workers leave it."""
         self.has_exited = False
         self.admin_calls: list[Message] = []
         """Requests of AdminService that came here."""
         self.admin_failure: grpc.StatusCode | None = None
-        """What each of them ends with."""
+        """Status with which each admin call fails; None: it succeeds."""
         self.drain_ends: asyncio.Event | None = None
         """Drains last until it is set; None: no time at all."""
         self.cancelled_drains = 0
@@ -169,13 +169,13 @@ class FakeWorker(EngineServiceServicer):
         return grpc.method_handlers_generic_handler("blockyard.v1.EngineService", {"Session": session})
 
     async def kill(self) -> None:
-        """As good as SIGKILL: every stream breaks and nobody listens any more."""
+        """Stop as after SIGKILL: every stream breaks, and the port no longer listens."""
         self.has_exited = True
         if self._server is not None:
             await self._server.stop(None)
 
     def end_streams(self) -> None:
-        """As a connection that breaks: the worker listens on."""
+        """End every stream as a broken connection does. The worker still listens."""
         for stream in self._streams:
             stream.outgoing.put_nowait(None)
 
@@ -198,7 +198,7 @@ class FakeWorker(EngineServiceServicer):
 
     @property
     def num_running(self) -> int:
-        """Those that wait for a place are in it."""
+        """Number of requests here, those included that wait to run."""
         return sum(len(stream.tasks) for stream in self._streams)
 
     async def Session(

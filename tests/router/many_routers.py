@@ -1,6 +1,6 @@
-"""Routers before workers in virtual time: the real view and `place()`, the index twin, and a worker in a few lines.
+"""Routers and workers in virtual time: the real view and `place()`, the index twin, and a small worker model.
 
-Routers share nothing but the index and the workers' reports, which come each 50 ms and so are up to that old.
+Routers share nothing but the index and the workers' reports. Reports come every 50 ms, and so are up to 50 ms old.
 """
 
 import heapq
@@ -24,7 +24,7 @@ NUM_WORKERS = 8
 REPORT_SECONDS = 0.05
 PUBLISH_SECONDS = 0.02
 SHARED_TOKENS = 960
-"""Of a prompt, with its group."""
+"""Prompt tokens that a request shares with its group."""
 OWN_TOKENS = 160
 PROMPT_TOKENS = SHARED_TOKENS + OWN_TOKENS + 5
 PREFILL_TOKENS_PER_SECOND = 10_000.0
@@ -68,7 +68,7 @@ class Worker:
     used_blocks: int = 0
     cached_tokens: int = 0
     waited_seconds: float = 0.0
-    """Of all requests together, to their first tokens."""
+    """Total time to the first tokens, over all requests."""
 
     def __post_init__(self) -> None:
         record = WorkerRecord(
@@ -163,7 +163,7 @@ class Router:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     shares: list[float]
-    """Of the requests, by worker; the largest first."""
+    """Share of the requests that each worker got, in descending order."""
     reuse: float
     """Part of all prompt tokens that were cached where they came."""
     first_token_seconds: float
@@ -201,7 +201,7 @@ def outcome(
 
 
 def answer(operation: Coroutine[Any, Any, Any]) -> Any:
-    """What the twin says, which never waits."""
+    """Return the result of a call of the twin, which never suspends."""
     try:
         operation.send(None)
     except StopIteration as stop:

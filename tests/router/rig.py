@@ -1,4 +1,4 @@
-"""A whole router on a real port, with the demo model's tokenizer, before scripted workers."""
+"""A whole router on a real port, with the demo model's tokenizer and scripted workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

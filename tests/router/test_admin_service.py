@@ -1,4 +1,4 @@
-"""AdminService: what reaches which worker, what is refused, how long it lasts, and what the audit log says of it."""
+"""AdminService: which worker each call reaches, which calls are refused, how long they take, and the audit log."""
 
 import asyncio
 import logging

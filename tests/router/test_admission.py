@@ -1,4 +1,4 @@
-"""What is charged is given back exactly, no limit is ever passed, and no tenant keeps others out for good."""
+"""Charges are returned exactly, no limit is ever exceeded, and no tenant keeps others out for ever."""
 
 from contextlib import ExitStack
 from itertools import pairwise
@@ -35,7 +35,7 @@ def ledger_of(
 
 
 def admitted(ledger: AdmissionLedger, stack: ExitStack, tenant: str, *, attempts: int = 1) -> int:
-    """How many of so many attempts came in; they stay as long as the stack."""
+    """Return how many of the attempts were admitted. They stay as long as the stack."""
     num_admitted = 0
     for _ in range(attempts):
         try:

@@ -1,4 +1,4 @@
-"""A burst before any report: no more go to a worker than it said it would queue."""
+"""A burst before any report: a worker gets no more requests than it said it would queue."""
 
 import asyncio
 
@@ -29,6 +29,6 @@ async def bounces_of_a_burst(told_waiting: int) -> int:
 
 
 async def test_a_burst_hardly_bounces_off_a_worker_that_says_what_it_queues() -> None:
-    """A few may: a report that was on its way when they were placed says that nobody waits."""
+    """A few may bounce: a report sent before they arrived says that no request waits."""
     assert await bounces_of_a_burst(told_waiting=0) > BURST / 2
     assert await bounces_of_a_burst(told_waiting=3) < BURST / 2

@@ -1,4 +1,4 @@
-"""ClusterService over real gRPC: what a router believes, and what workers say of themselves."""
+"""ClusterService over real gRPC: the router's view of the cluster, and the workers' own reports."""
 
 import asyncio
 from collections.abc import AsyncIterator

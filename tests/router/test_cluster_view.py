@@ -1,4 +1,4 @@
-"""Beliefs follow from events and time alone."""
+"""The cluster view follows from events and time alone."""
 
 from random import Random
 

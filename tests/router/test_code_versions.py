@@ -1,4 +1,4 @@
-"""A worker of another code than the router's: it serves, for messages are read across versions, and the log says so."""
+"""A worker with other code than the router's still serves, because messages are compatible, and the log says so."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""A router's settings: what is wrong is named with its value, by the router and by what starts routers alike."""
+"""A router's settings: the router and the programs that start it name a wrong setting with its value."""
 
 from typing import Any
 

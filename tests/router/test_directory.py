@@ -1,4 +1,4 @@
-"""Whatever is in Redis, a router believes in its own workers, in bounded number, and gives up none that answers."""
+"""Any content of Redis: a router trusts only its own workers, bounds their number, and drops none that answers."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Columns to events: each row its own, and columns that contradict each other are refused."""
+"""Columns become one event a row, and columns that contradict each other are refused."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a link promises the worker at its other end, and everybody else on its event loop."""
+"""Guarantees of a link to the worker at its other end, and to the other tasks on its event loop."""
 
 import asyncio
 import gc
@@ -141,7 +141,10 @@ async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector()
 
 
 class SilentChannel:
-    """Of a worker that greets, and then says nothing: what a link uses of a grpc.aio.Channel and of its call."""
+    """Channel to a worker that greets and then says nothing.
+
+    Has the parts of grpc.aio.Channel and of its call that a link uses.
+    """
 
     def __init__(self) -> None:
         self._words = [session_pb2.ToRouter(hello=session_pb2.Hello())]

@@ -1,4 +1,4 @@
-"""One client's requests with grammars leave room on the workers for everybody else's."""
+"""One client's requests with grammars leave room on the workers for all other requests."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +37,7 @@ async def test_a_place_is_free_again_with_the_first_token_at_the_end_or_when_who
 
 
 def _worker(name: str) -> FakeWorker:
-    """Of those with a grammar none gets its first token."""
+    """Return a worker on which no request with a grammar gets its first token."""
     return worker_of_model(
         name, script=lambda submit: Script(step_seconds=0.001 if submit.request_id == "plain" else 60.0)
     )

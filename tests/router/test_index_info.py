@@ -70,13 +70,13 @@ async def is_in_state(router: Router, state: cluster_pb2.IndexState) -> bool:
 
 
 async def all_is_told(router: Router) -> bool:
-    """By the pong after the last batch."""
+    """Return whether the index holds all entries of the workers, as the pongs after the last batch report them."""
     info = await index_info(router)
     return 0 < info.names == sum(worker.index.entries for worker in info.workers)
 
 
 async def command(router: Router, *options: str) -> str:
-    """What `blockyard index` prints; in a thread, because the router serves on this one."""
+    """Return the output of `blockyard index`. Run it in a thread, because the router serves on this one."""
     arguments = ["index", "--router", router.address, *options]
     result = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     assert result.exit_code == 0, result.output
@@ -189,7 +189,7 @@ async def test_a_worker_that_tells_another_index_degrades_this_one(tmp_path: Pat
 
 
 async def both_are_exact(router: Router) -> bool:
-    """By their own word."""
+    """Return whether both workers report an exact index."""
     return [worker.index.state for worker in (await index_info(router)).workers] == [EXACT, EXACT]
 
 

@@ -1,4 +1,4 @@
-"""Incomplete requests: what they may hold at once, alone and together, and for how long."""
+"""Incomplete requests: how much memory they may hold, alone and together, and for how long."""
 
 import asyncio
 from contextlib import ExitStack, nullcontext

@@ -1,4 +1,4 @@
-"""A worker that joins under load: it is used soon, and nobody rushes to it because it is empty."""
+"""A worker that joins under load gets requests soon, and no rush because it is empty."""
 
 import asyncio
 from collections import Counter
@@ -45,7 +45,7 @@ class Load:
 
     router: Router
     placed: list[tuple[float, str]] = field(default_factory=list)
-    """When each answer came to its first token, and from whom."""
+    """Time of the first token of each answer, and its worker."""
 
     async def run(self, client: int) -> None:
         loop = asyncio.get_running_loop()

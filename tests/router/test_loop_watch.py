@@ -1,4 +1,4 @@
-"""What holds up the event loop is seen, told once, and told apart from a machine that has no processor to spare."""
+"""A blocked event loop is detected, reported once, and told apart from a machine without a free processor."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ HELD_SECONDS = 0.1
 
 
 async def watched(hold: float) -> Lateness:
-    """What a watch sees of a loop that computes for so long."""
+    """Return what a watch records of a loop that computes for this many seconds."""
     watch = LoopWatch(0.001)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(watch.run())

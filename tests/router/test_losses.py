@@ -1,4 +1,4 @@
-"""When a request that loses its worker is given up."""
+"""The rules by which a request that loses its worker fails."""
 
 import pytest
 from blockyard.router.errors import PoisonRequest, WorkerLost
@@ -14,7 +14,7 @@ A, B, C = ("a:1", "life-a"), ("b:1", "life-b"), ("c:1", "life-c")
 
 
 class Cluster:
-    """Which lives answer again."""
+    """Incarnations that answer again."""
 
     def __init__(self) -> None:
         self.alive: set[WorkerKey] = set()

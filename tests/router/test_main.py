@@ -1,4 +1,4 @@
-"""`python -m blockyard.router` as an operator runs it."""
+"""`python -m blockyard.router` from an operator's shell."""
 
 import asyncio
 import gc
@@ -192,7 +192,7 @@ async def test_only_a_server_that_owns_its_process_sets_the_garbage_collector() 
 
 
 async def test_a_router_whose_background_work_fails_exits_1() -> None:
-    """An address that gRPC cannot even encode ends the link in a way that nobody foresaw."""
+    """An address that gRPC cannot encode ends the link with an unexpected error."""
     code, log = await run("--model", str(MODEL), "--worker", b"\xff:1")
     assert code == 1
     assert "CRITICAL" in log

@@ -1,4 +1,4 @@
-"""Four routers balance as one does, with nothing shared but the index and reports that are up to 50 ms old."""
+"""Four routers balance as one does. They share only the index and reports that are up to 50 ms old."""
 
 from typing import Any
 
@@ -16,9 +16,11 @@ LOADS = [
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_four_routers_place_as_well_as_one(seed: int, load: dict[str, Any]) -> None:
-    """A worker's fair share is 12.5 %, and chance alone moves that of 1,500 requests by 0.9 % (one sigma). What is
-    under way to a worker only its own router knows: while a group is new it may be computed on one worker more, which
-    lengthens the queues of the first seconds, and the mean with them."""
+    """A worker's fair share is 12.5 %, and chance alone moves the share of 1,500 requests by 0.9 % (one sigma).
+
+    Only a worker's own router knows the requests in flight to it. While a group is new, its prefix may be computed on
+    one more worker. That lengthens the queues of the first seconds, and so the mean.
+    """
     one, four = (outcome(number, seed, num_requests=1500, **load) for number in (1, 4))
     assert four.shares[0] <= one.shares[0] + 0.03, (one, four)
     assert four.shares[0] - four.shares[-1] <= 0.5 / NUM_WORKERS, four

@@ -1,4 +1,4 @@
-"""Real workers that are drained in turn under load: what runs goes on elsewhere in mid-stream, and nobody can tell."""
+"""Real workers drained one after another under load: running requests move in mid-stream, and no client sees it."""
 
 import asyncio
 from contextlib import AsyncExitStack

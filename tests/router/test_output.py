@@ -1,4 +1,4 @@
-"""What a client reads: merged when it is slow, cut off when it stops, never split and never past a stop string."""
+"""Output to a client: merged if it is slow, cut off if it stops reading, never split and never past a stop string."""
 
 import asyncio
 from collections.abc import AsyncIterator

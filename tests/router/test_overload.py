@@ -1,4 +1,4 @@
-"""More than fits, through a real router: exact limits, an honest queue, and turns and shares for tenants."""
+"""Overload of a real router: exact limits, a true queue, and fair turns and shares for tenants."""
 
 import asyncio
 from collections import Counter
@@ -78,7 +78,7 @@ def retry_seconds(error: grpc.aio.AioRpcError) -> float:
 async def burst(
     router: Router, *, prompt_tokens: int, limit: int
 ) -> tuple[list[Any], list[grpc.aio.AioRpcError]]:
-    """So many calls at once: those that came in, still open, and the errors of the others."""
+    """Make CALLS calls at once. Return the admitted ones, still open, and the errors of the others."""
     fields = {"prompt": None, "prompt_token_ids": {"ids": [7] * prompt_tokens}}
     calls = [router.inference.GenerateStream(request(**fields)) for _ in range(CALLS)]
     watched = [asyncio.create_task(refused(call)) for call in calls]
@@ -157,8 +157,11 @@ async def test_a_waiting_request_that_is_cancelled_leaves_at_once(tight: Router)
 
 
 async def wait_in_line(router: Router, tenants: list[str]) -> list[str]:
-    """A request for each name, in this order, before a worker that is full until all stand in line; the tenants in the
-    order in which theirs came to run. They end after three tokens, however many they asked for."""
+    """Return the tenants in the order in which their requests ran.
+
+    Send a request for each tenant, in this order, to a worker that is full until all of them wait. Each ends after
+    three tokens, whatever its limit.
+    """
     async with router.workers(full_worker()) as (worker,):
         running = router.inference.GenerateStream(request(request_id="running"))
         await until(lambda: worker.num_running == 1, seconds=20)

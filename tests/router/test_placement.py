@@ -1,4 +1,4 @@
-"""Placement is arithmetic over a snapshot; these are its properties."""
+"""Placement is arithmetic on a snapshot; these tests check its properties."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,4 @@
-"""Settings are checked where they are given."""
+"""Placement settings are checked when they are set."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""What each policy promises beside `prefix`, and what a session and a lost index change."""
+"""Guarantees of each policy beside `prefix`, and the effects of a session and of a lost index."""
 
 from collections import Counter
 from random import Random

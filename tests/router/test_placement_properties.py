@@ -1,4 +1,4 @@
-"""What holds of every snapshot, however odd: reports are what workers and networks make of them."""
+"""Invariants of placement for every snapshot, however odd: workers and networks can send any report."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_whatever_workers_report_one_is_chosen_and_every_cost_is_a_number(
 
 
 class Chooser(Random):
-    """Remembers among whom it was asked to choose."""
+    """Chooser that remembers the options among which it chose last."""
 
     offered: list[Any]
 

@@ -1,4 +1,4 @@
-"""Placing over the waits that come between look-up, turn and booking. The clock is the test's."""
+"""Placing, with waits between look-up, queue and booking. The test owns the clock."""
 
 import asyncio
 from random import Random

@@ -1,4 +1,4 @@
-"""A request may say by which policy it is placed, where its caller is an admin; over real gRPC."""
+"""A request may name its placement policy if its caller is an admin; over real gRPC."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Decisions are pure: what they import says so."""
+"""Imports show that decisions are pure."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Nobody has more of a minute than its limit and a burst, a refusal costs nothing, and what was not used comes back."""
+"""Rate limits: no tenant exceeds its limit and a burst in a minute, refusals are free, and unused tokens come back."""
 
 import pytest
 from blockyard.router.admission import rate_limits

@@ -1,4 +1,4 @@
-"""A measured rate is believed while it is fresh, and no worker is slow for ever because it was slow once."""
+"""A measured rate counts while it is fresh, and no worker stays slow because it was slow once."""
 
 from math import inf, nan
 
@@ -64,7 +64,7 @@ def report(view: ClusterView, name: str, rate: float, *, done: int = 0) -> None:
 
 
 def pass_time(view: ClusterView, clock: Clock, seconds: float, said: dict[str, float]) -> None:
-    """Everybody goes on saying the same, having measured nothing more."""
+    """Advance the clock. Each worker repeats its report without a new measurement."""
     for _ in range(int(seconds)):
         clock.now += 1.0
         for name, rate in said.items():

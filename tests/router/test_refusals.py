@@ -1,4 +1,4 @@
-"""What a whole router refuses, over real gRPC: with which code, reason and field, and before what it would cost."""
+"""Refusals of a whole router over real gRPC: with which code, reason and field, and before which cost."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Tokens exactly once, whatever workers do: real links to scripted workers, without the router's own server."""
+"""Each token arrives exactly once, whatever workers do: real links to scripted workers, without a router's server."""
 
 import asyncio
 import time
@@ -158,7 +158,7 @@ async def test_a_request_that_kills_two_workers_is_tried_on_no_third() -> None:
 
 
 async def test_a_connection_that_breaks_again_and_again_makes_no_poison() -> None:
-    """The worker it broke to answers again with the same incarnation: nobody died."""
+    """The worker answers again with the same incarnation: it did not die."""
     breaking = FakeWorker("a", script=only_first_of(3, Script(die_after=0)))
     async with rig(breaking) as made:
         progress = Progress()

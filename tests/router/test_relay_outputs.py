@@ -1,4 +1,4 @@
-"""Several outputs exactly once, whatever workers do: each output by itself, those that have ended never again."""
+"""Several outputs arrive exactly once each, whatever workers do, and an output that has ended is never repeated."""
 
 import asyncio
 from collections import defaultdict

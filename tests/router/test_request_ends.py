@@ -1,4 +1,4 @@
-"""How requests end before their time, over real gRPC: cancelled, aborted, out of time, cut off, drained."""
+"""Requests that end early, over real gRPC: cancelled, aborted, past the deadline, cut off, drained."""
 
 import asyncio
 import gc

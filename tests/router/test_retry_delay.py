@@ -1,4 +1,4 @@
-"""The delay that refused clients are told follows what really ends, within bounds."""
+"""The retry delay of a refusal follows the measured rate at which requests end, within bounds."""
 
 import pytest
 from blockyard.router.admission.retry_delay import (
@@ -14,7 +14,7 @@ from .prompt import Clock
 
 
 def busy(rate: CompletionRate, clock: Clock, *, held: int, each_seconds: float, seconds: float) -> None:
-    """So many are held all the time, and each is replaced at its end."""
+    """Hold `held` requests for `seconds`, and replace each at its end."""
     rate.begin(held)
     for _ in range(int(seconds * held / each_seconds)):
         clock.now += each_seconds / held

@@ -1,4 +1,4 @@
-"""Sampling parameters: what is outside its range is named, what excludes what, and what the engine gets."""
+"""Sampling parameters: values out of range are named, conflicts are refused, and the engine gets the rest."""
 
 import math
 from dataclasses import replace

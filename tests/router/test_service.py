@@ -1,4 +1,4 @@
-"""InferenceService over real gRPC and the real tokeniser process, before scripted workers."""
+"""InferenceService over real gRPC, with the real tokenizer process and scripted workers."""
 
 import asyncio
 from typing import Any

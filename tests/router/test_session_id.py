@@ -1,4 +1,4 @@
-"""A session's name on its way from the client to placement, and what comes back of it, over real gRPC."""
+"""A session's name on its way from the client to placement and back, over real gRPC."""
 
 from collections.abc import AsyncIterator
 from typing import Any

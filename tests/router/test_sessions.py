@@ -1,4 +1,4 @@
-"""The memory of sessions is bounded and keeps those that are in use."""
+"""The memory of sessions is bounded and keeps the ones in use."""
 
 from blockyard.proto.index.contract import WorkerId
 from blockyard.router.placement.sessions import SessionMemory

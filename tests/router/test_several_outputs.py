@@ -1,4 +1,4 @@
-"""Several outputs, beams, scores and structured output of one request, over real gRPC, before scripted workers."""
+"""Several outputs, beams, scores and structured output of one request, over real gRPC, with scripted workers."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A router that is told to end under load: health says so, nothing new is taken, and every stream finishes."""
+"""A router that gets SIGTERM under load: health reports it, new requests are refused, and every stream finishes."""
 
 import asyncio
 import os

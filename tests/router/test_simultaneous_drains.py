@@ -1,4 +1,4 @@
-"""Drains at the same moment, through one router or several, leave a worker that takes requests. In virtual time."""
+"""Simultaneous drains through one router or several leave at least one worker that takes requests. In virtual time."""
 
 import asyncio
 from types import SimpleNamespace

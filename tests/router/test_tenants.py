@@ -1,4 +1,4 @@
-"""Tenants that wait get tokens by their weights, each in its own order, and nobody starves."""
+"""Waiting tenants get tokens by their weights, each in its own order, and none starves."""
 
 from collections import Counter
 from itertools import combinations

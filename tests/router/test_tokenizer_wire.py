@@ -1,4 +1,4 @@
-"""Whatever goes over the wire to the tokeniser process arrives as it was, however its bytes are cut."""
+"""Messages to the tokenizer process arrive unchanged, however their bytes are split."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Prompts become token ids and names in a process of their own, and what a user types stays text."""
+"""Prompts become token ids and names in a separate process, and a user's text is never read as a special token."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is costly is spread over turns of the loop, in order, and nobody is left waiting."""
+"""Costly work is spread over ticks of the event loop, in order, and no waiting task starves."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ from blockyard.router.admission.turn_share import TurnShare
 
 
 class Turns:
-    """Counts the turns of the loop, and who took a share in which."""
+    """Counts the ticks of the loop, and records in which tick each task took a share."""
 
     def __init__(self, most_a_turn: int) -> None:
         self.share = TurnShare(most_a_turn)

@@ -1,4 +1,4 @@
-"""Each field that is wrong gets its code and its name, all of them at once, and nothing of it is echoed."""
+"""Each wrong field is reported with its code and name, all at once, and no value is echoed."""
 
 import math
 from dataclasses import replace

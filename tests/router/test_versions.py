@@ -1,4 +1,4 @@
-"""A router before workers of another version: older ones say less, newer ones say what nobody here understands."""
+"""A router with workers of other versions: older ones send fewer fields, newer ones send unknown fields."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""First come, first placed, tenants in turn; nobody loses his place by being sent back, nor stands there for ever."""
+"""The waiting line is first come, first placed, with tenants in turn. A request that goes back keeps its position.
+
+No request waits in it for ever.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A busy worker is asked no more often than it has places."""
+"""A busy worker gets no more requests than it has permits."""
 
 from blockyard.router.cluster.gate import OFFERED_PERMITS, PROBE_SECONDS, REPORT_SECONDS, WorkerGate
 

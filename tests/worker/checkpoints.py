@@ -1,7 +1,7 @@
-"""Tiny random checkpoints in Hugging Face format, and what transformers says about them.
+"""Tiny random checkpoints in Hugging Face format, and the results that transformers computes from them.
 
-Weights are drawn wider than a fresh model's, norms and biases included, so that every tensor matters to the
-result and the most likely token leads the second by a clear gap.
+Weights, norms and biases are drawn wider than a fresh model's, so every tensor matters to the result. The most probable
+token then leads the second by a clear gap.
 """
 
 import functools
@@ -92,17 +92,18 @@ def _reference_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def reference_logits(folder: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What transformers computes: (T, V)."""
+    """Return the logits that transformers computes: (T, V)."""
     with torch.inference_mode():
         logits_TV: torch.Tensor = reference_model(folder, dtype)(torch.tensor([tokens])).logits[0]
     return logits_TV
 
 
 def assert_logits_equal_transformers(actual_TV: torch.Tensor, folder: Path, tokens: list[int]) -> None:
-    """On a CPU: as near to double precision as transformers in fp32, whatever units both compute with there.
+    """Assert that logits are as near to double precision as those of transformers in fp32 on the same CPU.
 
-    A bound in absolute numbers would be one of the CPU's order of sums: logits of these weights are off by
-    1e-4 at times, and by 5e-6 as a rule. Only norms and rotary angles are fp32 in the double one.
+    An absolute bound would depend on the order of sums on this CPU. Logits of these weights are usually off by 5e-6,
+    and at times by 1e-4. In the double-precision reference only norms and rotary angles are fp32. With CUDA the bound
+    is absolute.
     """
     actual_TV = actual_TV.cpu()
     assert actual_TV.dtype == torch.float32
@@ -124,7 +125,7 @@ def assert_logits_equal_transformers(actual_TV: torch.Tensor, folder: Path, toke
 
 @functools.cache
 def reference_greedy(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> GreedyContinuation:
-    """What transformers generates greedily, by whole forward passes without a cache."""
+    """Return the greedy tokens of transformers, computed by whole forward passes without a cache."""
     tokens, gaps = list(prompt), []
     for _ in range(num_tokens):
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The models here are so small that a second thread costs more than it brings."""
+"""Settings for all tests of the worker: one thread, because a second one slows such small models down."""
 
 import torch
 

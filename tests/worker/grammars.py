@@ -89,7 +89,7 @@ def row_of(
 
 
 def allowed(masks: Masks, rows: list[ScheduledRow], vocab_size: int = DEMO_TOKENS) -> list[set[int]]:
-    """Of each row, by one step on logits of zero."""
+    """Return the allowed tokens of each row: apply the masks to logits of zero in one step."""
     logits_SV = torch.zeros(len(rows), vocab_size)
     masks.start(rows)
     masks.apply(logits_SV, rows)

@@ -1,7 +1,7 @@
-"""Load a checkpoint on the CPU, make its decoder, and print the most memory that took. Run by test_weights.
+"""Load a checkpoint on the CPU, make its decoder, and print the peak memory of that. Run by test_weights.
 
-In a process of its own, because memory that others left behind would hide a second copy. Only private memory counts:
-the file is mapped, and what the system keeps of it in its cache is free for the asking.
+It runs in a process of its own, because memory left by other tests would hide a second copy. Only private memory
+counts: the file is mapped, and the system can drop its page cache at any time.
 """
 
 import sys

@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     position: int
-    """Of the token to be drawn, counted from the start of the prompt."""
+    """Position of the token to be drawn, counted from the start of the prompt."""
     num_generated: int
     """Output tokens before it."""
 

@@ -57,7 +57,7 @@ def next_token(sequence: Sequence, position: int, index: int = 0) -> int:
 
 
 def candidates(row: ScheduledRow) -> tuple[tuple[int, float], ...]:
-    """Of a beam: different tokens, the later the less likely."""
+    """Return the candidates of a beam: different tokens, each less probable than the one before."""
     first = next_token(row.sequence, row.end)
     count = num_candidates(row.sequence.sampling)
     return tuple(
@@ -94,7 +94,7 @@ def run_to_end(scheduler: Scheduler, limit: int = 10_000) -> int:
 
 
 def victim_of(scheduler: Scheduler) -> Victim | None:
-    """Who would give way now."""
+    """Return the victim that the scheduler would preempt now."""
     mode, rates = scheduler.config.preemption, scheduler.mixed_steps.rates
     return choose_victim(scheduler.running, {}, scheduler.tables, mode=mode, rates=rates)
 

@@ -1,8 +1,8 @@
-"""A scheduler in bad weather: every action that may happen to it, and what must hold after each.
+"""A scheduler under every action that can happen to it, and the invariants that hold after each action.
 
-`Device` stands in for a model and its memory: each token slot holds a digest of the whole prefix up to it, so that a
-row which reads a block that is not its own, or was never filled, is found at once. `Storm` owns the actions and the
-checks; who chooses among them (a seed, or hypothesis) does not matter to it.
+`Device` stands in for a model and its memory. Each token slot holds a digest of the whole prefix up to it. So a read of
+a wrong or unfilled block is found at once. `Storm` owns the actions and the checks. It does not choose among them: a
+seed or hypothesis does.
 """
 
 import random
@@ -42,7 +42,7 @@ def follow(digest: int, token: int) -> int:
 
 
 def digests(tokens: Iterable[int]) -> list[int]:
-    """For each position: of all tokens up to it."""
+    """Return for each position the digest of all tokens up to it."""
     return list(accumulate(tokens, follow, initial=0))[1:]
 
 
@@ -79,14 +79,14 @@ class Device:
         self.num_broken = 0
         self.corrupted: set[HostSlot] = set()
         self.found_corrupted: set[HostSlot] = set()
-        """Of these, what a load has found."""
+        """Slots of `corrupted` that a load has found."""
         self.num_found_corrupted = 0
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Do nothing: there is nothing to warm."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        """As a `Runner`."""
+        """Implement `Runner.execute`."""
         return self.run(plan)
 
     def run(self, plan: StepPlan, *, failing_rows: frozenset[int] = frozenset()) -> StepTokens:
@@ -112,7 +112,7 @@ class Device:
         return StepTokens(tokens=tokens, extras=extras)
 
     def spoil(self, plan: StepPlan) -> None:
-        """What a step that raised may have left anywhere that it writes."""
+        """Fill everything that the step writes with garbage, as a step that raised may leave it."""
         self._unheard = {}
         for _, slot in plan.to_host:
             self._host[slot] = [GARBAGE] * self._size
@@ -130,7 +130,7 @@ class Device:
         return self._host[slot]
 
     def corrupt(self, slot: HostSlot) -> None:
-        """Its content changes while nobody looks."""
+        """Change the slot's content without notice."""
         self._host[slot] = [GARBAGE] * self._size
         self.corrupted.add(slot)
 
@@ -205,7 +205,7 @@ class Storm:
         self.pipelined = pipelined
         self.sequences: dict[SequenceId, Sequence] = {}
         self.beams: dict[SequenceId, BeamsUpdate] = {}
-        """By the id of the search's first sequence."""
+        """Result of each beam search that has ended, by the id of the search's first sequence."""
         self._leaders: dict[int, Sequence] = {}
         self._in_flight: list[tuple[StepPlan, StepTokens]] = []
         self._content: dict[BlockName, tuple[int, ...]] = {}
@@ -248,7 +248,7 @@ class Storm:
             self._run_again(plan, failure)
 
     def _run_again(self, plan: StepPlan, failure: Exception) -> None:
-        """As Steps does: once the steps before it are committed, and before another is planned."""
+        """Bisect a failed step as `Steps` does: after the steps before it are committed, before another is planned."""
         while self._in_flight:
             self.commit()
         try:
@@ -314,7 +314,7 @@ class Storm:
         self._check_tokens()
 
     def _take(self, updates: list[Update]) -> None:
-        """As the engine does: an output that fails ends its whole request."""
+        """Apply updates as the engine does: an output that fails ends its whole request."""
         for update in updates:
             if isinstance(update, SequenceUpdate) and update.token is None:
                 self.scheduler.cancel_request(update.sequence.request_id)
@@ -332,7 +332,7 @@ class Storm:
         self._check_names()
 
     def _know(self, sequence: Sequence) -> None:
-        """What a block of each of its names must hold."""
+        """Record what a block of each of the sequence's names must hold."""
         self.sequences[sequence.sequence_id] = sequence
         names, size = sequence.names[1:], self.scheduler.config.block_size
         if not names or names[-1] in self._content:
@@ -384,7 +384,7 @@ class Storm:
             assert not scheduler.host_cache._reading
 
     def _check_tokens(self) -> None:
-        """Everyone has what it gets alone; who was cut short, the beginning of it."""
+        """Check that each sequence has the tokens that it gets alone, or their beginning if it was cut short."""
         for sequence in self.sequences.values():
             if sequence.group is None:
                 expected = self._alone(sequence)[: len(sequence.tokens)]
@@ -420,7 +420,7 @@ class Storm:
 
 
 def random_request(chance: random.Random) -> dict[str, Any]:
-    """Of few prefixes, often with several outputs or beams, sometimes a replay."""
+    """Return a random request: few prefixes, often several outputs or beams, sometimes a replay."""
     shared = SHARED[: chance.choice([0, 8, 16, 48, 64])]
     tokens = [*shared, *(chance.randint(1, 4) for _ in range(chance.randint(1, 40)))]
     kind = chance.random()

@@ -1,4 +1,4 @@
-"""What an operator does to a worker's cache and to its part of the index, and what a worker does before it serves."""
+"""An operator's actions on a worker's cache and on its part of the index, and a worker's start and stop."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Beam search equals transformers': the same sequences with the same scores, whatever company or preemption."""
+"""Beam search equals that of transformers: same sequences and scores in any batch and after any preemption."""
 
 import functools
 import itertools

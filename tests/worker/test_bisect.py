@@ -1,4 +1,4 @@
-"""A step that raises for some of its requests: those end, and all others get the tokens of an undisturbed run."""
+"""A step that raises for some requests: only those fail, and all others get the tokens of an undisturbed run."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ def run(
 
 
 def marked(length: int = 30, **sampling: Any) -> EngineRequest:
-    """Of another first block for each length."""
+    """Return a marked request. Each length has a first block of its own."""
     return request([length, MARKER] + [13] * (length - 2), **sampling)
 
 
@@ -247,7 +247,7 @@ def test_a_step_that_raises_after_its_loads_saves_nothing_anew_in_the_place_of_w
 
 
 def test_who_reads_what_the_poison_computes_in_that_step_ends_with_it() -> None:
-    """It would read blocks that nobody has filled."""
+    """It would read blocks that were never filled."""
     engine, _ = make_engine()
     first = engine.submit(request([3] * 32 + [MARKER] * 4))
     sharing = engine.submit(request([3] * 32 + [4] * 4))

@@ -1,4 +1,4 @@
-"""A block table: a reader that keeps a copy and compares versions is never wrong."""
+"""BlockTable: a reader that keeps a copy and compares versions never reads stale blocks."""
 
 import pytest
 from blockyard.worker.sequences.block_table import BlockTable

@@ -1,4 +1,4 @@
-"""Which data type is chosen, and what /proc/cpuinfo says of a CPU."""
+"""The choice of the data type, and the reading of a CPU's features from /proc/cpuinfo."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step of decodes alone takes, by how many they are."""
+"""Durations of steps that only decode, by the number of decodes."""
 
 from itertools import pairwise
 
@@ -36,7 +36,7 @@ def test_the_newest_step_counts_by_its_weight() -> None:
 def test_times_that_grow_with_the_number_are_told_as_they_are(
     fixed: float, each: float, step: int, decodes: int
 ) -> None:
-    """Between the measurements; and beyond them no less than fewer take."""
+    """Times between the measurements are exact; beyond them more decodes take no less time than fewer."""
     times = DecodeTimes(smoothing=0.2)
     counts = range(1, 2000, step)
     for count in counts:
@@ -48,7 +48,7 @@ def test_times_that_grow_with_the_number_are_told_as_they_are(
 
 @given(st.lists(SECONDS, min_size=1, max_size=12), st.lists(COUNTS, min_size=2))
 def test_of_more_decodes_no_less_is_expected(seconds: list[float], counts: list[int]) -> None:
-    """As long as it is so of what was measured."""
+    """Expected times grow with the number of decodes where the measured times do."""
     times = DecodeTimes(smoothing=0.2)
     for size, measured in enumerate(sorted(seconds)):
         times.observe(2**size, measured)

@@ -1,6 +1,6 @@
-"""The decoder and its runner against transformers: same logits, same greedy tokens, however a step is made up.
+"""The decoder and its runner against transformers: same logits and greedy tokens for any make-up of a step.
 
-Needs torch, transformers and safetensors only. Where there is CUDA, the same tests run there on Triton.
+Needs torch, transformers and safetensors only. With CUDA the same tests run on Triton.
 """
 
 from collections.abc import Callable, Iterator

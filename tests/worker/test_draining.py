@@ -1,4 +1,4 @@
-"""A worker that takes nothing new: what routers hear of it, what becomes of what runs, and who may take it back."""
+"""A draining worker: what routers are told, how running requests end, and which caller may resume it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

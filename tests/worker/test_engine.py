@@ -1,4 +1,4 @@
-"""The engine around scheduler and runner: deadlines, failing steps, load, and the thread that turns it."""
+"""The engine around scheduler and runner: deadlines, failing steps, load, and the thread that runs it."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' token for token, whatever company, chunking, preemption or cache."""
+"""Greedy output equals that of transformers token for token, for any batch, chunking, preemption or cache."""
 
 import random
 import sys
@@ -34,12 +34,12 @@ OVERLAP_STEPS = "off"
 
 @pytest.fixture(params=["off", "on"], ids=["one step at a time", "steps overlap"], autouse=True)
 def overlap_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every engine here."""
+    """Set whether steps overlap in every engine of this module."""
     monkeypatch.setattr(sys.modules[__name__], "OVERLAP_STEPS", request.param)
 
 
 step_by_step = pytest.mark.parametrize("overlap_steps", ["off"], indirect=True)
-"""For tests that say what a single step brings."""
+"""Mark for tests that check the result of a single step."""
 
 
 def make_engine(
@@ -84,7 +84,7 @@ def run(engine: Engine) -> dict[RequestId, tuple[list[int], int]]:
 
 
 def outputs_of(engine: Engine) -> dict[tuple[RequestId, int], list[SequenceOutput]]:
-    """What each output of each request got, step by step."""
+    """Return what each output of each request got, step by step."""
     outputs: dict[tuple[RequestId, int], list[SequenceOutput]] = {}
     while engine.has_work:
         for output in engine.step().outputs:

@@ -1,4 +1,4 @@
-"""Equal models have equal fingerprints wherever they lie; anything that changes a token changes them."""
+"""Equal models have equal fingerprints in any folder, and any change that alters a token alters the fingerprint."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_a_file_that_changed_just_now_is_read_again(
 def test_weights_that_change_while_they_are_loaded_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was hashed may not be what was loaded."""
+    """Otherwise the hashed weights may differ from the loaded weights."""
     load = loading._load_runner
 
     def load_and_write(*arguments: Any) -> Any:

@@ -1,5 +1,7 @@
-"""Python's garbage collector leaves alone what a worker has loaded, and has little to walk of what it serves: a walk
-would hold every stream up."""
+"""Python's garbage collector ignores the objects of a loaded model, and tracks few objects of served requests.
+
+A long collection would delay every stream.
+"""
 
 import gc
 import subprocess
@@ -48,7 +50,7 @@ def test_a_worker_that_serves_has_all_that_it_loaded_out_of_the_collectors_reach
 
 
 def walked_while_decoding(num_blocks: int) -> int:
-    """References that a full collection follows of a pool of 256 blocks, so many of which one sequence has filled."""
+    """Return the references that a full collection follows in a pool of 256 blocks, `num_blocks` of them filled."""
     scheduler = make_scheduler(num_blocks=256, max_num_batched_tokens=4096)
     scheduler.submit(make_sequence(0, [token % 50 for token in range(num_blocks * 16)]))
     step(scheduler)

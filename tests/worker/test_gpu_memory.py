@@ -1,4 +1,4 @@
-"""What is left of a GPU for KV: arithmetic over what was measured, and the step that it is measured by."""
+"""GPU memory left for KV: the arithmetic on measured sizes, and the step that measures them."""
 
 import dataclasses
 

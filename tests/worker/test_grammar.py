@@ -1,4 +1,4 @@
-"""What may be asked for, and that every output drawn under the masks is what was asked for."""
+"""Requested structures: which ones are accepted, and that every output drawn under the masks matches its structure."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Grammars are compiled in order, once, within limits; a hostile one harms nobody but itself."""
+"""Grammars are compiled in order, once, and within limits; a hostile one fails alone."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from blockyard.worker.grammar.trial_process import TrialsUnavailable
 from .grammars import PERSON, allowed, demo_source, regex, row_of, schema
 
 PATIENT_SECONDS = 30.0
-"""For a grammar on a busy machine, where the limit is not what is tested."""
+"""Time limit for a grammar on a busy machine, in tests that do not test the limit."""
 HUNGRY = schema({"type": "integer", "multipleOf": 99_999_989})
 """The library makes a state for every remainder."""
 MANY = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}

@@ -1,4 +1,4 @@
-"""A mask depends on a sequence's tokens alone; what goes wrong in one row stays there."""
+"""A mask depends only on a sequence's tokens, and an error in one row does not affect other rows."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Blocks that go to host memory and come back: the same bytes, in other blocks, and nothing else touched."""
+"""Blocks saved to host memory and loaded into other blocks: the bytes stay equal, and no other block changes."""
 
 import pytest
 import torch

@@ -113,7 +113,7 @@ def test_overlapping_steps_show_nothing_behind_a_stop_string() -> None:
 
 
 def test_a_stop_string_within_min_tokens_stops_nothing(llm: LLM) -> None:
-    """As in the router: the text of the first `min_tokens` tokens is not looked at, be it all there is."""
+    """The router does the same: it does not search the text of the first `min_tokens` tokens."""
     prompt = "def add(a, b):\n"
     sampling = replace(GREEDY, max_tokens=8, min_tokens=8)
     whole = llm.generate(prompt, sampling, ignore_eos=True)[0]

@@ -1,4 +1,4 @@
-"""The controller of mixed steps: what steps take decides how many prompt tokens run beside decodes."""
+"""The controller of mixed steps: measured step times decide how many prompt tokens run beside decodes."""
 
 import pytest
 from blockyard.worker.scheduling.decode_times import MEASURED_FOR_STEPS

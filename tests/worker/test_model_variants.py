@@ -1,7 +1,7 @@
-"""What config.json may say beside sizes, each variant against transformers: rope scaling, biases, windows, ties.
+"""Variants that config.json can describe, each against transformers: rope scaling, biases, windows, tied weights.
 
-Through the decoder alone: a prompt whole, in chunks, and token by token, with NaN in every block not yet written.
-Prompts are longer than every window and than the context that a scaled rope was trained on.
+The tests run the decoder alone: a prompt whole, in chunks, and token by token, with NaN in every unwritten block.
+Prompts are longer than every window and than the training context of a scaled rope.
 """
 
 import json
@@ -178,7 +178,7 @@ def test_deterministic_logits_are_the_same_bits_in_chunks(folder: Path) -> None:
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "qwen2-window-off"])
 def test_every_variant_changes_the_result(variant: str, tmp_path: Path) -> None:
-    """A field that were read by nobody would pass every comparison if it did not matter."""
+    """A field that no code reads would pass every comparison if it did not change the result."""
     architecture, overrides = VARIANTS[variant]
     tokens = prompt()
     changed = reference_logits(make_checkpoint(tmp_path, architecture, **overrides), tokens)

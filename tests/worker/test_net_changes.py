@@ -1,4 +1,4 @@
-"""Net changes of a set: what they tell a reader turns its copy into the set."""
+"""Net changes of a set: a reader that applies them to its copy gets the set."""
 
 from blockyard.worker.cache.net_changes import NetChanges
 from hypothesis import given

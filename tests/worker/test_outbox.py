@@ -1,4 +1,4 @@
-"""What waits for a router is merged, bounded, and says the newest."""
+"""Messages that wait for a router are merged and bounded, and carry the newest state."""
 
 from typing import Any
 

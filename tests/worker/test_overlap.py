@@ -1,4 +1,4 @@
-"""Steps that overlap bring the same tokens as steps one at a time, whatever ends, gives way, fails or is cancelled."""
+"""Overlapping steps give the same tokens as steps one at a time, after any end, preemption, failure or cancellation."""
 
 import random
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def simulated_engine(
 
 
 def run(engine: Engine) -> dict[RequestId, list[SequenceOutput]]:
-    """What each request got, with every invariant looked at after each step."""
+    """Run the engine to its end and return what each request got. Check every invariant after each step."""
     outputs: dict[RequestId, list[SequenceOutput]] = {}
     while engine.has_work:
         for output in engine.step().outputs:
@@ -77,7 +77,7 @@ def run(engine: Engine) -> dict[RequestId, list[SequenceOutput]]:
 
 
 def tokens_of(outputs: Sequence[SequenceOutput]) -> dict[int, list[int]]:
-    """By output, each at its offset."""
+    """Return the tokens of each output, and check their offsets."""
     tokens: dict[int, list[int]] = {}
     for output in outputs:
         so_far = tokens.setdefault(output.index, [])
@@ -191,7 +191,7 @@ def test_what_is_computed_after_a_stop_is_dropped_and_its_blocks_return_after_it
 
 
 def crowd() -> list[EngineRequest]:
-    """Of every kind: those that wait for the host among those that do not."""
+    """Return requests of every kind. Some of them wait for the host, and others do not."""
     chance = random.Random(3)
     shared = [chance.randrange(3, 270) for _ in range(40)]
     kinds: list[dict[str, Any]] = [
@@ -252,7 +252,7 @@ def _reports(outputs: Sequence[SequenceOutput]) -> list[object]:
 
 
 class SpoilsMarked(TorchRunner):
-    """What a marked prompt holds in its first block is NaN once it decodes, as if a bit had flipped there."""
+    """Write NaN to the first block of a marked prompt once it decodes, as if a bit had flipped there."""
 
     def start(self, plan: StepPlan) -> PendingStep:
         for row in plan.rows:

@@ -1,4 +1,4 @@
-"""Who gives way, in what order requests run, and how host memory keeps what was computed."""
+"""The choice of the victim, the order in which requests run, and host memory that keeps computed blocks."""
 
 import pytest
 from blockyard.worker.scheduling.scheduler import Scheduler
@@ -13,7 +13,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
 
 
 def crowd(scheduler: Scheduler, count: int = 4, **settings: int) -> list[Sequence]:
-    """More than fits at once, as soon as each has grown."""
+    """Submit more sequences than fit at once after each has grown."""
     sequences = [
         make_sequence(number, prompt(40, start=11 * number), max_tokens=60, **settings)
         for number in range(count)

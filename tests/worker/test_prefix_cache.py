@@ -1,4 +1,4 @@
-"""Names live from scheduling to the eviction of their last copy, and what is published is closed under prefixes."""
+"""Names live from scheduling to the eviction of their last copy, and the published set is closed under prefixes."""
 
 import pytest
 from blockyard.worker.cache.block_pool import BlockPool

@@ -1,4 +1,4 @@
-"""Decisions are pure, and the engine needs none of what serves it: what they import says so."""
+"""Imports show that decisions are pure, and that the engine does not depend on the server around it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""KV in 8 bits through the engine: in deterministic mode the same tokens whatever becomes of the blocks."""
+"""KV in 8 bits through the engine: in deterministic mode tokens are equal after any preemption, swap or cache hit."""
 
 from pathlib import Path
 from typing import Any, cast

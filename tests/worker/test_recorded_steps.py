@@ -1,4 +1,4 @@
-"""Decode steps on a CPU whose kernels are called as one: the same numbers, whatever the batch, and no step left out."""
+"""Decode steps on a CPU whose kernels run as one call: the same numbers for any batch, and no step left out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def engine_of(runner: TorchRunner, **settings: Any) -> Engine:
 
 
 def generate(runner: TorchRunner, **settings: Any) -> list[list[int]]:
-    """Of batches of four down to one, of prompts in chunks."""
+    """Return the tokens of batches of four requests down to one, with prompts in chunks."""
     engine = engine_of(runner, **settings)
     ids = [submit(engine, prompt, NUM_TOKENS + index) for index, prompt in enumerate(PROMPTS)]
     tokens = run(engine)

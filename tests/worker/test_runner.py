@@ -1,4 +1,4 @@
-"""What a step does beside the model: blocks moved before it, the seam of structured output, what it remembers."""
+"""A step's work beside the model: block moves before it, grammar masks, and the state that it keeps."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items

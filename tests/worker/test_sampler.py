@@ -1,4 +1,4 @@
-"""What the sampler draws: the right distribution, the same draw for the same row, and nothing it must not."""
+"""The sampler draws the right distribution, the same token for the same row, and no forbidden token."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every sampling option against transformers' processors, or its formula: the right distribution, nothing else."""
+"""Every sampling option draws the right distribution, checked against transformers' processors or its formula."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the sampler remembers: right after forks, replays and steps in flight, and no concern of any other row."""
+"""The sampler's state is right after forks, replays and steps in flight, and independent of other rows."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def flat_logits(position: int) -> torch.Tensor:
 
 
 def from_the_start(tokens: list[int], sampling: SamplingParams = PENALISING) -> int:
-    """What a sampler that has never seen the sequence draws after these tokens."""
+    """Return the draw of a sampler that has never seen the sequence before."""
     sequence = make_sequence(sampling, tokens=tokens)
     return sample_rows(flat_logits(len(tokens)), [row_at(sequence, len(tokens))]).tokens[0]
 

@@ -1,4 +1,4 @@
-"""What the sampler does not do: sort where no row filters, and wait for the device before its tokens are asked for."""
+"""The sampler does not sort if no row filters, and waits for the device only when its tokens are requested."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +56,10 @@ def no_wait_allowed() -> Iterator[None]:
 
 
 def operations_of(*options: dict[str, Any], settle: FindThresholds | None = None) -> set[str]:
-    """Of the first and of a later step, up to where the result is asked for, as Triton's backend has it. Other ways to
-    settle may wait."""
+    """Return the operations of a first and a later step of Triton's sampler, without those that wait for the result.
+
+    With `settle` another function finds the thresholds; it may wait for the device.
+    """
     backend = TritonBackend()
     sampler = Sampler(
         VOCAB_SIZE,

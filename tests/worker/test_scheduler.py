@@ -1,4 +1,4 @@
-"""What a step computes: budget, order, sharing, preemption, cancellation, and one step in flight."""
+"""The plan of a step: budget, order, sharing, preemption, cancellation, and one step in flight."""
 
 import pytest
 from blockyard.worker.scheduling.scheduler import CapacityError

@@ -1,4 +1,4 @@
-"""A worker as others meet it: in the index, in its map file, in Prometheus, and as a command."""
+"""A worker seen from outside: in the index, in its map file, in Prometheus, and as a command."""
 
 import asyncio
 import os

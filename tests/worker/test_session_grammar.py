@@ -1,4 +1,4 @@
-"""A request with a grammar starts when that is compiled; nobody else waits, and nothing starts for nobody."""
+"""A request with a grammar starts once that is compiled; other requests do not wait; a cancelled one never starts."""
 
 import asyncio
 import re

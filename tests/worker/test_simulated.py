@@ -1,4 +1,4 @@
-"""The simulated runner: what a step brings, as exact as a model's and known in advance."""
+"""The simulated runner: a step gives results as exact as a model's, and known in advance."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ class Even:
 
 
 def test_under_a_grammar_the_next_token_comes_that_may() -> None:
-    """As drawn without one: 84, 49, 35. The third row has none."""
+    """Without a grammar the rows draw 84, 49 and 35. The third row has no grammar."""
     rows = [
         make_row(Draw(SamplingParams(seed=seed), position, 0), seed)
         for seed, position in ((0, 5), (1, 5), (-7, 900))

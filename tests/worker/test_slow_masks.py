@@ -1,4 +1,4 @@
-"""A grammar whose masks are slow delays its own outputs, and nobody else's tokens."""
+"""A grammar whose masks are slow delays its own outputs, and no other request's tokens."""
 
 import queue
 import threading
@@ -259,7 +259,7 @@ def test_clients_take_turns_and_each_has_its_oldest_first(operations: list[int |
     turns: ClientQueue[tuple[int, int]] = ClientQueue()
     waiting: list[tuple[int, int]] = []
     passed: dict[int, set[int]] = {}
-    """By client who waits: those who had a turn since its last, or since it came."""
+    """Clients served since each waiting client last had an item taken, or since it joined."""
     for number, client in enumerate([*operations, *(None for client in operations if client)]):
         if client is not None:
             turns.put(client, (client, number))
@@ -312,7 +312,7 @@ def test_fast_masks_in_a_row_prove_a_grammar_fast_each_time_twice_as_many() -> N
 def test_one_slow_mask_does_not_hold_a_sequence_for_good(
     masks: Masks, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was held for is still used once the grammar is fast again; after that nothing goes to the slow thread."""
+    """The mask for which the sequence waited is still used. After that, the slow thread gets no more work."""
     monkeypatch.setattr(library, "SLOW_MASK_SECONDS", PATIENCE_SECONDS)
     gate.go_on.set()
     engine, grammar = engine_of(masks), compiled_of("[a-z]{200}")

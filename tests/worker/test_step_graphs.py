@@ -1,7 +1,6 @@
-"""Decode steps replayed from static buffers bring the tokens of steps that are launched kernel by kernel.
+"""Decode steps replayed from static buffers give the same tokens as steps launched kernel by kernel.
 
-Under Triton's interpreter a graph is its computation called again; where there is CUDA, the same tests capture and
-replay real ones.
+Under Triton's interpreter a graph calls its computation again. With CUDA the same tests capture and replay real graphs.
 """
 
 from collections.abc import Callable
@@ -141,8 +140,7 @@ def test_every_batch_has_a_size_that_is_little_larger(max_rows: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_are_those_of_transformers(overlap: bool) -> None:
-    """Of batches that fill a size and of some that do not, of prompts in chunks, of more rows than there is a graph
-    for."""
+    """Cover batches that fill a graph's size or do not, chunked prompts, and more rows than any graph has."""
     runner = make_runner()
     replays = capture(runner, max_rows=3)
     engine = engine_of(runner, overlap=overlap)

@@ -1,4 +1,4 @@
-"""What is kept from step to step is what a step would be made of from scratch, whatever happens to its sequences."""
+"""Inputs kept from step to step equal inputs built from scratch, whatever happens to the sequences."""
 
 import random
 import time

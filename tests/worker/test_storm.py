@@ -240,7 +240,7 @@ def test_outputs_of_one_request_make_room_for_each_other(prompt: int, outputs: i
 
 
 def part_beams(num_blocks: int) -> Storm:
-    """Of two beams that gave way one is back, with room for all that both can ever need, and the other waits."""
+    """Preempt two beams and bring one back, with room reserved for all that both can need. The other waits."""
     storm = Storm(num_blocks, pipelined=False, max_num_batched_tokens=4, max_num_seqs=4, max_preemptions=1)
     storm.submit(list(range(1, 41)), beam_width=2, max_tokens=40)
     for _ in range(14):
@@ -274,8 +274,11 @@ def test_the_room_kept_for_a_search_is_room_for_each_of_its_beams() -> None:
 
 
 def test_a_block_that_another_has_confirmed_first_leaves_no_name_before_it_unconfirmed() -> None:
-    """The first request computes its whole prompt, though it is cached in part; the second finds the cached copy of
-    the first block and the other's second, is one token long, and so comes first in the step."""
+    """Two copies of one prompt share its second block, but not its first.
+
+    The first request computes its whole prompt, although a part is cached. The second finds the cached copy of the
+    first block and the other request's second block. It is one token long and so comes first in the step.
+    """
     storm = Storm(20, pipelined=False, max_model_len=320, max_num_batched_tokens=64, max_num_seqs=4)
     prompt = list(range(1, 34))
     storm.submit(prompt[:20], max_tokens=1)

@@ -1,4 +1,4 @@
-"""What a Submit asks for reaches the engine whole; what no router of ours sends is refused."""
+"""The engine receives every option of a Submit, and a message that our routers never send is refused."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who gives up what: whoever holds most, the longest unused of it first; a tenant alone is a plain LRU."""
+"""Eviction among tenants: the one with most blocks loses its longest unused first; a tenant alone is a plain LRU."""
 
 import random
 from collections import Counter, OrderedDict
@@ -15,7 +15,7 @@ A, B, C = TenantId(1), TenantId(2), TenantId(3)
 
 
 def cache(pool: BlockPool, tenant: TenantId, count: int) -> list[BlockId]:
-    """So many blocks that the tenant used and keeps."""
+    """Return `count` blocks that the tenant used and keeps."""
     blocks = pool.allocate(count)
     for block in blocks:
         pool.keep(block, tenant)

@@ -1,4 +1,4 @@
-"""One tenant's flood of prompts leaves the others' prefixes in the cache, on the GPU and in host memory."""
+"""One tenant's flood of prompts does not evict the others' prefixes from the GPU or from host memory."""
 
 import random
 from typing import Any
@@ -38,7 +38,7 @@ def request(tenant: TenantId, tokens: list[int], *, salt: str, max_tokens: int) 
 
 
 class Flood:
-    """An engine that always has more of A's distinct prompts waiting than it can run, and B who comes now and then."""
+    """An engine on which more of A's distinct prompts wait than it can run, and B sends one now and then."""
 
     def __init__(self, *, num_blocks: int, has_tenants: bool, **settings: Any) -> None:
         self._now = 0.0
@@ -93,7 +93,7 @@ def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached(settings: dict[
 
 
 def test_shares_alone_do_not_hold_where_running_fills_the_memory() -> None:
-    """What `protected_blocks` is for."""
+    """Only `protected_blocks` protects cached prefixes in this case."""
     assert Flood(has_tenants=True, protected_blocks=0, **MEMORY_IS_FULL).hit_rate() <= 0.05
 
 
@@ -131,7 +131,7 @@ def owners(scheduler: Scheduler, sequence: Sequence) -> list[TenantId | None]:
 
 
 def test_what_builds_on_anothers_block_is_on_its_account() -> None:
-    """A public prompt: whoever stored its first block holds all that begins with it, so a child never outlives it."""
+    """In a public prompt the tenant of the first block owns all that begins with it, so no child outlives it."""
     scheduler = make_scheduler(32)
     shared = list(range(1, 33))
     first = make_sequence(0, [*shared, *range(40, 60)], max_tokens=2, tenant=A)

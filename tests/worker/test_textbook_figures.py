@@ -1,4 +1,4 @@
-"""The figures that the textbooks of paged attention give, as `blockyard figures` computes them."""
+"""The figures of textbooks on paged attention, as `blockyard figures` computes them."""
 
 import pytest
 from blockyard.deploy.figures.loads import Drive, mean, mixed

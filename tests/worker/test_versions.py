@@ -1,4 +1,4 @@
-"""A worker before routers of another version."""
+"""A worker with routers of other versions."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any

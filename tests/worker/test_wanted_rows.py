@@ -1,5 +1,4 @@
-"""A last layer that computes only the rows whose output is wanted: what it gives and what it keeps is as if it had
-computed all."""
+"""A last layer that computes only the wanted rows has the same outputs and KV as one that computes all rows."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ if DEVICE.type == "cpu":
 EXACT = (MODES.get("deterministic"), MODES.get("int8"))
 """Where a row's bits do not depend on how many there are beside it."""
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 2e-3
-"""Of the largest."""
+"""Largest difference, as a share of the largest value."""
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +55,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def make_runner(folder: Path, options: dict[str, Any]) -> TorchRunner:
-    """NaN is in every block that nobody has written."""
+    """Return a runner with NaN in every unwritten block."""
     try:
         runner = TorchRunner.create(
             folder, device=DEVICE, dtype="float32", num_blocks=64, block_size=16, **options
@@ -71,7 +70,7 @@ def make_runner(folder: Path, options: dict[str, Any]) -> TorchRunner:
 
 
 def mixed_rows(runner: TorchRunner) -> tuple[ScheduledRow, ...]:
-    """Of one step; what stands before them is computed."""
+    """Return the rows of one step. The KV of the positions before them is already computed."""
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randperm(64, generator=generator).tolist()
     sequences = [
@@ -121,7 +120,7 @@ def test_wanted_rows_alone_are_as_among_all_and_the_pools_too(folder: Path, opti
 
 
 def test_an_mlp_in_pieces_has_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of 4 tokens at a time, where each token's result does not depend on the others."""
+    """Pieces hold 4 tokens, in a mode where each token's result does not depend on the others."""
     runner = make_runner(make_checkpoint(tmp_path, "LlamaForCausalLM"), {"deterministic": True})
     inputs = runner._inputs.prepare(mixed_rows(runner), NewestTokens.none())
     expected_QH, expected_pools = hidden(runner, inputs, None)

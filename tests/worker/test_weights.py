@@ -1,4 +1,4 @@
-"""Reading a model's folder: every tensor in its place, and a sentence for everything that cannot be served."""
+"""Reading a model's folder: every tensor goes to its place, and an unusable model is refused with a clear message."""
 
 import json
 import os
