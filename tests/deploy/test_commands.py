@@ -111,7 +111,17 @@ def test_a_token_that_is_printed_for_programs_is_the_one_that_the_file_knows(tmp
 def test_explain_prints_each_term_of_each_worker(cluster: Processes) -> None:
     shown = run(cluster, "router-0", "explain", PROMPT)
     assert shown.exit_code == 0, shown.output
-    for heading in ("worker", "cached", "queue", "prefill", "decode", "memory", "interference", "total", "cost"):
+    for heading in (
+        "worker",
+        "cached",
+        "queue",
+        "prefill",
+        "decode",
+        "memory",
+        "interference",
+        "total",
+        "cost",
+    ):
         assert heading in shown.output
     explained = document(cluster, "explain", PROMPT)
     assert explained["chosen_worker_id"] == "worker-0"

@@ -122,7 +122,7 @@ async def downloading(**seconds: float) -> AsyncIterator[Downloads]:
 @in_virtual_time
 async def test_a_model_that_downloads_for_longer_than_a_start_may_take_is_no_hang() -> None:
     async with downloading(downloads_for_seconds=5 * START_SECONDS) as supervisor:
-        worker = await supervisor.place("worker")
+        worker = await supervisor.replica("worker")
         for _ in range(4):
             await asyncio.sleep(START_SECONDS)
             assert (worker.phase, worker.error, worker.num_missed) == ("downloading", "", 0)
@@ -136,7 +136,7 @@ async def test_the_clock_of_a_start_begins_when_the_model_is_there() -> None:
     async with downloading(
         downloads_for_seconds=START_SECONDS, loads_for_seconds=10 * START_SECONDS
     ) as supervisor:
-        worker = await supervisor.place("worker")
+        worker = await supervisor.replica("worker")
         await asyncio.sleep(1.9 * START_SECONDS)
         assert (worker.phase, worker.error, len(supervisor.lives)) == ("starting", "", 1)
         await asyncio.sleep(0.2 * START_SECONDS)
@@ -148,7 +148,7 @@ async def test_the_clock_of_a_start_begins_when_the_model_is_there() -> None:
 @in_virtual_time
 async def test_a_worker_that_freezes_while_it_downloads_is_replaced() -> None:
     async with downloading(downloads_for_seconds=5 * START_SECONDS) as supervisor:
-        worker = await supervisor.place("worker")
+        worker = await supervisor.replica("worker")
         await asyncio.sleep(START_SECONDS)
         supervisor.lives[0].is_frozen = True
         await asyncio.sleep(STARTING_SECONDS + 2 * QUESTION_SECONDS)

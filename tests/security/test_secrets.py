@@ -182,6 +182,6 @@ def test_no_process_binds_every_interface_unless_it_is_told_to() -> None:
         path for folder in ("router", "worker", "deploy", "proto") for path in (ROOT / folder).rglob("*.py")
     ]
     mentions = [path.name for path in sources if "0.0.0.0" in path.read_text(encoding="utf-8")]
-    assert sorted(mentions) == ["config.py", "up_options.py"]
+    assert sorted(mentions) == ["config.py", "wanted_cluster.py"]
     hosts = [RouterConfig(model="m").host, WorkerConfig(engine=EngineConfig(model="m")).host]
     assert [*hosts, UpOptions(engine=EngineConfig(model="m")).host] == ["127.0.0.1"] * 3
