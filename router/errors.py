@@ -1,4 +1,4 @@
-"""Error tree: everything that can go wrong for a client. Pure: services/status.py maps it to gRPC.
+"""Error tree: everything that can go wrong for a client. Pure: services/grpc_status.py maps it to gRPC.
 
 ```
     RouterError                     code                  reason
@@ -49,7 +49,7 @@ class FieldViolation:
 
 
 class RouterError(Exception):
-    """An error that a client receives. Subclasses set the reason, and services/status.py their code."""
+    """An error that a client receives. Subclasses set the reason, and services/grpc_status.py their code."""
 
     reason: ClassVar[str]
 

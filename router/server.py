@@ -2,7 +2,7 @@
 
 Owns lifetimes, and where worker addresses come from. Those are the config, the supervisor (`set_workers`) and, without
 a supervisor, records in the index that workers have signed with the cluster secret. Everything else is in the parts
-(parts.py). Runs inside any asyncio loop.
+(composition.py). Runs inside any asyncio loop.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from blockyard.router.calls.generating import Calls, outputs_a_call
 from blockyard.router.calls.intake import Intake
 from blockyard.router.cluster.directory import Directory
 from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.composition import DIRECTORY_SECONDS, build_parts
 from blockyard.router.config import RouterConfig
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.metric_readings import router_readings, router_source
 from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.gateway import gateway
-from blockyard.router.parts import DIRECTORY_SECONDS, build_parts
 from blockyard.router.services.admin import AdminService
 from blockyard.router.services.cluster import ClusterService
 from blockyard.router.services.inference import InferenceService

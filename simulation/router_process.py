@@ -26,7 +26,7 @@ from blockyard.router.config import (
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.router.errors import DeadlinePassed, RouterError
-from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.generation.relay import Generation, Progress, Relay
 from blockyard.router.placement.config import PlacementConfig, PolicyName

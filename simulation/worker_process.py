@@ -25,7 +25,7 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.draining import DrainTakenBack
 from blockyard.worker.session.session import SessionService
-from blockyard.worker.startup.trial import try_out
+from blockyard.worker.startup.warm_up import try_out
 
 from simulation.calls import Connections, Listener
 from simulation.engine_thread import StepClock, VirtualEngineThread

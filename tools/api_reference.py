@@ -12,7 +12,7 @@ from pathlib import Path
 from blockyard.router import errors
 from blockyard.router.admission.auth import METHOD_ROLES, OPEN
 from blockyard.router.errors import RouterError
-from blockyard.router.services.status import ERROR_DOMAIN, code_of
+from blockyard.router.services.grpc_status import ERROR_DOMAIN, code_of
 
 from tools.proto_reference import reference, sources
 

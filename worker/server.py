@@ -38,7 +38,7 @@ from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.compiling import CompileGrammar
 from blockyard.worker.session.session import SessionService
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
-from blockyard.worker.startup.trial import try_out
+from blockyard.worker.startup.warm_up import try_out
 
 logger = logging.getLogger(__name__)
 

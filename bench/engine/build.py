@@ -20,7 +20,7 @@ from blockyard.worker.model.weights import load_weights, random_weights
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sampling_params import SamplingParams
-from blockyard.worker.startup.trial import try_out
+from blockyard.worker.startup.warm_up import try_out
 
 BLOCK_SIZE = 16
 MIXED_STEP_SECONDS = 0.2

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import click
-from blockyard.deploy.commands.shown import (
+from blockyard.deploy.commands.printing import (
     as_dict,
     asking,
     connected,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from blockyard.deploy.commands.shown import server_at
+from blockyard.deploy.commands.printing import server_at
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.interruption import end_like_ctrl_c
 from blockyard.deploy.requests import batch

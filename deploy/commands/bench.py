@@ -29,7 +29,7 @@ from blockyard.deploy.bench.workloads import plans
 from blockyard.deploy.bench.workloads.conversations import Conversation
 from blockyard.deploy.bench.workloads.lengths import Lengths
 from blockyard.deploy.bench.workloads.mooncake import TRACE_BLOCK_TOKENS, read_trace
-from blockyard.deploy.commands.shown import addresses_of, server_at, show
+from blockyard.deploy.commands.printing import addresses_of, server_at, show
 from blockyard.deploy.settings.security import client_connection
 from blockyard.router.client import AsyncClient, AuthenticationError
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import click
-from blockyard.deploy.commands.shown import show
+from blockyard.deploy.commands.printing import show
 from blockyard.deploy.settings import effective
 from blockyard.deploy.settings.config_file import known_settings
 from blockyard.deploy.settings.options import output_option

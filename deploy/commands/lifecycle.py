@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
-from blockyard.deploy.commands.shown import show
+from blockyard.deploy.commands.printing import show
 from blockyard.deploy.lifecycle import administration, dry_run, hub
 from blockyard.deploy.lifecycle import cluster as clusters
 from blockyard.deploy.lifecycle import driver as on_ray

@@ -9,7 +9,7 @@ import webbrowser
 from pathlib import Path
 
 import click
-from blockyard.deploy.commands.shown import show
+from blockyard.deploy.commands.printing import show
 from blockyard.deploy.dashboard.sign_in import page_url
 from blockyard.deploy.machine import state
 from blockyard.deploy.settings.options import cluster_option, output_option

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from blockyard.deploy.commands.shown import as_dict, show
+from blockyard.deploy.commands.printing import as_dict, show
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import Budget

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import click
-from blockyard.deploy.commands.shown import asking, connected, console
+from blockyard.deploy.commands.printing import asking, connected, console
 from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked
 from blockyard.deploy.settings.options import cluster_option, output_option, router_option
 from blockyard.deploy.settings.security import connection_options

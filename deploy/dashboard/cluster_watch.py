@@ -1,7 +1,7 @@
-"""Watches one cluster for the live page: asks any of its routers with a deadline, and keeps the latest picture.
+"""Watches one cluster for the live page: asks any of its routers with a deadline, and keeps the latest snapshot.
 
 Owns connections, the choice of the router, and how often it is asked. A frozen or absent router costs one deadline
-once, because later questions go to another router first. All open pages share one picture.
+once, because later questions go to another router first. All open pages share one snapshot.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, S
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from blockyard.deploy.dashboard import picture, prefix_tree
+from blockyard.deploy.dashboard import prefix_tree, snapshot
 from blockyard.deploy.dashboard.announcement import Announcement
+from blockyard.deploy.dashboard.connection import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
 from blockyard.deploy.dashboard.history import History
 from blockyard.deploy.dashboard.last_seen import COUNTERS, LastSeen, Rates
-from blockyard.deploy.dashboard.reach import ASK_SECONDS, CannotReach, client_of, failure_text, ordered
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient, BlockyardError, TimedOutError, UnavailableError
@@ -156,7 +156,7 @@ class ClusterWatch:
 
     async def _build_prefixes(self) -> dict[str, Any]:
         workers = await self.ask(lambda client: client.list_workers())
-        answering = [worker.worker_id for worker in workers if worker.state in picture.ANSWERING]
+        answering = [worker.worker_id for worker in workers if worker.state in snapshot.ANSWERING]
         reading = asyncio.Semaphore(READ_AT_ONCE)
 
         async def blocks_of(worker: str) -> list[cluster_pb2.Block] | None:
@@ -201,7 +201,7 @@ class ClusterWatch:
             await asyncio.wait((self._drawing,), timeout=patience_seconds)
         age_seconds = time.monotonic() - self._drawn_at
         return {
-            **(self._picture or picture.of_nothing(self.announcement)),
+            **(self._picture or snapshot.of_nothing(self.announcement)),
             "age_seconds": min(age_seconds, 1e6),
             "history": self.history.as_dict(time.monotonic()),
         }
@@ -214,7 +214,7 @@ class ClusterWatch:
             self._picture = self._with_rates(seen | {"workers": workers})
         except Exception:
             logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
-            self._picture = picture.of_nothing(self.announcement, trouble=NO_PICTURE)
+            self._picture = snapshot.of_nothing(self.announcement, trouble=NO_PICTURE)
         finally:
             self._drawing = None
         self._drawn_at = time.monotonic()
@@ -238,17 +238,17 @@ class ClusterWatch:
                 self.ask(lambda client: client.cluster_info()), self.ask(lambda client: client.list_workers())
             )
         except (BlockyardError, CannotReach) as error:
-            return picture.of_nothing(self.announcement, trouble=self.told(error))
+            return snapshot.of_nothing(self.announcement, trouble=self.told(error))
         answers = await asyncio.gather(*(self._pool(worker) for worker in workers))
         started = time.process_time()
         pools = {pool.worker_id: pool for pool in answers if pool is not None}
-        drawn = await asyncio.to_thread(picture.drawn, self.announcement, info, workers, pools)
+        drawn = await asyncio.to_thread(snapshot.drawn, self.announcement, info, workers, pools)
         self._drawing_seconds = time.process_time() - started
         return drawn | {"router": self._answered}
 
     async def _pool(self, worker: cluster_pb2.Worker) -> cluster_pb2.BlockPool | None:
         """Return a worker's pool, or None if the worker does not answer. Then its card shows its state."""
-        if worker.state not in picture.ANSWERING:
+        if worker.state not in snapshot.ANSWERING:
             return None
         try:
             return await self.ask(lambda client: client.block_pool(worker.worker_id))

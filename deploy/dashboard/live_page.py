@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp.web
 from blockyard.deploy.dashboard.announcement import Announcement, decode
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
+from blockyard.deploy.dashboard.connection import CannotReach
 from blockyard.deploy.dashboard.history import LOOK_SECONDS
 from blockyard.deploy.dashboard.metrics_tab import frame_target
-from blockyard.deploy.dashboard.questions import (
+from blockyard.deploy.dashboard.prompt_queries import (
     block_dict,
     placement_dict,
     prefix_dict,
@@ -24,7 +25,6 @@ from blockyard.deploy.dashboard.questions import (
     requests_dict,
     sequence_dict,
 )
-from blockyard.deploy.dashboard.reach import CannotReach
 from blockyard.deploy.dashboard.sign_in import HEADERS
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.router.client import BlockyardError, InvalidRequestError, NotFoundError

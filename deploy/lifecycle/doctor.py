@@ -14,7 +14,7 @@ from pathlib import Path
 
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.machine import state
-from blockyard.deploy.machine.findings import Finding, Verdict
+from blockyard.deploy.machine.check_results import Finding, Verdict
 from blockyard.deploy.machine.redis_server import (
     RedisStartError,
     configured_redis_url,

@@ -12,7 +12,7 @@ from blockyard.deploy.lifecycle import doctor, preflight
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import refuse_if_up
 from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of
-from blockyard.deploy.machine.findings import Finding, exit_code
+from blockyard.deploy.machine.check_results import Finding, exit_code
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray import nodes
 from blockyard.deploy.settings import effective, redis_given

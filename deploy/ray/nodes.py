@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.deploy.machine.findings import Finding, Verdict
+from blockyard.deploy.machine.check_results import Finding, Verdict
 from blockyard.deploy.ray import node_probe
 from blockyard.proto.naming.code_version import code_version
 

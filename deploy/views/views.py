@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.deploy.dashboard.sign_in import page_url
-from blockyard.deploy.machine.findings import Finding
+from blockyard.deploy.machine.check_results import Finding
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.settings.size import ModelSize
 from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal

@@ -12,7 +12,7 @@ from traceback import clear_frames
 
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.admission.auth import METHOD_ROLES, PRINCIPAL, TokenTable, authenticate, check_role
-from blockyard.router.admission.turn_share import TurnShare
+from blockyard.router.admission.loop_budget import TurnShare
 from blockyard.router.errors import (
     DeadlinePassed,
     Forbidden,

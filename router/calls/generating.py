@@ -14,12 +14,12 @@ from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.auth import check_admin
 from blockyard.router.admission.ledger import Charge
+from blockyard.router.admission.loop_budget import TurnShare
 from blockyard.router.admission.rate_limits import RateCharge
-from blockyard.router.admission.turn_share import TurnShare
 from blockyard.router.calls.bounds import CallBounds, CallContext, Caller
 from blockyard.router.errors import Overloaded, Unavailable
+from blockyard.router.generation.client_buffer import Delta, deliver
 from blockyard.router.generation.generation import RouterParts, admit, generate, tokenise
-from blockyard.router.generation.output import Delta, deliver
 from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.request.validation import (
     ValidGeneration,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from blockyard.proto.text import Piece, TextOutput
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.output import Delta
-from blockyard.router.generation.outputs import EngineFinish, TokenChunk
+from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.joined_outputs import EngineFinish, TokenChunk
 from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.request.sampling import SamplingRequest
 

@@ -1,7 +1,7 @@
 """Generation of one request, from its message to its last delta: check, admit, tokenize, relay, turn into text.
 
 Runs the other parts in that order and owns none of them. Does not own gRPC (services/inference.py), text (assembly.py)
-or the client's reading speed (output.py).
+or the client's reading speed (client_buffer.py).
 """
 
 import time
@@ -22,9 +22,9 @@ from blockyard.router.errors import (
     InvalidRequest,
 )
 from blockyard.router.generation.assembly import Assembly
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.grammar_quota import GrammarPlaces
 from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
-from blockyard.router.generation.output import Delta
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
 from blockyard.router.request.sampling_checks import SamplingLimits, ban_words

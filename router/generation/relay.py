@@ -1,8 +1,8 @@
 """Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
-A replay sends the tokens of the unfinished outputs with the same seed. New tokens are joined by offset (outputs.py). So
-no token is lost or doubled, whatever a worker repeats. Yields tokens, never text. Does not own the choice of a worker
-(dispatch/placer.py), or admission, text and the client's stream (generation.py).
+A replay sends the tokens of the unfinished outputs with the same seed. New tokens are joined by offset
+(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Yields tokens, never text. Does not own
+the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from blockyard.router.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
-from blockyard.router.generation.outputs import Outputs, TokenChunk
 from blockyard.router.placement.config import PolicyName
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.calls.gate import answer_to
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.generation.output import Delta
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.openai.answers.choices import Choices, choices_of, shows_special
 from blockyard.router.openai.answers.envelope import Envelope, Tally
 from blockyard.router.openai.answers.outputs import outputs
@@ -21,7 +21,7 @@ from blockyard.router.openai.http.json_response import json_response
 from blockyard.router.openai.http.sse import EventStream
 from blockyard.router.openai.requests.echo import echoed
 from blockyard.router.openai.requests.wanted import Wanted
-from blockyard.router.services.answers import gathered
+from blockyard.router.services.delta_messages import gathered
 
 
 class Completions:

@@ -7,9 +7,9 @@ from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.generation import RouterParts
-from blockyard.router.generation.output import Delta
-from blockyard.router.services.answers import gathered, stream_response
+from blockyard.router.services.delta_messages import gathered, stream_response
 from blockyard.router.services.interceptor import Context
 
 

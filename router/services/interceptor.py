@@ -1,7 +1,7 @@
 """Interceptors of all gRPC handlers: authentication, parsing, and the one place where exceptions become statuses.
 
 gRPC's own deserialiser answers a malformed message with UNKNOWN and sends the text of an uncaught exception to the
-client. So every method on the server is wrapped: its bytes are parsed here, and exceptions go through status.py.
+client. So every method on the server is wrapped: its bytes are parsed here, and exceptions go through grpc_status.py.
 Cancellation passes through.
 
 Where clients authenticate, AuthInterceptor comes first: a refused call is never read. It sees every method, also
@@ -23,7 +23,7 @@ from blockyard.router.calls.bounds import caller_client
 from blockyard.router.calls.gate import CallGate, answer_to
 from blockyard.router.calls.intake import PROMPT_SECONDS, Intake
 from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
-from blockyard.router.services.status import code_of, trailing_metadata
+from blockyard.router.services.grpc_status import code_of, trailing_metadata
 from google.protobuf.message import DecodeError
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from blockyard.deploy.dashboard.announcement import AnnouncedReplica, Announcement, decode, encode
 from blockyard.deploy.dashboard.cluster_watch import ClusterWatch
+from blockyard.deploy.dashboard.connection import CannotReach, client_of
 from blockyard.deploy.dashboard.head_module import check_base
 from blockyard.deploy.dashboard.history import MAX_POINTS, WINDOW_SECONDS, History, quantile
 from blockyard.deploy.dashboard.last_seen import MIN_RATE_SECONDS, RATE_WINDOW_SECONDS, LastSeen, Rates
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
-from blockyard.deploy.dashboard.picture import MAX_CELLS, cells, drawn, of_nothing
-from blockyard.deploy.dashboard.questions import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
-from blockyard.deploy.dashboard.reach import CannotReach, client_of
+from blockyard.deploy.dashboard.prompt_queries import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
 from blockyard.deploy.dashboard.sign_in import with_link
+from blockyard.deploy.dashboard.snapshot import MAX_CELLS, cells, drawn, of_nothing
 from blockyard.deploy.dashboard.start_hook import led_through, start_hook
 from blockyard.proto.v1 import cluster_pb2
 from hypothesis import given

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.requests.patience import PATIENCE_SECONDS
+from blockyard.deploy.requests.waiting_messages import PATIENCE_SECONDS
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.client.arguments import ChatArguments, GenerateArguments
 from click.testing import CliRunner, Result

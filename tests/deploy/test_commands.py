@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.requests.patience import PATIENCE_SECONDS, waiting_line
+from blockyard.deploy.requests.waiting_messages import PATIENCE_SECONDS, waiting_line
 from blockyard.proto.v1.cluster_pb2 import Worker, WorkerLoad, WorkerState
 from blockyard.router.client import Client
 from click.testing import CliRunner, Result

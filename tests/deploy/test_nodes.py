@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from blockyard.deploy.lifecycle.cluster import UNLIKE_CPUS, with_one_dtype
 from blockyard.deploy.lifecycle.serving import Progress
-from blockyard.deploy.machine.findings import exit_code
+from blockyard.deploy.machine.check_results import exit_code
 from blockyard.deploy.ray.nodes import NodeFacts, check_code, distinct_names, findings
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views.views import finding_line

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Generator
 
 import pytest
-from blockyard.deploy.requests.patience import told_while_waiting
+from blockyard.deploy.requests.waiting_messages import told_while_waiting
 from blockyard.proto.v1.cluster_pb2 import Worker
 from blockyard.router.client import Client, Delta
 

@@ -6,7 +6,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from blockyard.deploy.commands.shown import console
+from blockyard.deploy.commands.printing import console
 from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray.nodes import RayNode

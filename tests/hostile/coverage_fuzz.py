@@ -20,7 +20,7 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(include=["blockyard"]):
-    from blockyard.deploy.dashboard.questions import prompt_arguments
+    from blockyard.deploy.dashboard.prompt_queries import prompt_arguments
     from blockyard.proto.v1 import inference_pb2, session_pb2
     from blockyard.router.admission.auth import TokenTable
     from blockyard.router.calls.gate import CallGate
@@ -32,7 +32,7 @@ with atheris.instrument_imports(include=["blockyard"]):
     from blockyard.router.openai.requests.completion import completion_wanted
     from blockyard.router.request.sampling_checks import SamplingLimits
     from blockyard.router.request.validation import valid_generation, valid_tenant
-    from blockyard.router.services.status import trailing_metadata
+    from blockyard.router.services.grpc_status import trailing_metadata
     from blockyard.router.tokenizing.model_facts import ModelFacts
     from blockyard.worker.session.submits import Refused, engine_request
 

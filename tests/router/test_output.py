@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from blockyard.proto.text import TextOutput
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.admission.turn_share import TurnShare
+from blockyard.router.admission.loop_budget import TurnShare
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
-from blockyard.router.generation.output import Delta, Outbox, deliver
+from blockyard.router.generation.client_buffer import Delta, Outbox, deliver
 from hypothesis import given
 from hypothesis import strategies as st
 

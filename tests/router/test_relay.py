@@ -18,7 +18,7 @@ from blockyard.router.errors import (
     RouterError,
     WorkerLost,
 )
-from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Generation, Progress
 
 from .fake_worker import BLOCK_SIZE, FakeWorker, Script, expected_tokens

@@ -6,7 +6,7 @@ import gc
 import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.generation.output import Outbox
+from blockyard.router.generation.client_buffer import Outbox
 
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import (

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.generation.output import Delta
-from blockyard.router.services.answers import gathered
+from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.services.delta_messages import gathered
 
 from .fake_worker import (
     FakeWorker,

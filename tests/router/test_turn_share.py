@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from blockyard.router.admission.turn_share import TurnShare
+from blockyard.router.admission.loop_budget import TurnShare
 
 
 class Turns:

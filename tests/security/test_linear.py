@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockyard.deploy.dashboard.questions import prompt_arguments
+from blockyard.deploy.dashboard.prompt_queries import prompt_arguments
 from blockyard.proto.naming.block_hash import split_names, unpack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2

@@ -12,7 +12,7 @@ from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.router.cluster.bookings import Bookings
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.cluster.view import ClusterView
-from blockyard.router.generation.outputs import Outputs
+from blockyard.router.generation.joined_outputs import Outputs
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.indexing.net_difference import NetDifference

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Progress
 
 from .scenario import Request

@@ -8,7 +8,7 @@ from blockyard.kernels.attention.shared_prefix import MIN_SHARERS
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder
-from blockyard.worker.execution.trial_rows import largest_rows
+from blockyard.worker.execution.warm_up_rows import largest_rows
 from blockyard.worker.memory.gpu_memory import MemoryUse, measure
 from blockyard.worker.memory.host_blocks import STAGING_BYTES
 from blockyard.worker.sequences.block_table import BlockTable

@@ -14,7 +14,7 @@ from blockyard.worker.grammar.compiled import TokenizerSource
 from blockyard.worker.grammar.compiler import CompilerConfig, GrammarCompiler, GrammarsBusy
 from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.masks import Masks
-from blockyard.worker.grammar.trial_process import TrialsUnavailable
+from blockyard.worker.grammar.sandbox_process import TrialsUnavailable
 
 from .grammars import PERSON, allowed, demo_source, regex, row_of, schema
 

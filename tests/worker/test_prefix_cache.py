@@ -3,7 +3,7 @@
 import pytest
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.prefix_cache import CacheChanges, PrefixCache
-from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
 
 A, B, C = (BlockName(bytes([letter]) * 16) for letter in b"ABC")

@@ -17,7 +17,7 @@ from blockyard.worker.grammar import compiled as library
 from blockyard.worker.grammar import masks as masks_module
 from blockyard.worker.grammar.compiled import MAX_TIMES_SLOW, CompiledGrammar, Matcher
 from blockyard.worker.grammar.masks import Masks
-from blockyard.worker.grammar.turns import ClientQueue
+from blockyard.worker.grammar.rotation import ClientQueue
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams

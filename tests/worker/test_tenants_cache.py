@@ -7,7 +7,7 @@ import pytest
 from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.worker.cache.host_memory import HostCache
 from blockyard.worker.cache.prefix_cache import CacheChanges
-from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 
 from blockyard.worker.cache.tenant_shares import Account, TenantShares
-from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.sequences.identifiers import NOBODY, BlockName, HostSlot, TenantId
 
 

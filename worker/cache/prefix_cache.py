@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.net_changes import NetChanges
-from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.sequences.identifiers import NOBODY, BlockId, BlockName, TenantId
 
 

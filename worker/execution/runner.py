@@ -27,7 +27,7 @@ from blockyard.worker.execution.started_step import Chunks, StartedStep
 from blockyard.worker.execution.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.execution.step_inputs import InputRows, StepInputs
 from blockyard.worker.execution.step_moves import StepMoves
-from blockyard.worker.execution.trial_rows import largest_rows, warm_up_row
+from blockyard.worker.execution.warm_up_rows import largest_rows, warm_up_row
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transfers import upload

@@ -1,7 +1,7 @@
 """Grammar compiler for an event loop: a queue before the trial processes, and a cache behind them.
 
-Owns the limits of time and memory, and the cache. A grammar is first compiled in a trial process (trial.py), when its
-client's turn has come (turns.py). What passes is compiled again here, in a thread. There are two such processes, the
+Owns the limits of time and memory, and the cache. A grammar is first compiled in a trial process (sandbox.py), when its
+client's turn has come (rotation.py). What passes is compiled again here, in a thread. There are two such processes, the
 second from when two clients first want one at once. Equal grammars that are asked for together are compiled once.
 Callers may be cancelled: the work continues, within its limits, for the next caller.
 """
@@ -15,8 +15,8 @@ from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
-from blockyard.worker.grammar.trial_process import TrialProcess, TrialsUnavailable
-from blockyard.worker.grammar.turns import Turn, Turns
+from blockyard.worker.grammar.rotation import Turn, Turns
+from blockyard.worker.grammar.sandbox_process import TrialProcess, TrialsUnavailable
 from llguidance import LLTokenizer
 
 TRIALS_OF_A_PROCESS = 200

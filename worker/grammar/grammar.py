@@ -1,6 +1,6 @@
 """Grammar: what an output must follow, as a client wrote it, and the limits that are cheap to check.
 
-Pure data. The trial process finds out whether it can be compiled, and at what cost (trial.py). The router checks the
+Pure data. The trial process finds out whether it can be compiled, and at what cost (sandbox.py). The router checks the
 same limits. They are checked again because the next step parses with recursion.
 """
 

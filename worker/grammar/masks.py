@@ -26,7 +26,7 @@ from threading import Lock
 import numpy as np
 import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, Mask, Matcher
-from blockyard.worker.grammar.turns import ClientQueue
+from blockyard.worker.grammar.rotation import ClientQueue
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence as EngineSequence
 from blockyard.worker.sequences.sequence import token_array

@@ -14,8 +14,8 @@ import grpc
 from blockyard.proto.limits import MAX_PAGE_SIZE
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.worker.inspection.calls import parse
 from blockyard.worker.inspection.page_tokens import page_position, page_token
+from blockyard.worker.inspection.parsing import parse
 from blockyard.worker.inspection.pool_view import block_messages, blocks_found, pool_message, take_snapshot
 from blockyard.worker.inspection.sequence_view import one_sequence, sequence_page
 from blockyard.worker.sequences.identifiers import BlockId
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blockyard.proto.v1.session_pb2 import Hello
     from blockyard.worker.engine import Engine
     from blockyard.worker.engine_thread import EngineThread
-    from blockyard.worker.inspection.calls import Context
+    from blockyard.worker.inspection.parsing import Context
     from blockyard.worker.sequences.identifiers import RequestId
     from google.protobuf.message import Message
 

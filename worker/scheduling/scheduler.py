@@ -26,7 +26,7 @@ from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.block_tables import BlockTables, Hits, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
-from blockyard.worker.cache.tiers import AnywhereNames
+from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.scheduling.capacity import (
     fits,
     most_blocks,

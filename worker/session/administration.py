@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from blockyard.proto.runtime.grace import GRACE_RULE, grace_seconds_of
 from blockyard.proto.v1 import admin_pb2
-from blockyard.worker.inspection.calls import parse
+from blockyard.worker.inspection.parsing import parse
 from blockyard.worker.session.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
     from blockyard.worker.engine_thread import EngineThread
     from blockyard.worker.indexing.publisher import IndexPublisher
-    from blockyard.worker.inspection.calls import Context
+    from blockyard.worker.inspection.parsing import Context
     from blockyard.worker.session.session import SessionService
     from google.protobuf.message import Message
 

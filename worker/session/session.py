@@ -42,12 +42,12 @@ from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
-from blockyard.worker.session.links import Link, Route
+from blockyard.worker.session.router_streams import Link, Route
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import DecodeError
 
 if TYPE_CHECKING:
-    from blockyard.worker.inspection.calls import Context
+    from blockyard.worker.inspection.parsing import Context
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.cluster.view import usable_cached_tokens
-from blockyard.router.generation.outputs import TokenChunk
+from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig, WorkerConfig

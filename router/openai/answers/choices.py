@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.metrics import FINISHES
-from blockyard.router.generation.output import Delta
 from blockyard.router.openai.answers.logprobs import CompletionLogprobs, chat_logprobs
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.requests.wanted import Wanted

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.router.generation.output import Delta
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.openai.requests.wanted import Wanted
 
 PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-"}

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls.bounds import CallContext
 from blockyard.router.calls.generating import Calls
-from blockyard.router.generation.output import Delta
+from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.openai.requests.wanted import Wanted
 
 

@@ -1,7 +1,7 @@
 """Mapping of errors to HTTP: status, headers and OpenAI's error body.
 
-gRPC's codes decide the status (services/status.py). Owns also the errors that only HTTP has. Messages name fields as
-the JSON body does, and quote no value except a model's name.
+gRPC's codes decide the status (services/grpc_status.py). Owns also the errors that only HTTP has. Messages name fields
+as the JSON body does, and quote no value except a model's name.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import grpc
 from blockyard.proto.naming.headers import REQUEST_ID, RETRY_AFTER, RETRY_AFTER_MS
 from blockyard.router.errors import RouterError
-from blockyard.router.services.status import code_of
+from blockyard.router.services.grpc_status import code_of
 
 Code = grpc.StatusCode
 STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {

@@ -1,6 +1,6 @@
 """Server-sent events: a stream whose status waits for its first event. An error before that gets its own status.
 
-Owns the pace of the last events. Does not own it while output arrives (generation/output.py).
+Owns the pace of the last events. Does not own it while output arrives (generation/client_buffer.py).
 """
 
 import asyncio

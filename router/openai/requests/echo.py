@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import nan
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.output import Delta
+from blockyard.router.generation.client_buffer import Delta
 
 TextOf = Callable[[Sequence[int]], Awaitable[str]]
 

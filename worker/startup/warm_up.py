@@ -1,4 +1,4 @@
-"""Trial: a small request through a new engine before its worker takes any, so that all first-time work is done here.
+"""Warm-up: a small request through a new engine before its worker takes any, so that all first-time work is done here.
 
 Kernels are compiled and rates are measured. So a worker that joins under load is placed by its own numbers from its
 first request on. Leaves nothing behind: no block, no name for the index, no count.

@@ -1,4 +1,4 @@
-"""`python -P tools/quietly.py LOG COMMAND ...`: runs a long command with few lines of output.
+"""`python -P tools/quiet_run.py LOG COMMAND ...`: runs a long command with few lines of output.
 
 Its output goes to LOG. Every TELL_SECONDS a line shows the time and the last line of LOG, without PIPS_ASIDES.
 If it fails, the end of its output is shown. The exit code is the command's. Needs only Python, since it runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from uv import find_uv_bin
 
-from tools import quietly
+from tools import quiet_run
 
 ROOT = Path(__file__).parents[2]
 NO_INDEX = "http://127.0.0.1:9/simple"
@@ -20,7 +20,7 @@ def test_a_long_command_is_told_of_in_a_few_lines_and_kept_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "log"
-    assert quietly.run(log, [sys.executable, "-c", TALKS], tell_seconds=0.5) == 0
+    assert quiet_run.run(log, [sys.executable, "-c", TALKS], tell_seconds=0.5) == 0
     told = capsys.readouterr().out.splitlines()
     assert 1 <= len(told) < 10
     assert all(" s] Collecting package " in line for line in told)
@@ -31,21 +31,21 @@ def test_a_command_that_fails_is_quoted_and_its_code_is_ours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fails = [sys.executable, "-c", "print('no room'); raise SystemExit(3)"]
-    assert quietly.run(tmp_path / "log", fails) == 3
+    assert quiet_run.run(tmp_path / "log", fails) == 3
     told = capsys.readouterr().out
     assert "no room" in told
     assert "failed with 3" in told
 
 
 def test_it_runs_with_nothing_installed(tmp_path: Path) -> None:
-    script = [sys.executable, "-I", "-S", quietly.__file__, str(tmp_path / "log"), sys.executable, "-V"]
+    script = [sys.executable, "-I", "-S", quiet_run.__file__, str(tmp_path / "log"), sys.executable, "-V"]
     quiet = subprocess.run(script, capture_output=True, text=True, timeout=30, check=False)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
 
 
 def test_of_a_progress_bar_the_last_state_is_told(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("Downloading torch\n 10 MB\r 90 MB of 200 MB\r\n\n")
-    assert quietly.what_it_does(tmp_path / "log") == "90 MB of 200 MB"
+    assert quiet_run.what_it_does(tmp_path / "log") == "90 MB of 200 MB"
 
 
 def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) -> None:
@@ -59,12 +59,12 @@ def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) 
           Successfully uninstalled setuptools-66.1.1
     """
     (tmp_path / "log").write_text(said)
-    told = quietly.what_it_does(tmp_path / "log", 7)
+    told = quiet_run.what_it_does(tmp_path / "log", 7)
     assert told.startswith("Installing packages, 7 of 30 are there: package-0, package-1, ")
     assert told.endswith(" ...")
     shown = told.removesuffix(" ...").rstrip(",").partition(": ")[2].split(", ")
     assert shown == names[: len(shown)], "whole names"
-    assert len(told) <= quietly.SHOWN_CHARS
+    assert len(told) <= quiet_run.SHOWN_CHARS
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_while_pip_installs_it_is_not_told_what_pip_has_removed(tmp_path: Path) 
 )
 def test_a_name_is_never_cut_in_its_middle(tmp_path: Path, said: str, told: str) -> None:
     (tmp_path / "log").write_text(said)
-    assert quietly.what_it_does(tmp_path / "log") == told
+    assert quiet_run.what_it_does(tmp_path / "log") == told
 
 
 def test_packages_that_came_since_the_start_are_counted(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_packages_that_came_since_the_start_are_counted(tmp_path: Path) -> None:
         (packages / f"{name}-1.dist-info").mkdir(parents=True)
         os.utime(packages / f"{name}-1.dist-info", (at, at))
     (packages / "new").mkdir()
-    assert quietly.num_installed([str(tmp_path / "bin" / "pip"), "install"], 200.0) == 2
-    assert quietly.num_installed(["pip"], 200.0) == 0
+    assert quiet_run.num_installed([str(tmp_path / "bin" / "pip"), "install"], 200.0) == 2
+    assert quiet_run.num_installed(["pip"], 200.0) == 0
 
 
 @pytest.mark.parametrize(

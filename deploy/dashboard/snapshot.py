@@ -1,4 +1,4 @@
-"""Picture of a cluster for the page: the workers and routers with their states, and each pool as cells. Pure.
+"""Snapshot of a cluster for the page: the workers and routers with their states, and each pool as cells. Pure.
 
 A worker's state is the worse of what its supervisor and a router report. A dead worker stays on the page until its next
 incarnation serves. Counts come from GetBlockPool and are never added up from the cells.

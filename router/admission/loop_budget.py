@@ -1,7 +1,7 @@
 """Limits the number of costly steps in one tick of the event loop.
 
 After a busy moment hundreds of writers become ready at once. The loop runs all of them before any timer or arrival.
-Does not own which steps are costly (generation/output.py).
+Does not own which steps are costly (generation/client_buffer.py).
 """
 
 import asyncio

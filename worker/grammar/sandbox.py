@@ -1,6 +1,6 @@
-"""Trial process: compiles grammars for the first time. It may hang, grow or die without harm to the worker.
+"""Sandbox: compiles grammars for the first time. It may hang, grow or die without harm to the worker.
 
-`python -m blockyard.worker.grammar.trial` reads one JSON object a line from its standard input, first the tokenizer,
+`python -m blockyard.worker.grammar.sandbox` reads one JSON object a line from its standard input, first the tokenizer,
 then grammars. It answers each with a line: null, or the reason of a refusal. It ends when its input does, so it never
 outlives its worker. What it compiles is thrown away: the worker compiles the same again, and knows now that this is
 cheap.

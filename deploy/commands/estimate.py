@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from blockyard.deploy.commands.shown import console, show
+from blockyard.deploy.commands.printing import console, show
 from blockyard.deploy.figures import figures
 from blockyard.deploy.figures import plots as figures_plots
 from blockyard.deploy.lifecycle import doctor as doctors
 from blockyard.deploy.lifecycle import driver as on_ray
-from blockyard.deploy.machine import findings
+from blockyard.deploy.machine import check_results
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.settings import size
 from blockyard.deploy.settings.options import model_path, output_option, ray_address
@@ -144,4 +144,4 @@ def doctor(model: str | None, redis_url: str | None, address: str | None, output
             console().print(views.finding_line(finding))
     if output == "json":
         show(output, [asdict(finding) for finding in told], "")
-    sys.exit(findings.exit_code(told))
+    sys.exit(check_results.exit_code(told))

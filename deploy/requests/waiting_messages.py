@@ -1,7 +1,7 @@
 """Notice for a request without an answer: what it waits for, and a command that shows more or helps.
 
-Owns the text, and printing it once per request on stderr. Does not own calling the routers (commands/ask.py) or how
-long a request waits (router/config.py).
+Owns the text, and printing it once per request on stderr. Does not own calling the routers (commands/generate.py) or
+how long a request waits (router/config.py).
 """
 
 import threading

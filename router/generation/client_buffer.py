@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.admission.turn_share import TurnShare
+from blockyard.router.admission.loop_budget import TurnShare
 from blockyard.router.errors import RouterError, SlowReader
 
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.output import Delta
+from blockyard.router.generation.client_buffer import Delta
 
 
 def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:

@@ -1,4 +1,4 @@
-"""Turns: round-robin between clients, for the next grammar to compile and the next slow mask to make.
+"""Rotation: round-robin between clients, for the next grammar to compile and the next slow mask to make.
 
 Each client has one grammar compiled at a time. So while there are two trial processes, no client waits for another
 one's grammars, however many or slow they are. Does not own the processes (compiler.py) or the masks (masks.py). `Turns`

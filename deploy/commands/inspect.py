@@ -3,7 +3,7 @@
 import sys
 
 import click
-from blockyard.deploy.commands.shown import as_dict, asking, console, naming_workers, show
+from blockyard.deploy.commands.printing import as_dict, asking, console, naming_workers, show
 from blockyard.deploy.settings.options import cluster_option, output_option, router_option
 from blockyard.deploy.settings.security import connection_options
 from blockyard.deploy.views import index as index_view

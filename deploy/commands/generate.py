@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from blockyard.deploy.commands.shown import connected, which_cluster
+from blockyard.deploy.commands.printing import connected, which_cluster
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
-from blockyard.deploy.requests import answers
-from blockyard.deploy.requests.patience import told_while_waiting
+from blockyard.deploy.requests import answer_output
+from blockyard.deploy.requests.waiting_messages import told_while_waiting
 from blockyard.deploy.settings.options import cluster_option, output_option, router_option
 from blockyard.deploy.settings.request_options import answer_options, sampling_options, text_or_file
 from blockyard.deploy.settings.security import connection_options
@@ -41,11 +41,11 @@ def generate(
     with _asking(cluster, routers, timeout_seconds, tenant) as ask:
         deltas = ask(text, **sampling)
         if output == "json":
-            answers.print_json(completion(list(deltas)))
+            answer_output.print_json(completion(list(deltas)))
         elif (sampling["n"] or 1) > 1:
-            answers.print_outputs(deltas)
+            answer_output.print_outputs(deltas)
         else:
-            answers.print_stream(deltas)
+            answer_output.print_stream(deltas)
 
 
 @click.command()
@@ -74,7 +74,7 @@ def chat(
     with _asking(cluster, routers, timeout_seconds, tenant) as ask:
         while question := _next_question():
             messages.append({"role": "user", "content": question})
-            answer = answers.print_stream(ask(messages=messages, **sampling))
+            answer = answer_output.print_stream(ask(messages=messages, **sampling))
             messages.append({"role": "assistant", "content": answer})
 
 

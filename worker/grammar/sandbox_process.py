@@ -1,4 +1,4 @@
-"""One run of the trial process, as the worker sees it: start, questions, and end.
+"""One run of the sandbox process, as the worker sees it: start, questions, and end.
 
 Owns no queue and no cache. Takes one question at a time.
 """
@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from blockyard.worker.grammar.compiled import TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError
-from blockyard.worker.grammar.trial import OUT_OF_MEMORY, first_line, grammar_line
+from blockyard.worker.grammar.sandbox import OUT_OF_MEMORY, first_line, grammar_line
 
 EXIT_SECONDS = 5.0
 """Time for a process that has closed its output to end."""
@@ -36,7 +36,7 @@ class TrialProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "blockyard.worker.grammar.trial",
+            "blockyard.worker.grammar.sandbox",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # What the library prints when it gives up may quote a grammar.
