@@ -49,7 +49,7 @@ def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
 def asking(
     cluster: str, routers: tuple[str, ...], tenant: str | None = None, *, extra_seconds: float = 0.0
 ) -> Iterator[Client]:
-    """Yield the client of a read-only command. All its calls share the command's time budget.
+    """Yield the client of a command that answers soon. All its calls share the command's time budget.
 
     Once the budget and `extra_seconds` (for the command's own sleep) are used up, the process ends with an error.
     """

@@ -4,7 +4,7 @@ Owns the arithmetic from query lengths, context lengths and block tables to slot
 step and shared by all layers. It makes tensors only at the end, from one buffer, so one copy takes them to the device.
 Does not own how the work is cut (items.py). Launches nothing and knows no backend.
 
-Under a window of W tokens the query at position i sees the keys j with i - W < j <= i, itself included. A step is
+Under a window the query at position i sees the keys j with i - window < j <= i, itself included. A step is
 planned without a window. `AttentionPlan.windowed` then derives the plan for the layers that have one. Its items begin
 at the first key that one of their queries sees. A window changes which keys are read, and not where tokens lie. Blocks
 wholly behind it stay in the table, because the prefix cache must stay closed under prefixes.

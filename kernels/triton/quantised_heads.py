@@ -51,7 +51,10 @@ def scale_of(peak_K, NUMBER: tl.constexpr):
 
 @triton.jit
 def quantised(x_KH, peak_K, NUMBER: tl.constexpr):
-    """Convert heads, or parts of them, from fp32 to stored numbers."""
+    """Quantise heads, or parts of them, from fp32 to the pool's int8 or fp8. Values that are not finite become 0.
+
+    `peak_K` is the largest absolute value of each head, which its scale comes from.
+    """
     largest: tl.constexpr = 127.0 if tl.int8 == NUMBER else 448.0
     y_KH = finite_or_zero(x_KH) * (largest / tl.maximum(peak_K, _SMALLEST_PEAK))[:, None]
     if tl.int8 == NUMBER:

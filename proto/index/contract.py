@@ -53,7 +53,8 @@ class Berth:
 
     A worker with a host cache has a second number, for the blocks that it holds in either memory. The pair has one
     epoch, one lease and one batch sequence, and every batch covers both. So both numbers live, lag and die together,
-    and rules about berths need no second version. At no moment is a name on the GPU but not anywhere.
+    and rules about berths need no second version. A name that is listed for the GPU is always listed for either memory
+    too.
     """
 
     number: int

@@ -246,7 +246,7 @@ class AsyncClient:
         return response.workers
 
     async def abort_any(self, request_id: str) -> None:
-        """End a running request of any tenant. For admins; otherwise like abort()."""
+        """End a running request of any tenant. Only admins may call it. Apart from that it is like abort()."""
         await self._abort(requests.abort_any(request_id))
 
     async def _deltas(self, call: GenerateCall, attempts: Attempts) -> Stream[Delta]:

@@ -148,7 +148,7 @@ class PlacementArguments(PromptArguments, total=False):
 
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
-    """Build a request. Raises ValueError or TypeError, which name the argument, for values that no server accepts."""
+    """Build a GenerateRequest. Raises ValueError or TypeError for values that no server accepts."""
     given = _given(arguments, GenerateArguments.__optional_keys__, beside=("prompt", "timeout_seconds"))
     sampling = _sampling(given)
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
@@ -157,7 +157,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
-    """Build a request. Raises as generate_request does."""
+    """Build a LookupPrefixRequest. Raises as generate_request does."""
     given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
 
@@ -165,7 +165,7 @@ def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb
 def placement_request(
     prompt: str | None, arguments: PlacementArguments
 ) -> cluster_pb2.ExplainPlacementRequest:
-    """Build a request. Raises as generate_request does."""
+    """Build an ExplainPlacementRequest. Raises as generate_request does."""
     given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
         cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
@@ -175,7 +175,7 @@ def placement_request(
 def tokenize_request(
     prompt: str | None, messages: Messages | None, model: str | None, arguments: ChatArguments
 ) -> inference_pb2.TokenizeRequest:
-    """Build a request. Raises as generate_request does."""
+    """Build a TokenizeRequest. Raises as generate_request does."""
     chat = _given(arguments, ChatArguments.__optional_keys__, beside=("prompt", "messages", "model"))
     return inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
 

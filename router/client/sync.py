@@ -244,7 +244,7 @@ class Client:
         return response.workers
 
     def abort_any(self, request_id: str) -> None:
-        """End a running request of any tenant. For admins; otherwise like abort()."""
+        """End a running request of any tenant. Only admins may call it. Apart from that it is like abort()."""
         self._abort(requests.abort_any(request_id))
 
     def _deltas(self, call: GenerateCall, attempts: Attempts) -> Stream[Delta]:

@@ -1,6 +1,6 @@
 """Bookings: the requests that this router has placed on one worker and that still run, with sums over them.
 
-    placed -> (waits here until the worker has room) -> sent -> started -> over
+    placed -> (waits in dispatch/ until the worker has room) -> sent -> started -> over
 
 Bookings include the prefixes that these requests will soon store. Pure. The sums are kept up to date, because every
 placement reads those of every worker. Does not own the load that the worker reports, or the combination of the two

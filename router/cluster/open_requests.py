@@ -19,7 +19,10 @@ class _Open:
 
 
 class OpenRequests:
-    """Open requests by handle. A request stays open until its last output ends."""
+    """Table of the requests that one worker runs for this router, by handle (their number on the stream).
+
+    A request leaves it when its last output ends, when it is refused or cancelled, or when the stream is lost.
+    """
 
     def __init__(self) -> None:
         self._by_handle: dict[int, _Open] = {}

@@ -15,9 +15,9 @@ PolicyName = Literal["prefix", "round_robin", "least_loaded", "two_choices", "se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Prices of the terms of a worker's cost, and bounds.
+    """Settings of placement: the weight of each term in a worker's cost, limits, and how long reports are believed.
 
-    Prices need not be exact: only the order of the workers counts. Raises ValueError for bad values.
+    Weights need not be exact: only the order of the workers counts. Raises ValueError for bad values.
     """
 
     assumed_prefill_tokens_per_second: float = setting(

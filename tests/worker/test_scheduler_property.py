@@ -66,7 +66,7 @@ def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
     chance = random.Random(seed)
     scheduler = make_scheduler(num_blocks, max_num_batched_tokens=chance.choice([16, 64]), max_num_seqs=8)
     held: set[int] = set()
-    scheduler.holds = lambda sequence: sequence.sequence_id in held
+    scheduler.must_wait_for_mask = lambda sequence: sequence.sequence_id in held
     sequences = [random_sequence(number, chance) for number in range(16)]
     for sequence in sequences:
         sequence.grammar = "slow" if chance.random() < share else None
@@ -89,7 +89,7 @@ def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
 
 def test_a_newcomer_joins_where_all_others_are_held() -> None:
     scheduler = make_scheduler(40)
-    scheduler.holds = lambda sequence: True
+    scheduler.must_wait_for_mask = lambda sequence: True
     running, waiting, newcomer = (make_sequence(number, [5 + number] * 20) for number in range(3))
     running.grammar = None
     scheduler.submit(running)

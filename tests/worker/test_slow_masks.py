@@ -76,7 +76,7 @@ def engine_of(masks: Masks, *, overlap: bool = False, **config: int) -> Engine:
     runner.grammars = SimulatedGrammars(masks, DEMO_TOKENS)
     settings = SchedulerConfig(max_model_len=256, **config)
     engine = Engine(settings, runner, num_blocks=64, overlap_steps=overlap)
-    engine.scheduler.holds, masks.on_made = masks.holds, engine.wake
+    engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
     return engine
 
 
@@ -171,7 +171,7 @@ def test_a_step_waits_for_a_mask_where_nothing_else_is_there(
 def test_a_loaded_engine_holds_sequences_and_is_woken_by_masks() -> None:
     loaded = load_engine(EngineConfig(model=str(DEMO.parent), engine="simulated"))
     assert loaded.masks is not None
-    assert loaded.engine.scheduler.holds == loaded.masks.holds
+    assert loaded.engine.scheduler.must_wait_for_mask == loaded.masks.holds
     assert loaded.masks.on_made == loaded.engine.wake
     loaded.masks.close()
 

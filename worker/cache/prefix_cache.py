@@ -218,7 +218,7 @@ class PrefixCache:
             del self._copies[name]
 
     def take_changes(self) -> CacheChanges:
-        """Return what was published and removed since the last call."""
+        """Return the net change since the last call: a name that came and went meanwhile is left out."""
         stored, removed = self._changes.take_added(), self._changes.take_removed()
         if self._anywhere is not None:
             return CacheChanges(stored, removed, *self._anywhere.take_changes())

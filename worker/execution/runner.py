@@ -69,8 +69,8 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepTokens:
         """Return the new token of each row of the plan.
 
-        It is NO_TOKEN where the row does not sample, and FAILED_TOKEN where the logits were not finite or no token was
-        possible.
+        It is NO_TOKEN where the row does not sample, FAILED_TOKEN where the logits were not finite, and NO_CHOICE
+        where the request allows no token.
 
         A row's input may be the token that the step before sampled, although it is not committed yet. A step that
         raised may be executed again, whole or in parts; its blocks move once. Raises HostBlockCorrupted where a block

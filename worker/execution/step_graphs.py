@@ -140,7 +140,7 @@ class CpuStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """The sizes that get a graph."""
+    """Numbers of rows for which a graph is captured, and the way to capture one."""
 
     make_graph: Callable[[], StepGraph]
     rows: tuple[int, ...]

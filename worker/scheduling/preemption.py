@@ -39,7 +39,7 @@ def choose_victim(
     Ties go to the youngest. `running` is in order of rank. Three kinds of sequences are never chosen:
 
     - the first of all, so that something always makes progress;
-    - one that holds all blocks that it can ever need;
+    - one with room set aside for all blocks that it can ever need;
     - one that this step or a step in flight computes, because its blocks are still in use.
 
     A sequence that frees nothing alone is chosen only where none frees anything, and it shares blocks with the first or

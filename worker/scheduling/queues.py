@@ -45,7 +45,10 @@ class Queues:
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def run(self, sequence: Sequence) -> None:
-        """Run a waiting sequence, or a fork that never waited. Its `is_reserved` is already set."""
+        """Move a waiting sequence, or a fork that never waited, to the running ones.
+
+        The caller has decided `is_reserved`.
+        """
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.RUNNING

@@ -103,9 +103,9 @@ class Scheduler:
         )
         self._queues = Queues(self.tables)
         self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
-        self.holds: Callable[[Sequence], bool] | None = None
-        """Return whether a sequence must wait for its grammar's mask. Until then no step has it, so a plan may be empty
-        although there is work."""
+        self.must_wait_for_mask: Callable[[Sequence], bool] | None = None
+        """Return whether a sequence must wait for its grammar's mask. No step computes it meanwhile, so a plan may be
+        empty although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
@@ -231,7 +231,11 @@ class Scheduler:
         return plan
 
     def _is_held(self, sequence: Sequence) -> bool:
-        return self.holds is not None and not sequence.num_samples_in_flight and self.holds(sequence)
+        return (
+            self.must_wait_for_mask is not None
+            and not sequence.num_samples_in_flight
+            and self.must_wait_for_mask(sequence)
+        )
 
     def _tokens_to_compute(self, sequence: Sequence) -> int:
         if sequence.state is not SequenceState.RUNNING:

@@ -1,11 +1,7 @@
 """Identifiers of requests, sequences, blocks and tenants, each with its own type. Pure data."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
-
-if TYPE_CHECKING:
-    pass
-
+from typing import NewType
 
 RequestId = NewType("RequestId", int)
 """A client's request inside one engine: one sequence, its `n` outputs, or its beams."""

@@ -82,7 +82,7 @@ class Sequence:
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
     client: int = 0
-    """The client that gives its turn to its slow masks."""
+    """The client behind the request. Clients take turns at slow grammar masks."""
     request_id: RequestId = RequestId(0)
     index: int = 0
     """Index of this output within its request."""
@@ -96,7 +96,9 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     block_table: BlockTable = field(default_factory=BlockTable)
     num_scheduled: int = 0
+    """End of the positions that steps were planned for. vLLM's num_scheduled_tokens counts one step's alone."""
     num_computed: int = 0
+    """End of the positions with valid KV. It moves when a step is committed, not when it is planned."""
     plain_until: int = 0
     """Positions from `num_scheduled` up to here need no new block, no copy and no name.
 
@@ -116,7 +118,7 @@ class Sequence:
     swapped: "SwappedBlocks | None" = None
     """Blocks that a preemption has moved to host memory."""
     is_reserved: bool = False
-    """It holds every block that it can ever need, and is never preempted again."""
+    """Room is set aside for every block that it can ever need, so it is never preempted again."""
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     deadline: float | None = None

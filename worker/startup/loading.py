@@ -96,7 +96,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
     engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
     if masks is not None:
-        engine.scheduler.holds, masks.on_made = masks.holds, engine.wake
+        engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
     return LoadedEngine(
         engine=engine,
         runner=runner,

@@ -23,7 +23,10 @@ def known_budget(config: EngineConfig, device: torch.device) -> int | None:
 
 
 def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> int:
-    """Return the bytes of KV cache that the largest step leaves. Raises ValueError where it leaves none."""
+    """Run the largest step, and return the bytes of KV cache that it and the graphs leave.
+
+    Raises ValueError where they leave none.
+    """
     num_tokens, num_sequences = config.max_num_batched_tokens, config.max_num_seqs
     use = measure(meter, lambda: runner.run_largest_step(num_tokens, num_sequences))
     later = STAGING_BYTES + runner.split_bounds.partial_bytes(num_sequences, runner.config.head_dim)

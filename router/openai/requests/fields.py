@@ -1,7 +1,8 @@
 """Fields of a JSON object, checked by type. null is the same as an absent field.
 
 A kind has the check and the JSON schema for the API's document (openai/openapi.py), so each field is described once.
-Owns types alone. Ranges are checked as for gRPC (request/sampling_checks.py, request/validation.py).
+Owns types, and the refusal of unknown fields. Ranges are checked as for gRPC (request/sampling_checks.py,
+request/validation.py).
 """
 
 import json

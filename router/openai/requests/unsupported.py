@@ -1,7 +1,8 @@
 """Unsupported fields: refuses what OpenAI's API has and this gateway does not do.
 
-A hint that changes no token is ignored, and a header of the answer names it. Any other field is refused by name, unless
-its value asks for nothing. Dropping it silently would answer another question than the client's.
+A hint that changes no token is ignored, and a header of the answer names it. Any other known field is refused by name,
+unless its value asks for nothing. Dropping it silently would answer another question than the client's. fields.py
+refuses unknown fields.
 """
 
 from collections.abc import Collection
