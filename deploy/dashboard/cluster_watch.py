@@ -185,7 +185,7 @@ class ClusterWatch:
             self._clients[address] = client_of(address, self.announcement, os.environ)
         return self._clients[address]
 
-    def told(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """Return the text that the page shows for an error of `ask`."""
         return failure_text(error, self.announcement) if isinstance(error, BlockyardError) else str(error)
 
@@ -209,8 +209,8 @@ class ClusterWatch:
     async def _draw(self) -> None:
         try:
             seen = await self._seen()
-            is_told = seen["info"] is not None
-            workers = self._last_seen.completed(seen["workers"], time.time(), is_told=is_told)
+            is_router_up = seen["info"] is not None
+            workers = self._last_seen.completed(seen["workers"], time.time(), is_router_up=is_router_up)
             self._picture = self._with_rates(seen | {"workers": workers})
         except Exception:
             logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
@@ -238,7 +238,7 @@ class ClusterWatch:
                 self.ask(lambda client: client.cluster_info()), self.ask(lambda client: client.list_workers())
             )
         except (BlockyardError, CannotReach) as error:
-            return snapshot.of_nothing(self.announcement, trouble=self.told(error))
+            return snapshot.of_nothing(self.announcement, trouble=self.error_text(error))
         answers = await asyncio.gather(*(self._pool(worker) for worker in workers))
         started = time.process_time()
         pools = {pool.worker_id: pool for pool in answers if pool is not None}

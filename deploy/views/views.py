@@ -241,7 +241,7 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(replica, name) for name in fields} | {"phase": replica.told_phase}
+    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase}
 
 
 def status_view(
@@ -270,7 +270,7 @@ def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Ren
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
     for replica in report.replicas:
-        phase = Text(replica.told_phase, style=_PHASE_STYLES.get(replica.told_phase, "yellow"))
+        phase = Text(replica.shown_phase, style=_PHASE_STYLES.get(replica.shown_phase, "yellow"))
         node = (names.get(replica.node_id, "-"),) if node_heading else ()
         facts = (replica.address, str(replica.pid or "-"), str(replica.num_starts))
         age_seconds = report.error_age_seconds(replica)

@@ -167,8 +167,8 @@ class EngineLink:
 
     def cancel(self, handle: int, index: int | None = None) -> None:
         """End a request, or one output of it: its sink gets nothing more. An unknown or ended handle is ignored."""
-        is_to_be_told, index = self._open.cancel(handle, index)
-        if is_to_be_told and self._outgoing is not None:
+        must_send, index = self._open.cancel(handle, index)
+        if must_send and self._outgoing is not None:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
