@@ -72,10 +72,10 @@ def result_view(found: Result) -> RenderableType:
 
 
 def _about(setting: Mapping[str, Any]) -> str:
-    cluster, rate, places = setting["cluster"], setting["rate"], setting["concurrency"]
+    cluster, rate, concurrency = setting["cluster"], setting["rate"], setting["concurrency"]
     pace = (
-        f"{places} at once"
-        if places is not None
+        f"{concurrency} at once"
+        if concurrency is not None
         else "at the trace's times"
         if rate is None
         else f"{rate:g}/s (Poisson)"

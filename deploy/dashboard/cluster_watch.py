@@ -30,7 +30,7 @@ ALL_SECONDS = 4.0
 """Deadline of a question to routers in turn."""
 FRESH_SECONDS = 0.8
 """A younger picture is shown again."""
-PATIENCE_SECONDS = 2.0
+PICTURE_SECONDS = 2.0
 """Longest wait for a new picture while there is an older one."""
 FRESH_TREE_SECONDS = 5.0
 """A younger tree of prefixes is shown again, because building it reads every block of every pool."""
@@ -197,8 +197,8 @@ class ClusterWatch:
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
             self._drawing = self._tasks.start(self._draw(), name="picture")
         if self._drawing is not None:
-            patience_seconds = PATIENCE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
-            await asyncio.wait((self._drawing,), timeout=patience_seconds)
+            timeout_seconds = PICTURE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
+            await asyncio.wait((self._drawing,), timeout=timeout_seconds)
         age_seconds = time.monotonic() - self._drawn_at
         return {
             **(self._picture or snapshot.of_nothing(self.announcement)),

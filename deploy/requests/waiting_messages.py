@@ -14,7 +14,7 @@ from blockyard.deploy.views.views import command_name, state_name
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Delta
 
-PATIENCE_SECONDS = 3.0
+SILENCE_SECONDS = 3.0
 """Time to the notice. Most first tokens arrive sooner, and people do not worry before it."""
 
 
@@ -23,9 +23,9 @@ def with_waiting_notice(
     workers: Callable[[], Iterable[cluster_pb2.Worker]],
     which: str,
     *,
-    patience_seconds: float = PATIENCE_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
 ) -> Generator[Delta, None, None]:
-    """Yield `deltas` unchanged, and print a notice if the first one takes longer than `patience_seconds`.
+    """Yield `deltas` unchanged, and print a notice if the first one takes longer than `silence_seconds`.
 
     `workers` asks a router, from another thread. `which` are the options with which commands find this cluster.
     """
@@ -40,7 +40,7 @@ def with_waiting_notice(
         if not has_begun.is_set():
             click.echo(f"[{line}]", err=True)
 
-    timer = threading.Timer(patience_seconds, tell)
+    timer = threading.Timer(silence_seconds, tell)
     timer.daemon = True
     timer.start()
     try:

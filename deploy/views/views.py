@@ -260,11 +260,11 @@ def status_view(
             counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
-    table = _places_table(report, nodes)
+    table = _replica_table(report, nodes)
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
+def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
     """Return a table of the processes, with a column for the node if there are several nodes."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
