@@ -136,8 +136,8 @@ def origin(document: Mapping[str, Any]) -> str:
 def machine_text(setting: Mapping[str, Any]) -> str:
     """Format `machine()` and `gpu()`. The oldest reports have only the CPU's name and number of cores."""
     numbers = [f"{name} {number}" for name, number in setting.get("cpu_numbers", {}).items()]
-    told = "; ".join(", ".join(part) for part in (numbers, setting.get("vector_units", ())) if part)
-    text = f"{setting['cpu']}{f' ({told})' if told else ''}, {setting['cores']} cores"
+    features = "; ".join(", ".join(part) for part in (numbers, setting.get("vector_units", ())) if part)
+    text = f"{setting['cpu']}{f' ({features})' if features else ''}, {setting['cores']} cores"
     gpu = setting.get("gpu")
     if gpu is None:
         return text

@@ -19,7 +19,7 @@ from blockyard.router.config import RouterConfig
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.generation.generation import RouterParts
-from blockyard.router.generation.grammar_quota import GrammarPlaces
+from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.generation.relay import Relay
 from blockyard.router.request.sampling_checks import SamplingLimits
@@ -76,8 +76,8 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         max_queue_seconds=config.max_queue_seconds,
         tenant_weights=config.tenant_weights,
     )
-    grammar_places = GrammarPlaces(lambda: len(fleet.view.ready()))
-    fleet.on_change(grammar_places.hand_out)
+    grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
+    fleet.on_change(grammar_quota.hand_out)
     parts = RouterParts(
         facts=facts,
         cluster_secret=config.cluster_secret,
@@ -92,7 +92,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         ),
         registry=RequestRegistry(),
         limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
-        grammar_places=grammar_places,
+        grammar_quota=grammar_quota,
     )
     return parts, _index(config, stack)
 

@@ -181,7 +181,7 @@ class Engine:
         now = self.cache.now_seconds = self._clock()
         expired = self._expire(now)
         outputs, has_stepped = expired, self.steps.is_any_in_flight
-        for ended in self.steps.turn():
+        for ended in self.steps.advance():
             outputs += self._take(ended)
             has_stepped = True
         if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:

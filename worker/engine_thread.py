@@ -69,12 +69,12 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._turn()
+            self._advance()
         except Exception:
             logger.critical("the engine fails: a defect ended its thread", exc_info=True)
             self._on_death()
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         while self._run_commands():
             if self._engine.has_work:
                 self._busy_since = time.monotonic()

@@ -33,8 +33,10 @@ def draw(figures: dict[str, Any]) -> "Figure":
     heights = (3.8, 0.6 + 0.18 * num_kernels)
     figure, (top, bottom) = style.panels(2, 1, height=0.8 + sum(heights), height_ratios=heights)
     _draw_roofline(top, figures["machine"], families)
-    told = f"Kernel backend {figures['backend']}, {figures['dtype']}, {figures['device_name']}"
-    top.set_title(f"{told}\nEach shape that computes (line: copy bandwidth and matmul rate of the same run)")
+    setting = f"Kernel backend {figures['backend']}, {figures['dtype']}, {figures['device_name']}"
+    top.set_title(
+        f"{setting}\nEach shape that computes (line: copy bandwidth and matmul rate of the same run)"
+    )
     _draw_shares(bottom, families)
     style.legend(figure, top)
     return figure

@@ -18,22 +18,22 @@ def draw(figures: dict[str, Any]) -> "Figure":
     labels = [load.label for load in STANDARD_LOADS if f"{load.label} | prefix" in cells]
     figure, (reuse, ttft) = panels(1, 2, height=0.8 + 0.62 * len(labels), sharey=True)
     for number, (policy, look) in enumerate(POLICIES.items()):
-        places = [place + SPREAD * (number / (len(POLICIES) - 1) - 0.5) for place in range(len(labels))]
+        heights = [height + SPREAD * (number / (len(POLICIES) - 1) - 0.5) for height in range(len(labels))]
         for axes, quantity, factor in ((reuse, "reuse", 1), (ttft, "ttft_mean", 1000)):
             values = [factor * cells[f"{label} | {policy}"][quantity]["mean"] for label in labels]
-            axes.plot(values, places, **look.settings(5), linestyle="none", label=policy, clip_on=False)
+            axes.plot(values, heights, **look.settings(5), linestyle="none", label=policy, clip_on=False)
     ideals = [cells[f"{label} | prefix"]["ideal_reuse"]["mean"] for label in labels]
-    places = [float(place) for place in range(len(labels))]
-    tops, bottoms = [place - 0.45 for place in places], [place + 0.45 for place in places]
+    heights = [float(height) for height in range(len(labels))]
+    tops, bottoms = [height - 0.45 for height in heights], [height + 0.45 for height in heights]
     reuse.vlines(ideals, tops, bottoms, colors=BLACK, linestyles="dotted", label="ideal")
-    reuse.set_yticks(places, labels)
+    reuse.set_yticks(heights, labels)
     reuse.set(ylim=(len(labels) - 0.5, -0.5), xlim=(-0.03, 1.03))
     reuse.set(ylabel="workload, requests/s, workers", xlabel="reuse, share of prompt tokens (0 to 1)")
     ttft.set(xscale="log", xlabel="mean time to first token, ms")
     plain_log(ttft.xaxis)
     for axes in (reuse, ttft):
         axes.grid(visible=False, axis="y")
-        for place in places[1:]:
-            axes.axhline(place - 0.5, color=GREY, linewidth=0.4)
+        for height in heights[1:]:
+            axes.axhline(height - 0.5, color=GREY, linewidth=0.4)
     legend(figure, reuse)
     return figure

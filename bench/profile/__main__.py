@@ -6,7 +6,7 @@
 1. Steady decodes of the first length, and prefills: plan, prepare, forward by operation, sample, deliver.
 2. plan + prepare at 256 running sequences. Any model will do, because the forward pass is not included.
 3. `mixed` at 0 % hits: the share of naming blocks and looking up names.
-4. `mixed` again: pauses by Python's garbage collector, with objects spared (frozen) as in a worker, and not spared.
+4. `mixed` again: pauses by Python's garbage collector, with objects frozen as in a worker, and not frozen.
    Also full collections while 256 sequences decode, on this model, and with 4,096 tokens each on a simulated model.
    These are more tokens than a GPU with 141 GB holds for Llama-3.1-8B in bfloat16.
 
@@ -34,7 +34,7 @@ from bench.engine.shapes import model_folder
 from bench.engine.workloads import requests_of
 from bench.kernels.timing import measure_machine
 from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
-from bench.profile.report import MANY, UNSPARED, Figures, floors_of, text_of
+from bench.profile.report import MANY, WALKED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds
 from bench.profile.scenarios import (
     PLAN,
@@ -76,7 +76,7 @@ class Decodes:
     parts: dict[int, Profile] = field(default_factory=dict)
     """Profiles with all parts measured, by number of sequences."""
     full_collections_ms: tuple[float, float] = (0.0, 0.0)
-    """Longest full collection with spared objects, and without."""
+    """Longest full collection with frozen objects, and without."""
 
 
 def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
@@ -119,30 +119,30 @@ def measure(engine: Engine, arguments: argparse.Namespace, vocab_size: int) -> F
             for tokens in (128, 512, LONGEST_PREFILL)
             if tokens < engine.scheduler.config.max_model_len
         }
-        spared = _course(engine, seen, vocab_size, 0)
-        unspared = _course(engine, seen, vocab_size, 1, is_spared=False)
+        frozen = _course(engine, seen, vocab_size, 0)
+        walked = _course(engine, seen, vocab_size, 1, is_frozen=False)
     return {
         "of_roofline": _rooflines(engine, known.plain),
         "steps": {name: medians(profile) for name, profile in profiles.items()},
         "plan_and_prepare_ms": _plan_and_prepare(known.planned[MANY]),
         "names": {
-            "share": round(spared.share_of_names, 5),
-            "naming_ms": round(1000 * spared.naming_seconds, 2),
-            "look_up_ms": round(1000 * spared.look_up_seconds, 2),
-            "whole_ms": round(1000 * spared.seconds, 1),
+            "share": round(frozen.share_of_names, 5),
+            "naming_ms": round(1000 * frozen.naming_seconds, 2),
+            "look_up_ms": round(1000 * frozen.look_up_seconds, 2),
+            "whole_ms": round(1000 * frozen.seconds, 1),
         },
-        "collections": {"spared": _collections(spared), UNSPARED: _collections(unspared)},
+        "collections": {"spared": _collections(frozen), WALKED: _collections(walked)},
         "full_collections": _full_collections(known),
     }
 
 
 def _full_collections(known: Decodes) -> Figures:
-    spared_ms, unspared_ms = known.full_collections_ms
+    frozen_ms, walked_ms = known.full_collections_ms
     large_ms = large_pool_collection_ms(running=MANY, context=LARGE_CONTEXT, count=FULL_COLLECTIONS)
     return {
         "count": FULL_COLLECTIONS,
-        "spared_ms": round(spared_ms, 2),
-        "unspared_ms": round(unspared_ms, 2),
+        "spared_ms": round(frozen_ms, 2),
+        "unspared_ms": round(walked_ms, 2),
         "large_pool_tokens": MANY * LARGE_CONTEXT,
         "large_pool_ms": round(large_ms, 2),
     }
@@ -177,10 +177,10 @@ def _plan_and_prepare(profile: Profile) -> Figures:
 
 
 def _course(
-    engine: Engine, seen: Stopwatch, vocab_size: int, repeat: int, *, is_spared: bool = True
+    engine: Engine, seen: Stopwatch, vocab_size: int, repeat: int, *, is_frozen: bool = True
 ) -> Course:
     requests = requests_of("mixed", vocab_size=vocab_size, rate=1.0, repeat=repeat)
-    with kept_out_of_garbage_collection() if is_spared else nullcontext():
+    with kept_out_of_garbage_collection() if is_frozen else nullcontext():
         return whole_workload(engine, seen, requests)
 
 

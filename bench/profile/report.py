@@ -14,7 +14,7 @@ STEP_MODEL = "llama-3.1-8b"
 """Model for which whole decode steps have a floor, on a GPU. For other models they are only figures."""
 STEP_SEQUENCES = 32
 """Minimum number of sequences for this floor."""
-UNSPARED = "python's own way"
+WALKED = "python's own way"
 """Name of Python's garbage collector without our freezing."""
 Figures = dict[str, Any]
 
@@ -85,7 +85,7 @@ def _full_collections(figures: Figures) -> str:
     full = figures["full_collections"]
     return (
         f"- a full collection while {MANY} sequences decode, longest of {full['count']}: spared "
-        f"{full['spared_ms']} ms, {UNSPARED} {full['unspared_ms']} ms\n"
+        f"{full['spared_ms']} ms, {WALKED} {full['unspared_ms']} ms\n"
         f"- the same with {full['large_pool_tokens']:,} tokens in the pool and a simulated model: spared "
         f"{full['large_pool_ms']} ms"
     )

@@ -223,10 +223,10 @@ def full_collections_ms(count: int) -> tuple[float, float]:
 
     The caller must have frozen its objects. They are frozen again at the end.
     """
-    spared = _longest_collection_ms(count)
+    frozen_ms = _longest_collection_ms(count)
     gc.unfreeze()
     try:
-        return spared, _longest_collection_ms(count)
+        return frozen_ms, _longest_collection_ms(count)
     finally:
         gc.freeze()
 

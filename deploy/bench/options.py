@@ -78,21 +78,21 @@ def taken(values: dict[str, Any]) -> BenchOptions:
     return options
 
 
-def lengths_option(flag: str, default: str, told: str) -> Callable[[Command], Command]:
+def lengths_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
     """Make an option whose value is Lengths."""
-    return _parsed_option(flag, default, "TOKENS", f"{told}: {FORMS}.", parse_lengths)
+    return _parsed_option(flag, default, "TOKENS", f"{help_text}: {FORMS}.", parse_lengths)
 
 
-def range_option(flag: str, default: str, told: str) -> Callable[[Command], Command]:
+def range_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
     """Make an option whose value is a pair: the lowest and the highest number."""
-    return _parsed_option(flag, default, "LEAST-MOST", told, parse_range)
+    return _parsed_option(flag, default, "LEAST-MOST", help_text, parse_range)
 
 
 def _parsed_option(
-    flag: str, default: str, metavar: str, told: str, parse: Callable[[str], Any]
+    flag: str, default: str, metavar: str, help_text: str, parse: Callable[[str], Any]
 ) -> Callable[[Command], Command]:
     return click.option(
-        flag, default=default, show_default=True, callback=checked_by(parse), metavar=metavar, help=told
+        flag, default=default, show_default=True, callback=checked_by(parse), metavar=metavar, help=help_text
     )
 
 

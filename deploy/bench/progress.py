@@ -28,5 +28,5 @@ class RequestProgress:
 
     def ended(self, sample: Sample) -> None:
         self._num_failed += bool(sample.error)
-        told = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
-        self._bar.update(self._task, advance=1, description=told)
+        description = f"requests, {self._num_failed} failed" if self._num_failed else "requests"
+        self._bar.update(self._task, advance=1, description=description)

@@ -72,10 +72,10 @@ def result_view(found: Result) -> RenderableType:
 
 
 def _about(setting: Mapping[str, Any]) -> str:
-    cluster, rate, places = setting["cluster"], setting["rate"], setting["concurrency"]
+    cluster, rate, concurrency = setting["cluster"], setting["rate"], setting["concurrency"]
     pace = (
-        f"{places} at once"
-        if places is not None
+        f"{concurrency} at once"
+        if concurrency is not None
         else "at the trace's times"
         if rate is None
         else f"{rate:g}/s (Poisson)"
@@ -86,7 +86,7 @@ def _about(setting: Mapping[str, Any]) -> str:
 
 def _summary_view(found: Summary) -> list[RenderableType]:
     headings = ("ms", "mean", *PERCENTILES)
-    rows = [_spread_row(told, found.latencies_ms[name]) for name, told in LATENCIES.items()]
+    rows = [_spread_row(label, found.latencies_ms[name]) for name, label in LATENCIES.items()]
     workers = [
         (
             name,
@@ -99,8 +99,13 @@ def _summary_view(found: Summary) -> list[RenderableType]:
         )
         for name, share in found.workers.items()
     ]
-    told = ("worker", "requests", "tokens out", "hit rate", "TTFT p50", "TTFT p99", "TPOT p50")
-    return [Text(_counts(found)), plain_table(headings, rows), plain_table(told, workers), *_warnings(found)]
+    worker_headings = ("worker", "requests", "tokens out", "hit rate", "TTFT p50", "TTFT p99", "TPOT p50")
+    return [
+        Text(_counts(found)),
+        plain_table(headings, rows),
+        plain_table(worker_headings, workers),
+        *_warnings(found),
+    ]
 
 
 def _counts(found: Summary) -> str:

@@ -131,8 +131,8 @@ class OpenAITarget:
     async def max_model_len(self) -> int | None:
         """Return the limit that vLLM, SGLang and Blockyard list beside the model's id."""
         for model in await self.server.models():
-            if model.get("id") == self.model and isinstance(told := model.get("max_model_len"), int):
-                return told
+            if model.get("id") == self.model and isinstance(max_model_len := model.get("max_model_len"), int):
+                return max_model_len
         return None
 
     async def asking(self, workload: Workload, manner: Asking) -> Ask:

@@ -99,13 +99,15 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("lines", total=counts.total, completed=counts.skipped)
 
-        def told() -> None:
+        def on_progress() -> None:
             description = f"lines, {counts.failed} failed" if counts.failed else "lines"
             bar.update(task, advance=1, description=description)
 
         async def answer_all() -> None:
             async with reached() as server:
-                await batch.run_batch(server, left, target, concurrency=concurrency, counts=counts, told=told)
+                await batch.run_batch(
+                    server, left, target, concurrency=concurrency, counts=counts, on_progress=on_progress
+                )
 
         asyncio.run(answer_all())
     return counts

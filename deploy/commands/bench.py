@@ -57,18 +57,18 @@ class _Workloads(click.Group):
             for name, command in sorted(self.commands.items())
             if any(error.option_name in parameter.opts for parameter in command.params)
         ]
-        told = [error.message]
+        sentences = [error.message]
         if owners:
-            told.append(f"Put it after a workload that has it: {', '.join(owners)}.")
+            sentences.append(f"Put it after a workload that has it: {', '.join(owners)}.")
         # For `bench random`, click already suggests the right option.
         is_other_name = error.option_name in _OTHER_NAMES and "--num-requests" not in (
             error.possibilities or ()
         )
         if is_other_name:
-            told.append("`bench random` has --num-requests.")
+            sentences.append("`bench random` has --num-requests.")
         if is_other_name or error.option_name == "--num-requests":
-            told.append(_COUNTS)
-        return click.NoSuchOption(error.option_name, " ".join(told), error.possibilities, error.ctx)
+            sentences.append(_COUNTS)
+        return click.NoSuchOption(error.option_name, " ".join(sentences), error.possibilities, error.ctx)
 
 
 _OTHER_NAMES = ("--requests", "--num-prompts")
@@ -239,7 +239,9 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
     workload = plan(options.seed)
     total = sum(len(plan(options.seed + number).requests) for number in range(options.rounds))
     async with AsyncExitStack() as stack:
-        target, told = await (_routers(options, stack) if options.url is None else _server(options, stack))
+        target, about_target = await (
+            _routers(options, stack) if options.url is None else _server(options, stack)
+        )
         progress = stack.enter_context(RequestProgress(total * max(len(options.policies), 1)))
         course = Course(
             plan=plan,
@@ -254,7 +256,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
         )
         trials = await run_course(target, course)
     setting = {
-        "cluster": told,
+        "cluster": about_target,
         "workload": workload.name,
         "about": workload.about + (", a word for each planned token" if options.spells_words else ""),
         "seed": options.seed,
@@ -264,7 +266,7 @@ async def _measure(options: BenchOptions, plan: Plan, concurrency: int | None) -
         "connections": options.connections,
         "warm_up_requests": options.warm_up,
     }
-    return result(trials, options.objectives, setting, own_policy=told["policy"])
+    return result(trials, options.objectives, setting, own_policy=about_target["policy"])
 
 
 async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
@@ -276,7 +278,7 @@ async def _routers(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target
         )
         for _ in range(options.connections)
     ]
-    return BlockyardTarget(clients), await _cluster_told(clients[0])
+    return BlockyardTarget(clients), await _about_cluster(clients[0])
 
 
 async def _server(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target, dict[str, Any]]:
@@ -290,11 +292,11 @@ async def _server(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target,
         vocab_size=options.vocab_size,
         ignore_eos=options.ignore_eos,
     )
-    told = {"url": str(server.url), "endpoint": options.endpoint, "model": model}
-    return target, {**told, "version": None, "workers": None, "policy": "of the server"}
+    about_target = {"url": str(server.url), "endpoint": options.endpoint, "model": model}
+    return target, {**about_target, "version": None, "workers": None, "policy": "of the server"}
 
 
-async def _cluster_told(client: AsyncClient) -> dict[str, Any]:
+async def _about_cluster(client: AsyncClient) -> dict[str, Any]:
     """Describe what ran. With a token that may not see the cluster, only the model is known."""
     try:
         info = await client.cluster_info()

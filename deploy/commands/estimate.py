@@ -137,11 +137,11 @@ def doctor(model: str | None, redis_url: str | None, address: str | None, output
         # Check this first, because examining this machine takes seconds.
         on_ray.check_lets_in(address)
         looks.append(doctors.examine_nodes(address, model, redis_url))
-    told = []
+    findings = []
     for finding in itertools.chain.from_iterable(looks):
-        told.append(finding)
+        findings.append(finding)
         if output == "text":  # Print each finding at once: some take a second.
             console().print(views.finding_line(finding))
     if output == "json":
-        show(output, [asdict(finding) for finding in told], "")
-    sys.exit(check_results.exit_code(told))
+        show(output, [asdict(finding) for finding in findings], "")
+    sys.exit(check_results.exit_code(findings))

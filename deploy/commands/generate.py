@@ -10,7 +10,7 @@ import click
 from blockyard.deploy.commands.printing import connected, which_cluster
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
 from blockyard.deploy.requests import answer_output
-from blockyard.deploy.requests.waiting_messages import told_while_waiting
+from blockyard.deploy.requests.waiting_messages import with_waiting_notice
 from blockyard.deploy.settings.options import cluster_option, output_option, router_option
 from blockyard.deploy.settings.request_options import answer_options, sampling_options, text_or_file
 from blockyard.deploy.settings.security import connection_options
@@ -92,7 +92,7 @@ def _asking(
         def ask(*prompt: str, **arguments: Any) -> Iterable[Delta]:
             with wrong_values_are_usage():
                 deltas = client.stream(*prompt, **arguments)
-            return told_while_waiting(deltas, onlooker.list_workers, which)
+            return with_waiting_notice(deltas, onlooker.list_workers, which)
 
         yield ask
 

@@ -114,7 +114,7 @@ def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
         log = SupervisorLog(logs_of(started, LOG_SECONDS))
     except ValueError:
         return tuple
-    return lambda: log.told(time.monotonic())
+    return lambda: log.due_lines(time.monotonic())
 
 
 def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[str]] = tuple) -> None:

@@ -82,12 +82,12 @@ def new(
     drawn, entry = new_token(name, role, tenant, limit=limit, expires=ends)
     if auth_file is not None:
         append_entry(auth_file, entry)
-    told = (
+    about = (
         f"entry for the auth file: {json.dumps(entry)}"
         if auth_file is None
         else f"added a token of {name!r} to {auth_file}"
     )
-    _show(drawn, entry, told, output)
+    _show(drawn, entry, about, output)
 
 
 @token.command("list")
@@ -148,11 +148,11 @@ def revoke(name: str, auth_file: Path, output: str) -> None:
     click.echo(f"removed all tokens of {name!r} from {auth_file}", err=True)
 
 
-def _show(drawn: str, entry: Entry, told: str, output: str) -> None:
+def _show(drawn: str, entry: Entry, about: str, output: str) -> None:
     if output == "json":
         click.echo(json.dumps({"token": drawn, "entry": entry}, indent=2))
         return
-    click.echo(told, err=True)
+    click.echo(about, err=True)
     click.echo(drawn)
 
 

@@ -30,7 +30,7 @@ ALL_SECONDS = 4.0
 """Deadline of a question to routers in turn."""
 FRESH_SECONDS = 0.8
 """A younger picture is shown again."""
-PATIENCE_SECONDS = 2.0
+PICTURE_SECONDS = 2.0
 """Longest wait for a new picture while there is an older one."""
 FRESH_TREE_SECONDS = 5.0
 """A younger tree of prefixes is shown again, because building it reads every block of every pool."""
@@ -185,7 +185,7 @@ class ClusterWatch:
             self._clients[address] = client_of(address, self.announcement, os.environ)
         return self._clients[address]
 
-    def told(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """Return the text that the page shows for an error of `ask`."""
         return failure_text(error, self.announcement) if isinstance(error, BlockyardError) else str(error)
 
@@ -197,8 +197,8 @@ class ClusterWatch:
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
             self._drawing = self._tasks.start(self._draw(), name="picture")
         if self._drawing is not None:
-            patience_seconds = PATIENCE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
-            await asyncio.wait((self._drawing,), timeout=patience_seconds)
+            timeout_seconds = PICTURE_SECONDS if self._picture else ALL_SECONDS + 2 * ASK_SECONDS
+            await asyncio.wait((self._drawing,), timeout=timeout_seconds)
         age_seconds = time.monotonic() - self._drawn_at
         return {
             **(self._picture or snapshot.of_nothing(self.announcement)),
@@ -209,8 +209,8 @@ class ClusterWatch:
     async def _draw(self) -> None:
         try:
             seen = await self._seen()
-            is_told = seen["info"] is not None
-            workers = self._last_seen.completed(seen["workers"], time.time(), is_told=is_told)
+            is_router_up = seen["info"] is not None
+            workers = self._last_seen.completed(seen["workers"], time.time(), is_router_up=is_router_up)
             self._picture = self._with_rates(seen | {"workers": workers})
         except Exception:
             logger.exception("the picture of cluster %s cannot be drawn", self.announcement.cluster)
@@ -238,7 +238,7 @@ class ClusterWatch:
                 self.ask(lambda client: client.cluster_info()), self.ask(lambda client: client.list_workers())
             )
         except (BlockyardError, CannotReach) as error:
-            return snapshot.of_nothing(self.announcement, trouble=self.told(error))
+            return snapshot.of_nothing(self.announcement, trouble=self.error_text(error))
         answers = await asyncio.gather(*(self._pool(worker) for worker in workers))
         started = time.process_time()
         pools = {pool.worker_id: pool for pool in answers if pool is not None}

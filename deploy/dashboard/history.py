@@ -60,12 +60,12 @@ class History:
         ) or (0, 0, 0)
         shares: dict[str, float | None] = {}
         for name in LATENCIES:
-            told = {address: getattr(info, name) for address, info in infos.items()}
+            histograms = {address: getattr(info, name) for address, info in infos.items()}
             counts = _sums(
                 self._grown((name, address), tuple(latencies.cumulative))
-                for address, latencies in told.items()
+                for address, latencies in histograms.items()
             )
-            bounds = next((tuple(latencies.bounds_seconds) for latencies in told.values()), ())
+            bounds = next((tuple(latencies.bounds_seconds) for latencies in histograms.values()), ())
             for percent in (50, 99):
                 shares[f"{name}_p{percent}"] = quantile(bounds, counts, percent / 100)
         if self._looked_at is not None and at_seconds > self._looked_at:

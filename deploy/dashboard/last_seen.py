@@ -68,20 +68,20 @@ class LastSeen:
         self._seen: dict[str, SeenWorker] = {}
 
     def completed(
-        self, cards: Iterable[dict[str, Any]], now: float, *, is_told: bool = True
+        self, cards: Iterable[dict[str, Any]], now: float, *, is_router_up: bool = True
     ) -> list[dict[str, Any]]:
         """Add data from earlier pictures to the cards of a picture drawn at `now`.
 
-        `is_told` is false while no router answers. Then the states are unknown, and the last known ones stay.
+        `is_router_up` is false while no router answers. Then the states are unknown, and the last known ones stay.
         """
         kept: dict[str, SeenWorker] = {}
         completed = []
         for card in cards:
             before = self._seen.get(card["name"])
-            seen = _seen_now(card, before, now) if is_told else before
+            seen = _seen_now(card, before, now) if is_router_up else before
             if seen is not None:
                 kept[card["name"]] = seen
-            is_dated = is_told and seen is not None
+            is_dated = is_router_up and seen is not None
             completed.append(
                 card
                 | {

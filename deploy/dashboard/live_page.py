@@ -120,7 +120,7 @@ class LivePage:
         except NotFoundError as error:
             return _json({"error": str(error)}, status=404)
         except (BlockyardError, CannotReach) as error:
-            return _json({"error": watch.told(error)}, status=502)
+            return _json({"error": watch.error_text(error)}, status=502)
 
     async def _state(self, query: Query) -> dict[str, Any]:
         await self._hear()

@@ -42,9 +42,9 @@ def tab_environment(arguments: Sequence[str], environment: Mapping[str, str]) ->
         return {}
     if GRAFANA_VARIABLE in environment:
         raise ValueError(f"{TAB_VARIABLE} is for a head without Grafana, and {GRAFANA_VARIABLE} names one")
-    told = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
-    host = "127.0.0.1" if _is_any_of_ours(told["host"]) else told["host"]
-    here = f"http://{f'[{host}]' if ':' in host else host}:{told['port']}{STAND_IN_PATH}"
+    flags = dict(argument.removeprefix("--").partition("=")[::2] for argument in arguments)
+    host = "127.0.0.1" if _is_any_of_ours(flags["host"]) else flags["host"]
+    here = f"http://{f'[{host}]' if ':' in host else host}:{flags['port']}{STAND_IN_PATH}"
     return {
         GRAFANA_VARIABLE: f"{here}/grafana",
         PROMETHEUS_VARIABLE: environment.get(PROMETHEUS_VARIABLE, f"{here}/prometheus"),

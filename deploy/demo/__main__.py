@@ -42,7 +42,7 @@ KV_CACHE_BYTES = 18 * 2**20
 """Memory for 384 blocks of this model in float32, or 768 in bfloat16, so that each block is visible."""
 AGREE_SECONDS = 5.0
 """Deadline for equal views. A worker writes its map each second, and the dashboard reads it from disk."""
-TOLD_CHATS = 6
+REPORTED_CHATS = 6
 """Without a terminal, a line is printed for this many finished chats."""
 TAIL_CHARACTERS = 88
 DASHBOARD_SECONDS = 10.0
@@ -162,11 +162,11 @@ def _panel(chats: list[Chat]) -> Table:
 
 def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]:
     """Return a callback that prints one chat line by line, and then the number of finished chats."""
-    shown, num_told = chats[0], 0
+    shown, num_reported = chats[0], 0
     console.print(f"{shown.name} asks: {shown.question}\n", markup=False, soft_wrap=True)
 
     def on_text(chat: Chat) -> None:
-        nonlocal num_told
+        nonlocal num_reported
         if chat is shown:
             *lines, rest = chat.text[chat.unread_from :].split("\n")
             if chat.finish is not None:
@@ -175,9 +175,9 @@ def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]
             for line in lines:
                 console.print(line, markup=False, soft_wrap=True)
         num_done = sum(each.finish is not None for each in chats)
-        is_due = num_done >= num_told + TOLD_CHATS or num_told < num_done == len(chats)
+        is_due = num_done >= num_reported + REPORTED_CHATS or num_reported < num_done == len(chats)
         if shown.finish is not None and is_due:
-            num_told = num_done
+            num_reported = num_done
             console.print(f"{num_done} of {len(chats)} chats are done")
 
     return on_text

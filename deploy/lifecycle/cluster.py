@@ -27,7 +27,7 @@ from blockyard.deploy.machine.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.machine.processes import end_session, identify, is_alive, owns_session, session_members
 from blockyard.deploy.machine.redis_server import (
     RedisProcess,
-    private_server_told,
+    private_server_warning,
     redis_user,
     start_private_redis,
 )
@@ -77,12 +77,12 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
             ray_head.check_listening(options.address)
         cluster = _take_name(options)
 
-        def told(progress: Progress) -> None:
+        def report_and_check(progress: Progress) -> None:
             raise_if_asked()
             keep_claim()
             report(progress)
 
-        return _up(cluster, options, told, report)
+        return _up(cluster, options, report_and_check, report)
 
 
 def _take_name(options: UpOptions) -> ClusterState:
@@ -102,14 +102,14 @@ def _take_name(options: UpOptions) -> ClusterState:
         return _saved(cluster)
 
 
-def _up(cluster: ClusterState, options: UpOptions, told: Report, report: Report) -> ClusterState:
+def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
             hub.download_all(options.engine.model, options.engine.tokenizer, report)
             preflight.check_weights(options.engine)
-            cluster = _start_redis(cluster, options, told)
-        cluster = _start_ray(cluster, options, told)
-        cluster = _start_serving(cluster, options, told)
+            cluster = _start_redis(cluster, options, report_and_check)
+        cluster = _start_ray(cluster, options, report_and_check)
+        cluster = _start_serving(cluster, options, report_and_check)
         raise_if_asked()
         return cluster
     except BaseException:
@@ -201,7 +201,9 @@ def _start_redis(cluster: ClusterState, options: UpOptions, report: Report) -> C
         Path(cluster.directory) / "redis", password=secrets.token_hex(16), users=(worker, router)
     )
     version = redis_given.look(server.url).version
-    report(Progress(stage="starting Redis", detail=str(version or ""), warning=private_server_told(version)))
+    report(
+        Progress(stage="starting Redis", detail=str(version or ""), warning=private_server_warning(version))
+    )
     process = identify(server.pid)
     assert process is not None
     redis = RedisState(process=process, port=server.port, log_path=str(server.log_path))

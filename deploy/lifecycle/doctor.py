@@ -19,7 +19,7 @@ from blockyard.deploy.machine.redis_server import (
     RedisStartError,
     configured_redis_url,
     find_redis_server,
-    private_server_told,
+    private_server_warning,
 )
 from blockyard.deploy.machine.redis_versions import OLDEST, version_of_program
 from blockyard.deploy.ray import nodes
@@ -173,7 +173,7 @@ def _redis(url: str | None) -> Finding:
     if version.version < OLDEST:
         return Finding(verdict="fail", subject="redis", detail=f"{version} (needs 6.2)")
     return Finding(
-        verdict="warn" if version.told else "ok", subject="redis", detail=version.told or str(version)
+        verdict="warn" if version.warning else "ok", subject="redis", detail=version.warning or str(version)
     )
 
 
@@ -183,8 +183,8 @@ def _private_redis() -> Finding:
     except RedisStartError as error:
         return Finding(verdict="fail", subject="redis-server", detail=str(error))
     version = version_of_program(found)
-    if told := private_server_told(version):
-        return Finding(verdict="warn", subject="redis-server", detail=f"{told} (now: {found})")
+    if warning := private_server_warning(version):
+        return Finding(verdict="warn", subject="redis-server", detail=f"{warning} (now: {found})")
     detail = f"private, {version or 'of unknown version'}, from {found}"
     return Finding(verdict="ok", subject="redis-server", detail=detail)
 
@@ -204,7 +204,7 @@ def _model(model: str) -> Iterator[Finding]:
     yield Finding(verdict="ok", subject="model", detail=f"{config.architecture}, context {context:,}")
     if is_on_hub(model):
         files = hub_files(model)
-        told = (
+        detail = (
             "the hub does not say how large it is"
             if files is None
             else (
@@ -212,7 +212,7 @@ def _model(model: str) -> Iterator[Finding]:
                 f"{format_bytes(files.missing_bytes)} would be downloaded"
             )
         )
-        yield Finding(verdict="warn" if files is None else "ok", subject="weights", detail=told)
+        yield Finding(verdict="warn" if files is None else "ok", subject="weights", detail=detail)
         return
     shards = sorted(folder.glob("*.safetensors"))
     yield _readable("weights", shards)

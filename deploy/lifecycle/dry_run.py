@@ -70,8 +70,8 @@ def examine(options: UpOptions) -> Plan:
         findings.append(Finding(verdict="warn", subject="router port", detail=warning))
     node_cpus, num_gpus, other_hosts = _hardware(options, findings)
     shape = _shape(options, node_cpus, num_gpus, findings)
-    if shape is not None and (told := preflight.crowding(options)) is not None:
-        findings.append(Finding(verdict="warn", subject="workers", detail=told))
+    if shape is not None and (crowding := preflight.crowding(options)) is not None:
+        findings.append(Finding(verdict="warn", subject="workers", detail=crowding))
     has_gpu = _would_have_gpu(options, num_gpus)
     has_private_redis = options.given_redis_url is None
     try:

@@ -57,10 +57,10 @@ def hub_files(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> HubFiles | 
         found = hub_snapshot(model, patterns=patterns, ignored=HUB_IGNORED_PATTERNS, dry_run=True)
     except (OSError, ValueError):
         return None
-    return _told(found)
+    return _hub_files_of(found)
 
 
-def _told(found: Sequence[Any]) -> HubFiles | None:
+def _hub_files_of(found: Sequence[Any]) -> HubFiles | None:
     sizes = [file.file_size for file in found]
     if not found or None in sizes:
         return None

@@ -276,7 +276,7 @@ class SupervisorLog:
     _files: list[LogFile] = field(default_factory=list, init=False)
     _found_at: float = field(default=-inf, init=False)
 
-    def told(self, now: float) -> list[str]:
+    def due_lines(self, now: float) -> list[str]:
         """Return the incidents since the last call, or nothing while the log cannot be read.
 
         A log that comes from a joined Ray's dashboard may hold anything. `serve` must not end because of it.
@@ -288,4 +288,4 @@ class SupervisorLog:
             for file in self._files:
                 for line in self.logs.lines(file, to_the_end=False):
                     self._incidents.read(line.decode("utf-8", errors="replace").rstrip())
-        return list(self._incidents.told(now))
+        return list(self._incidents.due_lines(now))

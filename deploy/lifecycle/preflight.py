@@ -220,7 +220,7 @@ def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
 
     Raise ValueError if no port is free.
     """
-    told, given_out = [], set[int]()
+    warnings, given_out = [], set[int]()
 
     def is_free(port: int) -> bool:
         return port not in given_out and can_bind(options.host, port)
@@ -233,10 +233,10 @@ def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
         if name in options.movable_ports:
             port = next_free(first, options.num_ports, is_free)
         if port != first:
-            told.append(f"port {first} is taken: {_SERVED_ON[name]} is served on {port}")
+            warnings.append(f"port {first} is taken: {_SERVED_ON[name]} is served on {port}")
             options = replace(options, **{name: port})
         given_out.update(range(port, port + options.num_ports))
-    return options, told
+    return options, warnings
 
 
 def _check_metrics_tab(options: "UpOptions") -> None:

@@ -41,7 +41,7 @@ class StageProgress:
         )
         self._stage = ""
         self._task: TaskID | None = None
-        self._started_at = self._stage_began_at = self._told_at = time.monotonic()
+        self._started_at = self._stage_began_at = self._printed_at = time.monotonic()
 
     def __enter__(self) -> "StageProgress":
         self._bars.start()
@@ -58,7 +58,7 @@ class StageProgress:
         """Show progress. Callers call it at every poll, even without news."""
         if progress.stage != self._stage:
             self._begin_stage(progress)
-        elif time.monotonic() - self._told_at >= REPEAT_SECONDS:
+        elif time.monotonic() - self._printed_at >= REPEAT_SECONDS:
             seconds = f"{time.monotonic() - self._stage_began_at:.0f} s so far"
             self._tell(f"{progress.stage}: {', '.join(filter(None, (progress.detail, seconds)))}")
         if progress.warning:
@@ -82,10 +82,10 @@ class StageProgress:
         self._tell(progress.stage)
 
     def _tell(self, line: str) -> None:
-        self._told_at = time.monotonic()
+        self._printed_at = time.monotonic()
         if not self._console.is_terminal:
             self._console.print(
-                f"[{self._told_at - self._started_at:5.1f} s] {line}", markup=False, soft_wrap=True
+                f"[{self._printed_at - self._started_at:5.1f} s] {line}", markup=False, soft_wrap=True
             )
 
     def _finish_stage(self) -> None:

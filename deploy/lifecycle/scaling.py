@@ -31,8 +31,8 @@ class Scaled:
         count = counted(len(self.workers), "worker")
         changes = [f"new: {', '.join(self.added)}"] if self.added else []
         changes += [f"gone: {', '.join(self.removed)}"] if self.removed else []
-        told = "; ".join([f"{count} now", *changes]) if changes else f"nothing to do: {count}"
-        return "; ".join([told, *map(_told_as_out, self.taken_out)])
+        summary = "; ".join([f"{count} now", *changes]) if changes else f"nothing to do: {count}"
+        return "; ".join([summary, *map(_taken_out_text, self.taken_out)])
 
 
 def scale(
@@ -79,7 +79,7 @@ def workers_of(report: SupervisorReport) -> tuple[str, ...]:
     return tuple(replica.name for replica in report.replicas if replica.kind == "worker")
 
 
-def _told_as_out(name: str) -> str:
+def _taken_out_text(name: str) -> str:
     return f"{name} is taken out (`blockyard restart {name}`)"
 
 

@@ -102,7 +102,7 @@ def find_redis_servers() -> list[Path]:
     def rank(path: Path) -> tuple[bool, bool, Version]:
         if (version := versions[path]) is None:
             return (False, False, ())
-        return (True, not version.told_if_private, version.version)
+        return (True, not version.warning_if_private, version.version)
 
     usable = [path for path, version in versions.items() if version is None or version.version >= OLDEST]
     return sorted(usable, key=rank, reverse=True)
@@ -117,13 +117,13 @@ def find_redis_server() -> Path:
     )
 
 
-def private_server_told(version: ServerVersion | None) -> str:
+def private_server_warning(version: ServerVersion | None) -> str:
     """Return a warning about the private server's version. Empty if no known security hole is reachable."""
-    told = "" if version is None else version.told_if_private
-    if not told:
+    warning = "" if version is None else version.warning_if_private
+    if not warning:
         return ""
     return (
-        f"the private Redis: {told}. Install a newer redis-server or valkey-server, or name a Redis by "
+        f"the private Redis: {warning}. Install a newer redis-server or valkey-server, or name a Redis by "
         f"{REDIS_URL_VARIABLE}"
     )
 

@@ -41,17 +41,17 @@ class ServerVersion:
         return f"{self.product} {'.'.join(map(str, self.version))}"
 
     @property
-    def told(self) -> str:
+    def warning(self) -> str:
         """Return a warning about its known security holes. Empty if it has none."""
-        return self._told(SOUND, "known security holes")
+        return self._warning(SOUND, "known security holes")
 
     @property
-    def told_if_private(self) -> str:
+    def warning_if_private(self) -> str:
         """Return a warning about the known holes that a private server does not close. Empty if it has none."""
         reach = "within reach of programs on this machine or of a worker that was taken over"
-        return self._told(SOUND_IF_PRIVATE, f"known security holes {reach}")
+        return self._warning(SOUND_IF_PRIVATE, f"known security holes {reach}")
 
-    def _told(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
+    def _warning(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
         """Compare with the first sound release of this line, or of the next line in the table.
 
         A line newer than all in the table has no known holes.

@@ -181,9 +181,9 @@ def _wrong_with(document: object) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> str:
-    told = f"{error} is missing" if isinstance(error, LookupError) else str(error)
+    problem = f"{error} is missing" if isinstance(error, LookupError) else str(error)
     return (
-        f"{path} does not say what `up` writes of a cluster: {told}. If another version of Blockyard wrote it, "
+        f"{path} does not say what `up` writes of a cluster: {problem}. If another version of Blockyard wrote it, "
         "run that version's `blockyard down`. Otherwise end the cluster's processes, then delete the file"
     )
 

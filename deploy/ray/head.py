@@ -176,7 +176,7 @@ def connect(
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
-    with _refusals_told(address), handlers_kept():
+    with _refusals_explained(address), handlers_kept():
         context: Any = ray.init(
             address=address,
             namespace=namespace,
@@ -197,12 +197,12 @@ def control_service(address: str, *, token_path: str | None) -> Any:
     use_token(token_path)
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    with _refusals_told(address):
+    with _refusals_explained(address):
         return GcsClient(address=address)
 
 
 @contextlib.contextmanager
-def _refusals_told(address: str) -> Iterator[None]:
+def _refusals_explained(address: str) -> Iterator[None]:
     from ray.exceptions import RayError
 
     try:

@@ -54,8 +54,8 @@ class ProbeHistory:
 
     @property
     def hangs(self) -> bool:
-        patience_seconds = HUNG_SECONDS if self.has_answered else STARTING_SECONDS
-        return self.num_missed * QUESTION_SECONDS >= patience_seconds
+        silence_seconds = HUNG_SECONDS if self.has_answered else STARTING_SECONDS
+        return self.num_missed * QUESTION_SECONDS >= silence_seconds
 
 
 def ray_token(environment: Mapping[str, str]) -> str:

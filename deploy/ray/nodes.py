@@ -168,8 +168,10 @@ def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python:
     """Yield doctor's lines about each node, compared with the packages and the Python of this machine."""
     if differ_in_bfloat16(nodes):
         without = ", ".join(node.address for node in nodes if not node.has_bfloat16)
-        told = f"no bfloat16 instructions on {without}: workers on CPUs all compute in float32 (see --dtype)"
-        yield Finding(verdict="warn", subject="data type", detail=told)
+        detail = (
+            f"no bfloat16 instructions on {without}: workers on CPUs all compute in float32 (see --dtype)"
+        )
+        yield Finding(verdict="warn", subject="data type", detail=detail)
     for node in nodes:
         yield _versions(node, here, python)
         yield _code(node)

@@ -47,5 +47,5 @@ def print_json(completion: Completion) -> None:
 
 def finish_line(finish: Finish) -> str:
     scores = {"logprob": finish.cumulative_logprob, "score": finish.beam_score}
-    told = [f"{name} {score:.3f}" for name, score in scores.items() if score is not None]
-    return " ".join([views.finish_line(finish), *told])
+    score_texts = [f"{name} {score:.3f}" for name, score in scores.items() if score is not None]
+    return " ".join([views.finish_line(finish), *score_texts])

@@ -136,7 +136,7 @@ async def run_batch(
     *,
     concurrency: int,
     counts: Counts,
-    told: Callable[[], None],
+    on_progress: Callable[[], None],
 ) -> None:
     """Send `lines`, at most `concurrency` at once, and append the answers to `output`.
 
@@ -161,7 +161,7 @@ async def run_batch(
                         failure = error
                 write(result_line(line, answer, failure))
                 counts.count(line.custom_id, line.error or ("" if failure is None else str(failure)))
-                told()
+                on_progress()
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -116,8 +116,8 @@ class OpenAIServer:
         try:
             import aiohttp
         except ModuleNotFoundError:
-            told = "calls over HTTP need the packages of a server: pip install '.[serve]' in a clone"
-            raise CallFailed(told, reason="NOT_INSTALLED") from None
+            message = "calls over HTTP need the packages of a server: pip install '.[serve]' in a clone"
+            raise CallFailed(message, reason="NOT_INSTALLED") from None
         # The caller limits the number of concurrent calls.
         connector = aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls)
         self._session = aiohttp.ClientSession(
@@ -179,21 +179,21 @@ class OpenAIServer:
                     raise _refusal(answer.status, await answer.read(), self.url)
                 yield answer
         except TimeoutError:
-            told = f"{self.url} did not answer within {self._timeout_seconds:g} s"
-            raise CallFailed(told, reason="DEADLINE_EXCEEDED") from None
+            message = f"{self.url} did not answer within {self._timeout_seconds:g} s"
+            raise CallFailed(message, reason="DEADLINE_EXCEEDED") from None
         except aiohttp.ClientSSLError as error:
             raise CallFailed(f"TLS with {self.url} failed: {error.os_error}", reason="NO_TLS") from None
         except aiohttp.ClientConnectorError as error:
-            told = f"no server answers at {self.url}: {_why_not_connected(error.os_error)}"
-            raise CallFailed(told, reason="NO_CONNECTION") from None
+            message = f"no server answers at {self.url}: {_why_not_connected(error.os_error)}"
+            raise CallFailed(message, reason="NO_CONNECTION") from None
         except aiohttp.ClientResponseError:
             raise CallFailed(
                 f"the server at {self.url} does not speak HTTP/1.1: is it a gRPC or a TLS port?",
                 reason="NOT_HTTP",
             ) from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-            told = f"{self.url} closed the connection during a call"
-            raise CallFailed(told, reason="CONNECTION_LOST") from None
+            message = f"{self.url} closed the connection during a call"
+            raise CallFailed(message, reason="CONNECTION_LOST") from None
 
 
 def _why_not_connected(error: OSError) -> str:
@@ -214,7 +214,7 @@ def _event(data: bytes, url: ServerUrl) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise CallFailed(f"{url} sent an event that is not a JSON object", reason="NO_JSON")
     if event.get("error"):
-        raise _told_error(event["error"], None, url)
+        raise _server_error(event["error"], None, url)
     return event
 
 
@@ -224,17 +224,17 @@ def _refusal(status: int, text: bytes, url: ServerUrl) -> CallFailed:
     except ValueError:
         document = None
     error = document.get("error", document) if isinstance(document, dict) else None
-    return _told_error(error, status, url)
+    return _server_error(error, status, url)
 
 
-def _told_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
+def _server_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
     """Make an error from OpenAI's form of one: an object with `message`, `code` and `type`."""
     given = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
     words = [given.get(name) for name in ("code", "type")]
     word = next((word for word in words if isinstance(word, str) and word and not word.isdigit()), "")
     message = str(given.get("message") or given.get("detail") or "")
-    told = message or (
+    message = message or (
         f"{url} answered HTTP {status}" if status is not None else f"{url} ended a stream with an error"
     )
     reason = word.upper() or (f"HTTP_{status}" if status is not None else "STREAM_FAILED")
-    return CallFailed(told, reason=reason, status=status)
+    return CallFailed(message, reason=reason, status=status)

@@ -14,18 +14,18 @@ from blockyard.deploy.views.views import command_name, state_name
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Delta
 
-PATIENCE_SECONDS = 3.0
+SILENCE_SECONDS = 3.0
 """Time to the notice. Most first tokens arrive sooner, and people do not worry before it."""
 
 
-def told_while_waiting(
+def with_waiting_notice(
     deltas: Generator[Delta, None, None],
     workers: Callable[[], Iterable[cluster_pb2.Worker]],
     which: str,
     *,
-    patience_seconds: float = PATIENCE_SECONDS,
+    silence_seconds: float = SILENCE_SECONDS,
 ) -> Generator[Delta, None, None]:
-    """Yield `deltas` unchanged, and print a notice if the first one takes longer than `patience_seconds`.
+    """Yield `deltas` unchanged, and print a notice if the first one takes longer than `silence_seconds`.
 
     `workers` asks a router, from another thread. `which` are the options with which commands find this cluster.
     """
@@ -40,7 +40,7 @@ def told_while_waiting(
         if not has_begun.is_set():
             click.echo(f"[{line}]", err=True)
 
-    timer = threading.Timer(patience_seconds, tell)
+    timer = threading.Timer(silence_seconds, tell)
     timer.daemon = True
     timer.start()
     try:
@@ -67,10 +67,10 @@ def waiting_line(workers: Iterable[cluster_pb2.Worker], which: str) -> str:
         )
     states = ", ".join(f"{worker.worker_id or worker.address} {state_name(worker)}" for worker in known)
     drained = [worker for worker in known if worker.state == cluster_pb2.WORKER_STATE_DRAINING]
-    told = f"waiting for a worker: none takes requests ({states or 'the router knows no worker'}); "
+    problem = f"waiting for a worker: none takes requests ({states or 'the router knows no worker'}); "
     if drained:
-        return f"{told}`{command} resume {drained[0].worker_id}{which}` undoes a drain"
-    return f"{told}`{command} status{which}` shows why"
+        return f"{problem}`{command} resume {drained[0].worker_id}{which}` undoes a drain"
+    return f"{problem}`{command} status{which}` shows why"
 
 
 def _load(worker: cluster_pb2.Worker) -> tuple[int, int]:

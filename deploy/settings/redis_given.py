@@ -76,7 +76,7 @@ def check(options: "UpOptions") -> list[str]:
                 raise ValueError(
                     f"the {users}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
                 )
-            warnings |= {version.told: None} if version.told else {}
+            warnings |= {version.warning: None} if version.warning else {}
     _refuse_name_in_use(url, options.cluster)
     return list(warnings)
 

@@ -121,7 +121,7 @@ async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
 
 def reason_by_ray(words: str) -> str:
     """Return the reason that Ray gives for an actor's death. Empty if Ray reports only a lost connection."""
-    return next((told for part, told in _RAYS_WORDS.items() if part in words), "")
+    return next((text for part, text in _RAYS_WORDS.items() if part in words), "")
 
 
 def reason(error: Exception) -> str:

@@ -60,7 +60,7 @@ def announcement_of(
 
 async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) -> None:
     """Store the announcement whenever it changes, until cancelled. It polls, because changes have many causes."""
-    told, looks = b"", 0
+    published, looks = b"", 0
     nodes: dict[str, str] = {}
     while True:
         node_ids = {replica.node_id for replica in replicas if replica.node_id}
@@ -68,8 +68,8 @@ async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) 
             nodes = dict.fromkeys(node_ids, "") | await _node_names()
         announcement = announcement_of(router, replicas, nodes)
         now, looks = encode(announcement), looks + 1
-        if now != told or looks % REPEAT_LOOKS == 0:
-            told = now if await put(key_of(announcement.cluster), now) else b""
+        if now != published or looks % REPEAT_LOOKS == 0:
+            published = now if await put(key_of(announcement.cluster), now) else b""
         await asyncio.sleep(LOOK_SECONDS)
 
 

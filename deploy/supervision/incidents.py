@@ -58,7 +58,7 @@ class Incidents:
         elif found := _SERVES.search(message):
             self._replicas.setdefault(found["name"], _Replica()).address = found["address"]
 
-    def told(self, now: float) -> Iterator[str]:
+    def due_lines(self, now: float) -> Iterator[str]:
         """Yield the lines to print now: ends with their reasons, and returns."""
         for name, replica in self._replicas.items():
             printed_at = replica.printed_at

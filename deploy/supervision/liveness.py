@@ -32,8 +32,8 @@ class HungError(RuntimeError):
 class HealthCheck:
     """Health checks of one incarnation of a worker or router."""
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], *, patience_seconds: float = inf) -> None:
-        self.patience_seconds = patience_seconds
+    def __init__(self, ask: Callable[[], Awaitable[object]], *, silence_seconds: float = inf) -> None:
+        self.silence_seconds = silence_seconds
         """Silence that means a hang. Infinite until the first answer, because the process may wait for a node."""
         self.num_missed = 0
         """Checks in a row without an answer."""
@@ -53,13 +53,13 @@ class HealthCheck:
             return None
         asked, self._asked = self._asked, None
         self.num_missed = 0
-        if isinf(self.patience_seconds):
-            self.patience_seconds = STARTING_SECONDS
+        if isinf(self.silence_seconds):
+            self.silence_seconds = STARTING_SECONDS
         return asked.result()
 
     def missed(self) -> None:
         self.num_missed += 1
-        if self.num_missed * QUESTION_SECONDS >= self.patience_seconds:
+        if self.num_missed * QUESTION_SECONDS >= self.silence_seconds:
             self._hung.set()
 
     async def unless_hung(self, work: Awaitable[T]) -> T:
@@ -67,7 +67,7 @@ class HealthCheck:
         async with running(self._hung.wait()) as hung, running(_awaited(work)) as working:
             await asyncio.wait({working, hung}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise HungError(f"it did not answer for {self.patience_seconds:.0f} s and was killed")
+                raise HungError(f"it did not answer for {self.silence_seconds:.0f} s and was killed")
             return working.result()
 
     async def stop(self) -> None:

@@ -88,7 +88,7 @@ class Replica:
         return self.phase == "draining" and not self.is_leaving
 
     @property
-    def told_phase(self) -> str:
+    def shown_phase(self) -> str:
         """Return the phase to show to people. A frozen process does not serve, whatever its phase."""
         return "not answering" if self.is_up and self.num_missed else self.phase
 

@@ -318,7 +318,7 @@ class Supervisor:
         async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
             if replica.name in self._found:
                 self._found.discard(replica.name)
-                health.patience_seconds = STARTING_SECONDS
+                health.silence_seconds = STARTING_SECONDS
             whereabouts = answer(actor.whereabouts.remote(), START_SECONDS)
             replica.node_id, replica.pid = await health.unless_hung(whereabouts)
             if replica.node_id == self._node_id() and is_actor(replica.pid):
@@ -330,7 +330,7 @@ class Supervisor:
                 replica.phase = "starting"
             self._has_started(replica, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._remember_addresses())
-            health.patience_seconds = self._spec.hung_seconds
+            health.silence_seconds = self._spec.hung_seconds
             await health.unless_hung(actor.until_stopped.remote())
 
     @contextlib.asynccontextmanager

@@ -41,5 +41,5 @@ def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> Renderabl
         )
         for candidate in explained.candidates
     ]
-    told = Text("tokens, and estimates in ms; the worker with the lowest cost is chosen", "dim")
-    return Group(heading, views.plain_table(headings, rows), told)
+    legend = Text("tokens, and estimates in ms; the worker with the lowest cost is chosen", "dim")
+    return Group(heading, views.plain_table(headings, rows), legend)

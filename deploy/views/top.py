@@ -134,13 +134,13 @@ def screen(
         f"{counted(info.migrations, 'migration')}; index {index}"
     )
     latest = rates[-1] if rates else 0.0
-    told = f"{latest:>9,.0f} tokens/s "
-    spark = Text.assemble(told, (sparkline(rates, max(columns - len(told) - 1, 1)), "cyan"))
+    rate_text = f"{latest:>9,.0f} tokens/s "
+    spark = Text.assemble(rate_text, (sparkline(rates, max(columns - len(rate_text) - 1, 1)), "cyan"))
     lines = [head, totals, spark]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
-    told_last = (Text(trouble, "red"),) if trouble else ()
-    return Group(*lines, _table(now, rows, columns), *told_last)
+    error_lines = (Text(trouble, "red"),) if trouble else ()
+    return Group(*lines, _table(now, rows, columns), *error_lines)
 
 
 def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:

@@ -241,7 +241,7 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(replica, name) for name in fields} | {"phase": replica.told_phase}
+    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase}
 
 
 def status_view(
@@ -260,17 +260,17 @@ def status_view(
             counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
-    table = _places_table(report, nodes)
+    table = _replica_table(report, nodes)
     return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
 
 
-def _places_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
+def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
     """Return a table of the processes, with a column for the node if there are several nodes."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
     for replica in report.replicas:
-        phase = Text(replica.told_phase, style=_PHASE_STYLES.get(replica.told_phase, "yellow"))
+        phase = Text(replica.shown_phase, style=_PHASE_STYLES.get(replica.shown_phase, "yellow"))
         node = (names.get(replica.node_id, "-"),) if node_heading else ()
         facts = (replica.address, str(replica.pid or "-"), str(replica.num_starts))
         age_seconds = report.error_age_seconds(replica)

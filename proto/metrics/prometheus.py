@@ -84,11 +84,11 @@ class _Server(ThreadingMixIn, WSGIServer):
     block_on_close = False
 
     def __init__(self, *arguments: Any) -> None:
-        self._places = BoundedSemaphore(MAX_SCRAPES)
+        self._permits = BoundedSemaphore(MAX_SCRAPES)
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._permits.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -100,7 +100,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             timer.cancel()
-            self._places.release()
+            self._permits.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore it: a client that disconnects is no defect."""

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SETTLED_SECONDS = 3.0
+STABLE_SECONDS = 3.0
 """A file that changed less than this ago may change again unseen, because some file systems count whole seconds."""
 MAX_KEPT_BYTES = 4096
 
@@ -26,11 +26,11 @@ def file_digest(path: Path) -> bytes:
         kept_at = _kept_at(path)
         if (kept := _kept(kept_at, before)) is not None:
             return kept
-        is_settled = time.time_ns() - max(before[3:]) > SETTLED_SECONDS * 1e9
+        is_stable = time.time_ns() - max(before[3:]) > STABLE_SECONDS * 1e9
         digest = hashlib.file_digest(file, "sha256").digest()
         if identity(os.fstat(file.fileno())) != before:
             raise ValueError(f"{path} changed while it was read")
-    if is_settled and kept_at is not None:
+    if is_stable and kept_at is not None:
         _keep(kept_at, before, digest)
     return digest
 

@@ -156,11 +156,11 @@ class TenantQueues:
                 tenant.is_ahead = True
                 self._ahead.append(tenant)
 
-    def remove(self, ticket: Ticket, *, had_turn: bool) -> None:
-        """Remove a request, which pays if it `had_turn`."""
+    def remove(self, ticket: Ticket, *, was_served: bool) -> None:
+        """Remove a request, which pays if it `was_served`."""
         tenant = self._rotation[ticket.tenant]
         tenant.remove(ticket)
-        if had_turn:
+        if was_served:
             ticket.is_paid = True
             tenant.deficit_tokens -= ticket.cost_tokens
         if not tenant.waiting:

@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 
 
-class TurnShare:
+class LoopBudget:
     """Permits for costly steps, shared by tasks of one loop. A task that gets no permit waits for a later tick, in
     order.
 
@@ -16,19 +16,19 @@ class TurnShare:
     many, because the loop does not report where a tick ends.
     """
 
-    def __init__(self, most_a_turn: int) -> None:
-        assert most_a_turn > 0
-        self._most_a_turn = most_a_turn
+    def __init__(self, most_per_tick: int) -> None:
+        assert most_per_tick > 0
+        self._most_per_tick = most_per_tick
         self._num_taken = 0
         """Permits taken in this tick."""
         self._num_called = 0
         """Waiters that were called and have not run yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_following = False
-        """`_begin_turn` is scheduled for the next tick. Always true while a task waits."""
+        """`_begin_tick` is scheduled for the next tick. Always true while a task waits."""
 
     async def take(self) -> None:
-        if self._waiting or self._num_called or self._num_taken >= self._most_a_turn:
+        if self._waiting or self._num_called or self._num_taken >= self._most_per_tick:
             await self._stand_in_line()
         self._num_taken += 1
         self._follow()
@@ -47,15 +47,15 @@ class TurnShare:
     def _follow(self) -> None:
         if not self._is_following:
             self._is_following = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
+            asyncio.get_running_loop().call_soon(self._begin_tick)
 
-    def _begin_turn(self) -> None:
+    def _begin_tick(self) -> None:
         self._is_following = False
         self._num_taken = num_called = 0
         if self._waiting:
             # Schedule it first, so that the next tick begins before the waiters called now run in it.
             self._follow()
-        while self._waiting and num_called < self._most_a_turn:
+        while self._waiting and num_called < self._most_per_tick:
             waiter = self._waiting.popleft()
             if not waiter.done():
                 waiter.set_result(None)

@@ -48,7 +48,7 @@ class Limited:
 
     key: Hashable
     """Key of its buckets."""
-    told: str
+    label: str
     """Name in a refusal."""
     limit: RateLimit
 
@@ -124,10 +124,10 @@ class RateLimits:
             amount: float = min(1 if kind == "requests" else tokens, bucket.per_minute)
             taken.append((bucket, kind, amount))
             if seconds := bucket.seconds_until(amount):
-                refusals.append((seconds, f"{one.told} may have {bucket.per_minute} {kind} a minute"))
+                refusals.append((seconds, f"{one.label} may have {bucket.per_minute} {kind} a minute"))
         if refusals:
-            seconds, told = max(refusals)
-            raise RateLimited(f"{told}: come back in {seconds:.1f} s", retry_after_seconds=seconds)
+            seconds, refusal = max(refusals)
+            raise RateLimited(f"{refusal}: come back in {seconds:.1f} s", retry_after_seconds=seconds)
         for bucket, _, amount in taken:
             bucket.level -= amount
         charge = RateCharge(taken, self._clock)

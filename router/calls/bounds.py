@@ -76,8 +76,8 @@ class CallBounds:
         if named not in ("", principal.tenant) and principal.role is not Role.ADMIN:
             raise Forbidden(f"{headers.TENANT}: this token does not belong to that tenant")
         tenant = named or principal.tenant
-        of_token = Limited(key=("token", principal.name), told="this token", limit=principal.limit)
-        of_tenant = Limited(key=("tenant", tenant), told="this tenant", limit=self.limit_of_tenant(tenant))
+        of_token = Limited(key=("token", principal.name), label="this token", limit=principal.limit)
+        of_tenant = Limited(key=("tenant", tenant), label="this tenant", limit=self.limit_of_tenant(tenant))
         limited = tuple(one for one in (of_token, of_tenant) if one.limit != NO_LIMIT)
         return Caller(tenant=tenant, realm=tenant, client=tenant, limited=limited)
 

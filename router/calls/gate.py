@@ -12,7 +12,7 @@ from traceback import clear_frames
 
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.admission.auth import METHOD_ROLES, PRINCIPAL, TokenTable, authenticate, check_role
-from blockyard.router.admission.loop_budget import TurnShare
+from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import (
     DeadlinePassed,
     Forbidden,
@@ -26,7 +26,7 @@ from blockyard.router.errors import (
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("blockyard.audit")
 
-ENDS_A_TURN = 8
+ENDS_PER_TICK = 8
 """Cancelled calls whose frames are freed in one tick of the event loop."""
 FAULTS = (InternalError, WorkerLost, DeadlinePassed)
 """Errors that are logged at INFO: the request had been admitted, and its client did not end it."""
@@ -42,7 +42,7 @@ class CallGate:
         self._tokens = tokens
         self._num_unknown = 0
         self._logged_at = -UNKNOWN_LOG_SECONDS
-        self._ends = TurnShare(ENDS_A_TURN)
+        self._ends = LoopBudget(ENDS_PER_TICK)
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Authenticate the caller and set PRINCIPAL. Raises Unauthenticated or Forbidden."""

@@ -14,7 +14,7 @@ from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.auth import check_admin
 from blockyard.router.admission.ledger import Charge
-from blockyard.router.admission.loop_budget import TurnShare
+from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.admission.rate_limits import RateCharge
 from blockyard.router.calls.bounds import CallBounds, CallContext, Caller
 from blockyard.router.errors import Overloaded, Unavailable
@@ -29,13 +29,13 @@ from blockyard.router.request.validation import (
     valid_prompt,
 )
 
-WRITES_A_TURN = 12
+WRITES_PER_TICK = 12
 """Deltas written in one tick of the event loop. A write takes 40 to 60 us in gRPC itself.
 
 With 256 streams from 4 workers, 32 writes delayed every 4th tick of 5 ms, and 12 writes every 12th.
 """
 
-ARRIVALS_A_TURN = 4
+ARRIVALS_PER_TICK = 4
 """Requests that are checked and admitted in one tick of the event loop. A burst arrives in one tick."""
 
 CALLS_PART = 8
@@ -60,8 +60,8 @@ class Calls:
         self.outputs_a_call = outputs_a_call
         self.bounds = bounds
         self.slow_reader_seconds = slow_reader_seconds
-        self._arrivals = TurnShare(ARRIVALS_A_TURN)
-        self._writes = TurnShare(WRITES_A_TURN)
+        self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
+        self._writes = LoopBudget(WRITES_PER_TICK)
 
     @asynccontextmanager
     async def deltas(
@@ -139,7 +139,7 @@ class Calls:
 
     async def deliver(self, deltas: AsyncIterator[Delta], write: Callable[[Delta], Awaitable[None]]) -> None:
         """Write every delta. Raises SlowReader, in a group."""
-        await deliver(deltas, write, slow_reader_seconds=self.slow_reader_seconds, share=self._writes)
+        await deliver(deltas, write, slow_reader_seconds=self.slow_reader_seconds, budget=self._writes)
 
 
 @contextmanager

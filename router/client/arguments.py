@@ -189,8 +189,8 @@ def _given(
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     if unknown := sorted(given.keys() - known):
-        told = ", ".join(name + _nearest(name, [*known, *beside]) for name in unknown)
-        raise TypeError(f"unknown arguments: {told}")
+        listed = ", ".join(name + _nearest(name, [*known, *beside]) for name in unknown)
+        raise TypeError(f"unknown arguments: {listed}")
     return given
 
 

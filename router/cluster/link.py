@@ -35,7 +35,7 @@ HELLO_SECONDS = 5.0
 """A process that accepts connections but sends nothing is hung or not a worker."""
 FIRST_BACKOFF_SECONDS = 0.1
 LAST_BACKOFF_SECONDS = 2.0
-ROWS_A_TURN = 8
+ROWS_PER_TICK = 8
 """Rows routed in one tick of the event loop. One row causes about 0.1 ms of work: its text and a write.
 
 All rows of 256 streams at once block the loop, and so all other streams, for 21 ms. With 32 per tick it is 10 ms, with
@@ -167,8 +167,8 @@ class EngineLink:
 
     def cancel(self, handle: int, index: int | None = None) -> None:
         """End a request, or one output of it: its sink gets nothing more. An unknown or ended handle is ignored."""
-        is_to_be_told, index = self._open.cancel(handle, index)
-        if is_to_be_told and self._outgoing is not None:
+        must_send, index = self._open.cancel(handle, index)
+        if must_send and self._outgoing is not None:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
@@ -339,7 +339,7 @@ class EngineLink:
         except ValueError as error:
             raise StreamOver(f"step: {error}") from None
         for number, (handle, event) in enumerate(events, start=1):
-            if number % ROWS_A_TURN == 0:
+            if number % ROWS_PER_TICK == 0:
                 await asyncio.sleep(0)
             self._open.deal(handle, event)
 

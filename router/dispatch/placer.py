@@ -84,7 +84,7 @@ class Placer:
         """Requests that wait until any worker is ready."""
         self._lines: dict[str, WaitingLine] = {}
         """Requests that wait until their worker has room, by worker address. Holds no empty line."""
-        self._turn = 0
+        self._num_placements = 0
         self._ready_at = clock()
         """When a waiting request last saw a ready worker."""
         fleet.on_change(self._notify)
@@ -250,7 +250,7 @@ class Placer:
             prompt_tokens=prompt.tokens,
             prefix_key=self._prefix_key(prompt.names),
             index_available=result.available,
-            turn=self._turn,
+            num_placements=self._num_placements,
             session_key=session_id.encode(),
             session_worker=self._sessions.last_worker(session_id) if session_id else None,
         )
@@ -268,7 +268,7 @@ class Placer:
             raise DeadlineUnreachable("the first token is expected long after the deadline")
 
     def _book(self, placement: Placement, prompt: _Prompt, found: _Found) -> Placed:
-        self._turn += 1
+        self._num_placements += 1
         chosen = placement.chosen
         assert self._fleet.identity is not None, "a worker was accepted without an identity"
         block_size = self._fleet.identity.block_size

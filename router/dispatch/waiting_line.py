@@ -68,13 +68,13 @@ class WaitingLine:
         self._rate.begin(1)
         # A new request can change the order of the others.
         self.notify()
-        had_turn = False
+        was_served = False
         try:
             yield
-            had_turn = True
+            was_served = True
         finally:
             ticket.waited_seconds += asyncio.get_running_loop().time() - begun_at
-            self._queues.remove(ticket, had_turn=had_turn)
+            self._queues.remove(ticket, was_served=was_served)
             del self._positions[ticket]
             self._rate.end(1)
             self.notify()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.admission.loop_budget import TurnShare
+from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import RouterError, SlowReader
 
 
@@ -111,7 +111,7 @@ async def deliver(
     write: Callable[[Delta], Awaitable[None]],
     *,
     slow_reader_seconds: float,
-    share: TurnShare,
+    budget: LoopBudget,
 ) -> None:
     """Write every piece. Raises SlowReader, in a group, if one write takes longer than the limit."""
     outbox, pace = Outbox(), _Pace(slow_reader_seconds)
@@ -119,7 +119,7 @@ async def deliver(
         tasks.create_task(outbox.fill(deltas))
         watch = tasks.create_task(pace.watch())
         while (delta := await outbox.take()) is not None:
-            await share.take()
+            await budget.take()
             pace.writing_since = time.monotonic()
             await write(delta)
             pace.writing_since = None

@@ -23,7 +23,7 @@ from blockyard.router.errors import (
 )
 from blockyard.router.generation.assembly import Assembly
 from blockyard.router.generation.client_buffer import Delta
-from blockyard.router.generation.grammar_quota import GrammarPlaces
+from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
@@ -62,7 +62,7 @@ class RouterParts:
     ledger: AdmissionLedger
     registry: RequestRegistry
     limits: SamplingLimits
-    grammar_places: GrammarPlaces
+    grammar_quota: GrammarQuota
     clock: Callable[[], float] = time.monotonic
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
 
@@ -177,7 +177,7 @@ async def generate(
     has_grammar = generation.sampling.HasField("structured_output")
     with RequestMeter(parts.metrics, record) as meter:
         async with (
-            parts.grammar_places.place(record.client if has_grammar else None) as leave,
+            parts.grammar_quota.permit(record.client if has_grammar else None) as leave,
             aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
         ):
             async for chunk in chunks:

@@ -28,7 +28,7 @@ class _Client:
                 self.num_held += 1
 
 
-class GrammarPlaces:
+class GrammarQuota:
     """Permits of all clients of one router. A client without requests is forgotten."""
 
     def __init__(self, num_workers: Callable[[], int]) -> None:
@@ -50,7 +50,7 @@ class GrammarPlaces:
         return PERMITS_OF_A_WORKER * max(1, self._num_workers())
 
     @asynccontextmanager
-    async def place(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
+    async def permit(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
         """Wait for a permit, in order of arrival. Yield the function that returns it early; the end of the context
         returns it too.
 

@@ -28,7 +28,7 @@ TOKENIZE_FIELDS: Fields = {
     "add_special_tokens": boolean.said("Must be true for a prompt and false for messages, as without it."),
 }
 DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": REQUEST_SCALARS["model"]}
-TOKENS_A_TURN = 4096
+TOKENS_PER_TICK = 4096
 """Tokens whose names are looked up in one tick of the event loop."""
 
 
@@ -75,7 +75,7 @@ def _tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
 async def _names(calls: Calls, ids: list[int]) -> list[str]:
     tokenizer = calls.parts.tokenizing.tokenizer
     names: list[str] = []
-    for at in range(0, len(ids), TOKENS_A_TURN):
-        names += tokenizer.convert_ids_to_tokens(ids[at : at + TOKENS_A_TURN])
+    for at in range(0, len(ids), TOKENS_PER_TICK):
+        names += tokenizer.convert_ids_to_tokens(ids[at : at + TOKENS_PER_TICK])
         await asyncio.sleep(0)
     return names

@@ -29,7 +29,7 @@ class PlacementRequest:
     prefix_key: bytes = b""
     """Name of one of the prompt's first blocks. Without the index, requests with the same key should meet."""
     index_available: bool = True
-    turn: int = 0
+    num_placements: int = 0
     """Number of placements so far, for round_robin."""
     session_key: bytes = b""
     """The conversation of the request. Empty: none."""
@@ -68,7 +68,7 @@ def place(
         case "prefix":
             chosen, costs = _prefix(request, scores, rng, config)
         case "round_robin":
-            chosen, costs = _round_robin(request.turn, scores)
+            chosen, costs = _round_robin(request.num_placements, scores)
         case "least_loaded":
             chosen, costs = _least_loaded(scores, rng, config)
         case "two_choices":
@@ -114,12 +114,12 @@ def _two_choices(scores: Sequence[Score], rng: Random) -> Choice:
     return min(rng.sample(range(len(scores)), min(2, len(scores))), key=costs.__getitem__), costs
 
 
-def _round_robin(turn: int, scores: Sequence[Score]) -> Choice:
+def _round_robin(num_placements: int, scores: Sequence[Score]) -> Choice:
     """Choose the next worker. The cost is a worker's distance in the rotation."""
     order = sorted(range(len(scores)), key=lambda number: (scores[number].worker_id, scores[number].address))
     costs = [0.0] * len(scores)
     for position, number in enumerate(order):
-        costs[number] = float((position - turn) % len(order))
+        costs[number] = float((position - num_placements) % len(order))
     return costs.index(0.0), costs
 
 

@@ -104,13 +104,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             self._num_watches -= 1
 
     async def _watch_workers(self, context: Context) -> None:
-        told: cluster_pb2.ListWorkersResponse | None = None
+        sent: cluster_pb2.ListWorkersResponse | None = None
         while not self._parts.registry.is_draining:
             # Silence changes states without an event, so the watch polls.
             now = workers_message(self._parts.fleet)
-            if told is None or timeless(now) != timeless(told):
+            if sent is None or timeless(now) != timeless(sent):
                 await context.write(now)
-                told = now
+                sent = now
             await asyncio.sleep(WATCH_SECONDS)
 
     async def GetBlockPool(

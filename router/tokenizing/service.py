@@ -221,7 +221,7 @@ class _Lane:
             if future.done() and not future.cancelled():
                 self.give(future.result())
             elif self._futures.pop(number, None) is not None:
-                self._waiting.remove(ticket, had_turn=False)
+                self._waiting.remove(ticket, was_served=False)
             raise
 
     def give(self, seat: _Seat) -> None:
@@ -232,7 +232,7 @@ class _Lane:
         while self._idle and (ticket := self._waiting.first()) is not None:
             future = self._futures.pop(ticket.number)
             # A cancelled caller runs only in the loop's next tick. Until then its ticket waits here.
-            self._waiting.remove(ticket, had_turn=not future.cancelled())
+            self._waiting.remove(ticket, was_served=not future.cancelled())
             if not future.cancelled():
                 future.set_result(self._idle.pop())
 

@@ -21,7 +21,7 @@ from bench.engine.shapes import DEMO, model_folder
 from bench.kernels.timing import Machine
 from bench.profile import scenarios
 from bench.profile.decoding import START_STEPS, blocks_of_decodes, decoding
-from bench.profile.report import UNSPARED, Figures, floors_of, text_of
+from bench.profile.report import WALKED, Figures, floors_of, text_of
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
 from bench.profile.scenarios import (
     PLAN,
@@ -248,7 +248,7 @@ FIGURES: Figures = {
     "names": {"share": 0.02, "naming_ms": 1.0, "look_up_ms": 1.0, "whole_ms": 100.0},
     "collections": {
         "spared": {"count": 2, "longest_ms": 4.0, "whole_ms": 5.0},
-        UNSPARED: {"count": 9, "longest_ms": 6.0, "whole_ms": 9.0},
+        WALKED: {"count": 9, "longest_ms": 6.0, "whole_ms": 9.0},
     },
     "full_collections": FULL_COLLECTIONS,
     "of_roofline": [row(1, 256, 0.1), row(32, 256, 0.9), row(256, 256, 0.7), row(64, 2048, 0.85)],

@@ -201,7 +201,7 @@ def test_a_worker_that_is_away_keeps_its_last_pool_and_since_when() -> None:
     card = card_at(500.0, "dead", None)
     assert (card["last_pool"], card["since"], card["since_is_exact"]) == ({"total": 8}, 500.0, False)
     # While no router answers, the supervisor's word is no change of state.
-    (card,) = seen.completed([{"name": "w", "state": "connecting", "pool": None}], 500.5, is_told=False)
+    (card,) = seen.completed([{"name": "w", "state": "connecting", "pool": None}], 500.5, is_router_up=False)
     assert (card["last_pool"], card["since"]) == ({"total": 8}, None)
     assert card_at(501.0, "dead", None)["since"] == 500.0
     seen.completed([], 501.0)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.requests.waiting_messages import PATIENCE_SECONDS
+from blockyard.deploy.requests.waiting_messages import SILENCE_SECONDS
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.client.arguments import ChatArguments, GenerateArguments
 from click.testing import CliRunner, Result
@@ -116,7 +116,7 @@ def test_json_has_all_outputs(terminal: Terminal) -> None:
 def test_an_answer_that_is_late_is_said_to_be_beside_it_once_and_in_it_never(
     terminal: Terminal, command: tuple[str, ...]
 ) -> None:
-    terminal.router.answers, terminal.router.delay_seconds = ONE, PATIENCE_SECONDS + 1.0
+    terminal.router.answers, terminal.router.delay_seconds = ONE, SILENCE_SECONDS + 1.0
     result = terminal.run(*command, input="hello\n")
     assert result.exit_code == 0
     # This router says nothing of workers, as a real one to a token that may only ask the model.

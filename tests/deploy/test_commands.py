@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 from blockyard.deploy.cli import main
-from blockyard.deploy.requests.waiting_messages import PATIENCE_SECONDS, waiting_line
+from blockyard.deploy.requests.waiting_messages import SILENCE_SECONDS, waiting_line
 from blockyard.proto.v1.cluster_pb2 import Worker, WorkerLoad, WorkerState
 from blockyard.router.client import Client
 from click.testing import CliRunner, Result
@@ -167,7 +167,7 @@ def test_who_drains_the_last_worker_is_told_and_who_waits_for_one_is_told_what_e
     drained = run(cluster, "router-0", "drain", "worker-0", "--force")
     assert "worker-0 is the only worker that takes requests" in drained.stderr
     assert back in drained.stderr
-    resumed = threading.Timer(2 * PATIENCE_SECONDS, run, (cluster, "router-0", "resume", "worker-0"))
+    resumed = threading.Timer(2 * SILENCE_SECONDS, run, (cluster, "router-0", "resume", "worker-0"))
     resumed.start()
     waited = run(cluster, "router-0", "generate", PROMPT, "--max-tokens", "4")
     resumed.join()

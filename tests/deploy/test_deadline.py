@@ -32,20 +32,20 @@ SETTINGS_FRAME = b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
 
 @given(
     age_seconds=st.floats(-1.0, 1000.0),
-    wishes=st.lists(st.floats(0.01, 20.0), max_size=8),
+    wanted_seconds=st.lists(st.floats(0.01, 20.0), max_size=8),
 )
 def test_steps_that_all_take_what_they_may_end_within_the_budget(
-    age_seconds: float, wishes: list[float]
+    age_seconds: float, wanted_seconds: list[float]
 ) -> None:
     now = 100.0
     budget = Budget(age_seconds, clock=lambda: now)
     assert budget.left_seconds >= ANSWER_SECONDS - MAX_START_SECONDS - 1e-9
-    for wish in wishes:
-        step_seconds = budget.step_seconds(wish)
-        assert MIN_STEP_SECONDS <= step_seconds <= max(wish, MIN_STEP_SECONDS)
+    for wanted in wanted_seconds:
+        step_seconds = budget.step_seconds(wanted)
+        assert MIN_STEP_SECONDS <= step_seconds <= max(wanted, MIN_STEP_SECONDS)
         now += step_seconds
     counted_seconds = min(max(age_seconds, 0.0), MAX_START_SECONDS)
-    assert now - 100.0 + counted_seconds <= ANSWER_SECONDS + len(wishes) * MIN_STEP_SECONDS
+    assert now - 100.0 + counted_seconds <= ANSWER_SECONDS + len(wanted_seconds) * MIN_STEP_SECONDS
     assert budget.left_seconds >= 0.0
 
 

@@ -13,7 +13,7 @@ from blockyard.deploy.machine.deaths import DeathWatch, ending
 from blockyard.deploy.supervision.actors import DiedError, deaths_as_errors, reason_by_ray
 from ray.exceptions import OutOfMemoryError, RayActorError
 
-from .lives import until
+from .incarnations import until
 
 EXITED = 3 << 8
 GRANDCHILD = """

@@ -15,7 +15,7 @@ from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, Supervi
 
 from simulation.virtual_time import Process, VirtualLoop
 
-from .lives import PID, Downloads, Lives
+from .incarnations import PID, Downloads, FakeIncarnations
 
 TRUTH_SECONDS = 5.0
 """Time within which `status` shows a frozen replica."""
@@ -35,15 +35,15 @@ def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[
 
 @in_virtual_time
 async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> None:
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     await asyncio.sleep(10.0)
     worker = await supervisor.replica("worker")
-    supervisor.lives[0].is_frozen = True
+    supervisor.incarnations[0].is_frozen = True
     await asyncio.sleep(TRUTH_SECONDS)
     assert replica_dict(worker)["phase"] == "not answering"
-    assert not supervisor.lives[0].ended.is_set()
+    assert not supervisor.incarnations[0].ended.is_set()
     await asyncio.sleep(DEFAULT_HUNG_SECONDS + QUESTION_SECONDS)
-    assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
+    assert supervisor.incarnations[0].ended.is_set(), "it lives on beside its successor"
     assert (replica_dict(worker)["phase"], worker.incarnation) == ("serving", "life-1")
     assert "did not answer for 20 s" in worker.error
     await supervisor.leave()
@@ -51,7 +51,7 @@ async def test_a_frozen_worker_is_told_within_five_seconds_and_replaced() -> Non
 
 @in_virtual_time
 async def test_a_frozen_router_is_told_and_replaced() -> None:
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     await asyncio.sleep(10.0)
     router = await supervisor.replica("router")
     supervisor.router.is_frozen = True
@@ -66,12 +66,12 @@ async def test_a_frozen_router_is_told_and_replaced() -> None:
 
 @in_virtual_time
 async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     await asyncio.sleep(10.0)
-    supervisor.lives[0].answers_after_seconds = 0.75 * DEFAULT_HUNG_SECONDS
+    supervisor.incarnations[0].answers_after_seconds = 0.75 * DEFAULT_HUNG_SECONDS
     await asyncio.sleep(10 * DEFAULT_HUNG_SECONDS)
-    assert len(supervisor.lives) == 1
-    supervisor.lives[0].answers_after_seconds = 0.0
+    assert len(supervisor.incarnations) == 1
+    supervisor.incarnations[0].answers_after_seconds = 0.0
     await asyncio.sleep(DEFAULT_HUNG_SECONDS)
     assert replica_dict(await supervisor.replica("worker"))["phase"] == "serving"
     await supervisor.leave()
@@ -79,31 +79,31 @@ async def test_a_worker_whose_answers_are_slow_is_left_alone() -> None:
 
 @in_virtual_time
 async def test_a_worker_that_starts_for_long_is_left_alone() -> None:
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     supervisor.loads_for_seconds = 10 * STARTING_SECONDS
     await asyncio.sleep(5 * STARTING_SECONDS)
-    supervisor.lives[0].answers_after_seconds = 0.75 * STARTING_SECONDS
+    supervisor.incarnations[0].answers_after_seconds = 0.75 * STARTING_SECONDS
     await asyncio.sleep(4 * STARTING_SECONDS)
     worker = await supervisor.replica("worker")
     assert (worker.phase, worker.error) == ("starting", "")
-    supervisor.lives[0].answers_after_seconds = 0.0
+    supervisor.incarnations[0].answers_after_seconds = 0.0
     await asyncio.sleep(2 * STARTING_SECONDS)
-    assert (worker.phase, len(supervisor.lives)) == ("serving", 1)
+    assert (worker.phase, len(supervisor.incarnations)) == ("serving", 1)
     await supervisor.leave()
 
 
 @in_virtual_time
 async def test_a_worker_that_freezes_while_it_starts_is_replaced() -> None:
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     supervisor.loads_for_seconds = 10 * STARTING_SECONDS
     await asyncio.sleep(10.0)
-    supervisor.lives[0].is_frozen = True
+    supervisor.incarnations[0].is_frozen = True
     await asyncio.sleep(STARTING_SECONDS - 2 * QUESTION_SECONDS)
-    assert len(supervisor.lives) == 1
+    assert len(supervisor.incarnations) == 1
     await asyncio.sleep(4 * QUESTION_SECONDS)
     worker = await supervisor.replica("worker")
-    assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
-    assert (worker.phase, len(supervisor.lives)) == ("starting", 2)
+    assert supervisor.incarnations[0].ended.is_set(), "it lives on beside its successor"
+    assert (worker.phase, len(supervisor.incarnations)) == ("starting", 2)
     assert "did not answer for 120 s" in worker.error
     assert supervisor.ended_processes == [1]
     await supervisor.leave()
@@ -128,7 +128,7 @@ async def test_a_model_that_downloads_for_longer_than_a_start_may_take_is_no_han
             assert (worker.phase, worker.error, worker.num_missed) == ("downloading", "", 0)
         await asyncio.sleep(2 * START_SECONDS)
         assert (worker.phase, worker.error, worker.num_starts) == ("serving", "", 1)
-        assert len(supervisor.lives) == 1
+        assert len(supervisor.incarnations) == 1
 
 
 @in_virtual_time
@@ -138,11 +138,11 @@ async def test_the_clock_of_a_start_begins_when_the_model_is_there() -> None:
     ) as supervisor:
         worker = await supervisor.replica("worker")
         await asyncio.sleep(1.9 * START_SECONDS)
-        assert (worker.phase, worker.error, len(supervisor.lives)) == ("starting", "", 1)
+        assert (worker.phase, worker.error, len(supervisor.incarnations)) == ("starting", "", 1)
         await asyncio.sleep(0.2 * START_SECONDS)
         assert worker.error == f"did not start within {START_SECONDS:.0f} s"
-        assert supervisor.lives[0].ended.is_set(), "it lives on beside its successor"
-        assert (worker.phase, len(supervisor.lives)) == ("downloading", 2)
+        assert supervisor.incarnations[0].ended.is_set(), "it lives on beside its successor"
+        assert (worker.phase, len(supervisor.incarnations)) == ("downloading", 2)
 
 
 @in_virtual_time
@@ -150,24 +150,24 @@ async def test_a_worker_that_freezes_while_it_downloads_is_replaced() -> None:
     async with downloading(downloads_for_seconds=5 * START_SECONDS) as supervisor:
         worker = await supervisor.replica("worker")
         await asyncio.sleep(START_SECONDS)
-        supervisor.lives[0].is_frozen = True
+        supervisor.incarnations[0].is_frozen = True
         await asyncio.sleep(STARTING_SECONDS + 2 * QUESTION_SECONDS)
         assert "did not answer for 120 s" in worker.error
         assert supervisor.ended_processes == [PID]
-        assert (worker.phase, len(supervisor.lives)) == ("downloading", 2)
+        assert (worker.phase, len(supervisor.incarnations)) == ("downloading", 2)
 
 
 @in_virtual_time
 async def test_a_worker_that_waits_for_a_node_is_left_alone() -> None:
     """Nothing of it runs yet, and so nothing answers."""
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     supervisor.loads_for_seconds = 10 * STARTING_SECONDS
     supervisor.is_without_room = True
     await asyncio.sleep(4 * STARTING_SECONDS)
-    assert len(supervisor.lives) == 1
-    supervisor.lives[0].is_frozen = False
+    assert len(supervisor.incarnations) == 1
+    supervisor.incarnations[0].is_frozen = False
     await asyncio.sleep(10 * STARTING_SECONDS)
-    assert (len(supervisor.lives), (await supervisor.replica("worker")).phase) == (1, "serving")
+    assert (len(supervisor.incarnations), (await supervisor.replica("worker")).phase) == (1, "serving")
     await supervisor.leave()
 
 
@@ -176,10 +176,10 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     process = Process("supervisor", loop)
-    made: list[Lives] = []
+    made: list[FakeIncarnations] = []
 
     async def supervise() -> None:
-        made.append(Lives())
+        made.append(FakeIncarnations())
 
     process.start(supervise())
     await asyncio.sleep(10.0)
@@ -189,7 +189,7 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
     await asyncio.sleep(2 * QUESTION_SECONDS)
     (supervisor,) = made
     worker = await supervisor.replica("worker")
-    assert (len(supervisor.lives), supervisor.router.num_kills) == (1, 0)
+    assert (len(supervisor.incarnations), supervisor.router.num_kills) == (1, 0)
     assert (worker.phase, worker.error, worker.num_missed) == ("serving", "", 0)
     await supervisor.leave()
 
@@ -197,7 +197,7 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
 @in_virtual_time
 async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() -> None:
     answers = asyncio.Event()
-    health = HealthCheck(answers.wait, patience_seconds=3 * QUESTION_SECONDS)
+    health = HealthCheck(answers.wait, silence_seconds=3 * QUESTION_SECONDS)
     waited = asyncio.ensure_future(health.unless_hung(asyncio.Event().wait()))
     for _ in range(2):
         assert await health.look() is None

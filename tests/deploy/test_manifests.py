@@ -256,7 +256,7 @@ def test_no_image_of_redis_or_valkey_that_we_name_has_known_holes() -> None:
     for file, product, version in named:
         pinned = version_of_reply({"server": product, "version": version})
         assert pinned is not None, f"{file}: {product}:{version} leaves open which release it is"
-        assert pinned.told == "", f"{file}: {pinned.told}"
+        assert pinned.warning == "", f"{file}: {pinned.warning}"
 
 
 @pytest.mark.parametrize(

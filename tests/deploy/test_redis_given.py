@@ -15,7 +15,7 @@ from blockyard.deploy.machine import redis_server, state
 from blockyard.deploy.machine.redis_server import (
     RedisProcess,
     find_redis_servers,
-    private_server_told,
+    private_server_warning,
     redis_user,
     start_private_redis,
 )
@@ -113,17 +113,17 @@ def test_a_password_in_an_argument_is_refused_with_the_variable_to_set(arguments
 
 
 def test_a_redis_that_does_not_answer_is_a_loud_warning_and_holds_nothing_up() -> None:
-    (told,) = redis_given.check(options(f"redis://u:{PASSWORD}@127.0.0.1:{dead_port()}/0"))[:1]
-    assert "it does not answer" in told
-    assert "serves without a prefix index" in told
-    assert PASSWORD not in told
+    (warning,) = redis_given.check(options(f"redis://u:{PASSWORD}@127.0.0.1:{dead_port()}/0"))[:1]
+    assert "it does not answer" in warning
+    assert "serves without a prefix index" in warning
+    assert PASSWORD not in warning
 
 
 def test_users_of_their_own_are_looked_at_as_what_they_are(server: RedisProcess) -> None:
     warnings = redis_given.check(options(server.url_of(WORKER), server.url_of(ROUTER)))
     version = redis_given.look(server.url_of(ROUTER)).version
     assert version is not None
-    assert warnings == ([version.told] if version.told else [])
+    assert warnings == ([version.warning] if version.warning else [])
 
 
 @pytest.mark.parametrize("whose", ["workers", "routers"])
@@ -246,13 +246,13 @@ def test_a_version_with_known_holes_is_told_with_the_first_release_without(
 ) -> None:
     server = version_of_reply({b"server": product.encode(), b"version": version.encode()})
     assert server is not None
-    assert server.told.startswith(f"{server} has, by its version, known security holes")
-    assert server.told.endswith(f"the first release without them is {sound}")
-    private = private_server_told(server)
+    assert server.warning.startswith(f"{server} has, by its version, known security holes")
+    assert server.warning.endswith(f"the first release without them is {sound}")
+    private = private_server_warning(server)
     if version in ("9.1.2", "8.4.6"):
         assert private == "", "its settings and its users' rights shut its holes off"
     else:
-        assert private.startswith(f"the private Redis: {server.told_if_private}. Install a newer")
+        assert private.startswith(f"the private Redis: {server.warning_if_private}. Install a newer")
         assert "of programs on this machine or of a worker that was taken over" in private
 
 
@@ -260,7 +260,7 @@ def test_a_version_with_known_holes_is_told_with_the_first_release_without(
 def test_the_first_sound_release_and_all_later_ones_are_told_nothing(product: str) -> None:
     for major, minor, patch in SOUND[product]:
         for version in ((major, minor, patch), (major, minor, patch + 1), (99, 0, 0)):
-            assert ServerVersion(product=product, version=version).told == ""
+            assert ServerVersion(product=product, version=version).warning == ""
 
 
 def test_what_is_no_redis_says_no_version() -> None:
@@ -270,7 +270,7 @@ def test_what_is_no_redis_says_no_version() -> None:
         product="Valkey", version=(9, 1, 2)
     )
     assert version_of_program(Path("/bin/true")) is None
-    assert private_server_told(None) == ""
+    assert private_server_warning(None) == ""
 
 
 def test_doctor_names_a_server_with_known_holes_and_says_by_what(
@@ -284,7 +284,7 @@ def test_doctor_names_a_server_with_known_holes_and_says_by_what(
     )
     version = redis_given.look(server.url).version
     assert version is not None
-    assert line.startswith("warn" if version.told else "ok")
+    assert line.startswith("warn" if version.warning else "ok")
     assert str(version) in line
 
 

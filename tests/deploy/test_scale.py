@@ -18,60 +18,64 @@ from blockyard.deploy.supervision.reports import NAMESPACE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .lives import SPEC, Lives, Outlives, until
+from .incarnations import SPEC, FakeIncarnations, Outlives, until
 
 
 @pytest.fixture
-async def supervisor() -> AsyncIterator[Lives]:
-    made = Lives()
-    await until(lambda: len(made.lives) == 1)
+async def supervisor() -> AsyncIterator[FakeIncarnations]:
+    made = FakeIncarnations()
+    await until(lambda: len(made.incarnations) == 1)
     yield made
     await made.leave()
 
 
-async def names(supervisor: Lives) -> tuple[str, ...]:
+async def names(supervisor: FakeIncarnations) -> tuple[str, ...]:
     return workers_of(await supervisor.report())
 
 
-async def test_growing_waits_until_the_routers_use_the_new_workers(supervisor: Lives) -> None:
+async def test_growing_waits_until_the_routers_use_the_new_workers(supervisor: FakeIncarnations) -> None:
     supervisor.known = ("life-0",)
     growing = asyncio.create_task(supervisor.scale(3, 0.0))
-    await until(lambda: len(supervisor.lives) == 3)
+    await until(lambda: len(supervisor.incarnations) == 3)
     await asyncio.sleep(0.2)
     assert not growing.done()
     supervisor.known = None
     async with asyncio.timeout(10):
         await growing
     assert await names(supervisor) == ("worker-0", "worker-1", "worker-2")
-    await until(lambda: supervisor.router.told[-1] == ["worker-0:1", "worker-1:1", "worker-2:1"])
+    await until(lambda: supervisor.router.sent_addresses[-1] == ["worker-0:1", "worker-1:1", "worker-2:1"])
 
 
-async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(supervisor: Lives) -> None:
+async def test_shrinking_drains_the_highest_numbers_and_routers_forget_them(
+    supervisor: FakeIncarnations,
+) -> None:
     await supervisor.scale(3, 0.0)
     await supervisor.scale(1, 7.5)
-    assert [life.stopped_with for life in supervisor.lives] == [[], [7.5], [7.5]]
-    assert [life.ended.is_set() for life in supervisor.lives] == [False, True, True]
+    assert [worker.stopped_with for worker in supervisor.incarnations] == [[], [7.5], [7.5]]
+    assert [worker.ended.is_set() for worker in supervisor.incarnations] == [False, True, True]
     assert await names(supervisor) == ("worker-0",)
-    await until(lambda: supervisor.router.told[-1] == ["worker-0:1"])
+    await until(lambda: supervisor.router.sent_addresses[-1] == ["worker-0:1"])
     await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
-    assert len(supervisor.lives) == 3, "nobody was started in replica of those that left"
+    assert len(supervisor.incarnations) == 3, "nobody was started in replica of those that left"
 
 
-async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor: Lives) -> None:
+async def test_one_that_drains_to_leave_and_dies_is_not_started_again(supervisor: FakeIncarnations) -> None:
     await supervisor.scale(2, 0.0)
-    supervisor.lives[1].may_stop.clear()
+    supervisor.incarnations[1].may_stop.clear()
     shrinking = asyncio.create_task(supervisor.scale(1, 60.0))
-    await until(lambda: supervisor.lives[1].stopped_with == [60.0])
-    supervisor.lives[1].ended.set()
+    await until(lambda: supervisor.incarnations[1].stopped_with == [60.0])
+    supervisor.incarnations[1].ended.set()
     await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
-    assert len(supervisor.lives) == 2
-    supervisor.lives[1].may_stop.set()
+    assert len(supervisor.incarnations) == 2
+    supervisor.incarnations[1].may_stop.set()
     async with asyncio.timeout(10):
         await shrinking
     assert await names(supervisor) == ("worker-0",)
 
 
-async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(supervisor: Lives) -> None:
+async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(
+    supervisor: FakeIncarnations,
+) -> None:
     supervisor.fails_to_start = True
     with pytest.raises(RuntimeError, match="worker-1 does not start: RuntimeError: no such model"):
         await supervisor.scale(2, 0.0)
@@ -79,7 +83,9 @@ async def test_a_new_worker_that_does_not_start_is_told_and_can_be_given_up(supe
     assert await names(supervisor) == ("worker-0",)
 
 
-async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_tries(supervisor: Lives) -> None:
+async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_tries(
+    supervisor: FakeIncarnations,
+) -> None:
     supervisor.fails_to_start = True
     with pytest.raises(RuntimeError, match="worker-1 does not start"):
         await supervisor.scale(2, 0.0)
@@ -90,7 +96,7 @@ async def test_the_same_asked_again_after_the_cause_is_mended_waits_for_new_trie
     assert (worker.phase, worker.error) == ("serving", "")
 
 
-async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: Lives) -> None:
+async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: FakeIncarnations) -> None:
     supervisor.never_starts = True
     growing = asyncio.create_task(supervisor.scale(3, 0.0))
     await until(lambda: len(supervisor._replicas) == 4)
@@ -101,60 +107,60 @@ async def test_growing_that_waits_for_room_is_taken_back_at_once(supervisor: Liv
     assert await names(supervisor) == ("worker-0",)
 
 
-async def test_no_worker_at_all_is_refused(supervisor: Lives) -> None:
+async def test_no_worker_at_all_is_refused(supervisor: FakeIncarnations) -> None:
     with pytest.raises(ValueError, match="at least one worker, not 0"):
         await supervisor.scale(0, 0.0)
 
 
 async def test_a_supervisor_that_is_started_again_keeps_the_number_that_was_asked_for() -> None:
     left = Outlives()
-    first = Lives(left)
+    first = FakeIncarnations(left)
     await first.scale(3, 0.0)
     await first.leave()
-    second = Lives(left)
+    second = FakeIncarnations(left)
     await until(lambda: len(second._actors) == 4)
     assert await names(second) == ("worker-0", "worker-1", "worker-2")
-    assert second.lives == [], "it has adopted them"
+    assert second.incarnations == [], "it has adopted them"
     await second.leave()
 
 
 async def test_those_that_were_leaving_when_the_supervisor_died_go_on_to_leave() -> None:
     left = Outlives()
-    first = Lives(left)
+    first = FakeIncarnations(left)
     await first.scale(3, 0.0)
-    for life in first.lives[1:]:
-        life.may_stop.clear()
+    for worker in first.incarnations[1:]:
+        worker.may_stop.clear()
     shrinking = asyncio.create_task(first.scale(1, 7.5))
-    await until(lambda: all(life.stopped_with for life in first.lives[1:]))
+    await until(lambda: all(worker.stopped_with for worker in first.incarnations[1:]))
     shrinking.cancel()
     await first.leave()
-    for life in first.lives[1:]:
-        life.may_stop.set()
-    second = Lives(left)
-    await until(lambda: all(life.ended.is_set() for life in first.lives[1:]))
-    assert [life.stopped_with for life in first.lives[1:]] == [[7.5, 7.5], [7.5, 7.5]]
+    for worker in first.incarnations[1:]:
+        worker.may_stop.set()
+    second = FakeIncarnations(left)
+    await until(lambda: all(worker.ended.is_set() for worker in first.incarnations[1:]))
+    assert [worker.stopped_with for worker in first.incarnations[1:]] == [[7.5, 7.5], [7.5, 7.5]]
     assert await names(second) == ("worker-0",)
-    assert second.lives == []
+    assert second.incarnations == []
     await second.leave()
 
 
 async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died() -> None:
     left = Outlives()
-    first = Lives(left)
-    await until(lambda: len(first.lives) == 1)
+    first = FakeIncarnations(left)
+    await until(lambda: len(first.incarnations) == 1)
     worker = await first.replica("worker-0")
-    first.lives[0].draining = True
+    first.incarnations[0].draining = True
     await until(lambda: worker.phase == "draining")
     await until(lambda: left.load() is not None)
     await first.leave()
-    first.lives[0].ended.set()
+    first.incarnations[0].ended.set()
 
-    second = Lives(left)
+    second = FakeIncarnations(left)
     replica = await second.replica("worker-0")
-    await until(lambda: bool(second.router.told))
-    assert (replica.phase, second.lives) == ("stopped", [])
+    await until(lambda: bool(second.router.sent_addresses))
+    assert (replica.phase, second.incarnations) == ("stopped", [])
     await second.restart("worker-0", 0.0)
-    assert (replica.phase, len(second.lives)) == ("serving", 1)
+    assert (replica.phase, len(second.incarnations)) == ("serving", 1)
     await until(lambda: left.load() == DesiredState(num_workers=1))
     await second.leave()
 
@@ -166,7 +172,7 @@ async def test_the_end_of_a_cluster_forgets_what_was_asked_of_it(monkeypatch: py
         withdrawn.append((cluster, namespace))
 
     monkeypatch.setattr("blockyard.deploy.supervision.supervisor.withdraw", withdraw)
-    supervisor = Lives()
+    supervisor = FakeIncarnations()
     await supervisor.scale(2, 0.0)
     assert supervisor.left.load() == DesiredState(num_workers=2)
     supervisor._actors.pop("router-0")

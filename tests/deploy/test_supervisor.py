@@ -15,15 +15,15 @@ from blockyard.deploy.supervision.replicas import (
     push_pause_seconds,
 )
 
-from .lives import Lives, WithoutActors, until
+from .incarnations import FakeIncarnations, WithoutActors, until
 
 
 @dataclass
-class Life:
+class FakeRouter:
     """A router's actor as far as the supervisor calls it."""
 
     answer: Callable[[list[str]], "asyncio.Future[int]"]
-    set_workers: "Life" = field(init=False)
+    set_workers: "FakeRouter" = field(init=False)
 
     def __post_init__(self) -> None:
         self.set_workers = self
@@ -33,17 +33,17 @@ class Life:
 
 
 class WithoutRay(WithoutActors):
-    """Its replicas serve until `ended`; its routers are lives of ours."""
+    """Its replicas serve until `ended`; its routers are `FakeRouter`s."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, router: FakeRouter) -> None:
         self.ended = asyncio.Event()
-        self._life = life
+        self._router = router
         super().__init__()
 
     async def _run_once(self, replica: Replica) -> None:
         if self.ended.is_set():
             await asyncio.Event().wait()
-        self._actors[replica.name] = self._life
+        self._actors[replica.name] = self._router
         replica.phase, replica.address = "serving", f"{replica.name}:1"
         self._changed.set()
         await self.ended.wait()
@@ -61,7 +61,7 @@ def ready(num_workers: int) -> "asyncio.Future[int]":
 
 
 async def test_a_router_that_ended_reaches_nobody() -> None:
-    supervisor = WithoutRay(Life(lambda addresses: ready(len(addresses))))
+    supervisor = WithoutRay(FakeRouter(lambda addresses: ready(len(addresses))))
     router = await supervisor.router()
     await until(lambda: router.num_ready_workers == 1)
     supervisor.ended.set()
@@ -77,7 +77,7 @@ async def test_the_answer_of_a_router_that_ended_meanwhile_says_nothing_of_the_n
         asked.append(asyncio.get_running_loop().create_future())
         return asked[-1]
 
-    supervisor = WithoutRay(Life(later))
+    supervisor = WithoutRay(FakeRouter(later))
     router = await supervisor.router()
     await until(lambda: bool(asked))
     supervisor.ended.set()
@@ -95,7 +95,7 @@ async def test_a_worker_that_a_router_refuses_is_told_of_less_and_less_often() -
         told.append(asyncio.get_running_loop().time())
         return ready(0)
 
-    supervisor = WithoutRay(Life(refuse))
+    supervisor = WithoutRay(FakeRouter(refuse))
     await until(lambda: len(told) >= 4)
     await supervisor.leave()
     pauses = [later - earlier for earlier, later in pairwise(told)]
@@ -113,25 +113,27 @@ def test_routers_are_told_often_only_while_they_get_on() -> None:
 
 
 @pytest.fixture
-async def supervisor() -> AsyncIterator[Lives]:
-    made = Lives()
-    await until(lambda: len(made.lives) == 1)
+async def supervisor() -> AsyncIterator[FakeIncarnations]:
+    made = FakeIncarnations()
+    await until(lambda: len(made.incarnations) == 1)
     yield made
     await made.leave()
 
 
-async def test_a_restart_drains_first_and_is_no_failure(supervisor: Lives) -> None:
+async def test_a_restart_drains_first_and_is_no_failure(supervisor: FakeIncarnations) -> None:
     worker = await supervisor.replica("worker")
     await supervisor.restart("worker-0", 7.5)
-    assert supervisor.lives[0].stopped_with == [7.5]
+    assert supervisor.incarnations[0].stopped_with == [7.5]
     assert (worker.phase, worker.incarnation, worker.num_starts) == ("serving", "life-1", 2)
     assert (worker.error, worker.num_failures_in_a_row, worker.is_leaving) == ("", 0, False)
 
 
-async def test_a_restart_waits_until_every_router_gives_the_new_life_requests(supervisor: Lives) -> None:
+async def test_a_restart_waits_until_every_router_gives_the_new_life_requests(
+    supervisor: FakeIncarnations,
+) -> None:
     supervisor.known = ("life-0",)
     restarting = asyncio.create_task(supervisor.restart("worker-0", 0.0))
-    await until(lambda: len(supervisor.lives) == 2)
+    await until(lambda: len(supervisor.incarnations) == 2)
     await asyncio.sleep(0.2)
     assert not restarting.done()
     supervisor.known = ("life-1",)
@@ -139,32 +141,34 @@ async def test_a_restart_waits_until_every_router_gives_the_new_life_requests(su
         await restarting
 
 
-async def test_a_restart_that_fails_says_why_and_goes_on_trying(supervisor: Lives) -> None:
+async def test_a_restart_that_fails_says_why_and_goes_on_trying(supervisor: FakeIncarnations) -> None:
     supervisor.fails_to_start = True
     with pytest.raises(RuntimeError, match="worker-0 does not start again: RuntimeError: no such model"):
         await supervisor.restart("worker-0", 0.0)
     supervisor.fails_to_start = False
-    await until(lambda: len(supervisor.lives) == 2)
+    await until(lambda: len(supervisor.incarnations) == 2)
 
 
 async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_for(
-    supervisor: Lives,
+    supervisor: FakeIncarnations,
 ) -> None:
     worker = await supervisor.replica("worker")
-    supervisor.lives[0].draining = True
+    supervisor.incarnations[0].draining = True
     await until(lambda: worker.phase == "draining")
-    supervisor.lives[0].ended.set()
+    supervisor.incarnations[0].ended.set()
     await until(lambda: worker.phase == "stopped")
     await asyncio.sleep(3 * FIRST_BACKOFF_SECONDS)
-    assert len(supervisor.lives) == 1
+    assert len(supervisor.incarnations) == 1
     await supervisor.restart("worker-0", 0.0)
-    assert (worker.phase, len(supervisor.lives)) == ("serving", 2)
+    assert (worker.phase, len(supervisor.incarnations)) == ("serving", 2)
 
 
-async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(supervisor: Lives) -> None:
+async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(
+    supervisor: FakeIncarnations,
+) -> None:
     worker = await supervisor.replica("worker")
     assert (await supervisor.report()).error_age_seconds(worker) is None
-    supervisor.lives[0].ended.set()
+    supervisor.incarnations[0].ended.set()
     await until(lambda: worker.num_starts == 2)
     report = await supervisor.report()
     assert worker.failed_at is not None
@@ -173,17 +177,19 @@ async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(super
     assert (await supervisor.report()).error_age_seconds(worker) is None
 
 
-async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(supervisor: Lives) -> None:
+async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(
+    supervisor: FakeIncarnations,
+) -> None:
     worker = await supervisor.replica("worker")
-    supervisor.lives[0].draining = True
+    supervisor.incarnations[0].draining = True
     await until(lambda: worker.phase == "draining")
-    supervisor.lives[0].draining = False
+    supervisor.incarnations[0].draining = False
     await until(lambda: worker.phase == "serving")
-    supervisor.lives[0].ended.set()
-    await until(lambda: len(supervisor.lives) == 2)
+    supervisor.incarnations[0].ended.set()
+    await until(lambda: len(supervisor.incarnations) == 2)
 
 
-async def test_nobody_of_that_name_is_restarted(supervisor: Lives) -> None:
+async def test_nobody_of_that_name_is_restarted(supervisor: FakeIncarnations) -> None:
     with pytest.raises(ValueError, match="'worker-7', only worker-0, router-0"):
         await supervisor.restart("worker-7", 0.0)
 

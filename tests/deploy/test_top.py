@@ -35,10 +35,10 @@ TOP = (sys.executable, "-m", "blockyard.deploy.cli", "top", "--interval", "0.2")
 READY = cluster_pb2.WORKER_STATE_READY
 
 
-def worker(name: str = "worker-0", life: str = "a", **load: int) -> cluster_pb2.Worker:
+def worker(name: str = "worker-0", incarnation: str = "a", **load: int) -> cluster_pb2.Worker:
     return cluster_pb2.Worker(
         worker_id=name,
-        incarnation=life,
+        incarnation=incarnation,
         state=READY,
         total_blocks=100,
         load=cluster_pb2.WorkerLoad(**load),
@@ -74,8 +74,8 @@ def test_the_first_look_has_no_rates_and_the_hit_rate_since_the_start() -> None:
 
 
 def test_a_worker_that_was_restarted_begins_anew_and_never_has_a_negative_rate() -> None:
-    before = look(1.0, worker(life="a", generated_tokens=900, prompt_tokens=900))
-    (row,) = rows_of(look(2.0, worker(life="b", generated_tokens=5, prompt_tokens=7)), before)
+    before = look(1.0, worker(incarnation="a", generated_tokens=900, prompt_tokens=900))
+    (row,) = rows_of(look(2.0, worker(incarnation="b", generated_tokens=5, prompt_tokens=7)), before)
     assert (row.generated_tokens_per_second, row.prompt_tokens_per_second) == (0.0, 0.0)
 
 

@@ -147,8 +147,11 @@ def test_the_index_is_as_good_as_its_look_ups_and_its_worst_part(
 
 
 def test_of_two_lives_of_one_worker_each_must_stand_in_the_index() -> None:
-    lives = [Part(worker_id=WorkerId("a"), incarnation=Incarnation(life), index=GOOD) for life in ("1", "2")]
-    condition = index_condition(HEALTHY, lives, timeout_seconds=0.04)
+    parts = [
+        Part(worker_id=WorkerId("a"), incarnation=Incarnation(incarnation), index=GOOD)
+        for incarnation in ("1", "2")
+    ]
+    condition = index_condition(HEALTHY, parts, timeout_seconds=0.04)
     assert (condition.state, condition.reason.startswith("a is not in")) == (DEGRADED, True)
 
 

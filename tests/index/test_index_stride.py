@@ -196,7 +196,9 @@ def test_a_stride_longer_than_any_prompt_is_refused() -> None:
 
 
 def test_the_stride_in_blocks_is_one_unless_said_otherwise() -> None:
-    strides = [EngineConfig(model="demo", block_size=32, index_stride_tokens=told) for told in (None, 32, 96)]
+    strides = [
+        EngineConfig(model="demo", block_size=32, index_stride_tokens=stride) for stride in (None, 32, 96)
+    ]
     assert [config.index_stride_blocks for config in strides] == [1, 1, 3]
 
 

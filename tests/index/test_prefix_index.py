@@ -250,8 +250,8 @@ async def test_a_zombie_cannot_write_while_the_walk_that_strikes_it_out_is_under
 
 async def test_churn_leaves_neither_entries_nor_berths_behind(harness: IndexHarness) -> None:
     numbers = set()
-    for life in range(20):
-        berth = await join(harness, "w", *chain(30, f"life-{life}"), incarnation=str(life))
+    for number in range(20):
+        berth = await join(harness, "w", *chain(30, f"life-{number}"), incarnation=str(number))
         numbers.add(berth.number)
         await harness.index.retire(berth)
         await purge_all(harness.index)
@@ -286,10 +286,10 @@ async def test_info_counts_names_once_and_berths_by_whether_they_live(harness: I
     gone = await join(harness, "gone", *chain(300, "gone"))
     await harness.index.register(record("host"), lease_seconds=LEASE_SECONDS, has_host_cache=True)
     await harness.index.retire(gone)
-    told = await harness.index.info()
-    assert (told.names, told.live_berths, told.dead_berths) == (305, 4, 1)
-    assert told.bytes > 305
+    before = await harness.index.info()
+    assert (before.names, before.live_berths, before.dead_berths) == (305, 4, 1)
+    assert before.bytes > 305
     await purge_all(harness.index)
     purged = await harness.index.info()
     assert (purged.names, purged.live_berths, purged.dead_berths) == (5, 4, 0)
-    assert purged.bytes < told.bytes
+    assert purged.bytes < before.bytes

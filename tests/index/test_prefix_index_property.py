@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from .harness import IndexHarness, RedisHarness, TwinHarness, free_of, purge_all, record
-from .lives import Life, rounded_down, told
+from .incarnations import WorkerIncarnation, known_to_index, rounded_down
 from .truth import ALL_CHAINS, Tiers, brute_force, name_of
 
 LEASE_SECONDS = 60.0
@@ -36,7 +36,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.lives: list[Life] = []
+        self.incarnations: list[WorkerIncarnation] = []
         self.now = 0.0
         self.num_started = 0
 
@@ -55,96 +55,96 @@ class IndexMachine(RuleBasedStateMachine):
     def run(self, call: Any) -> Any:
         return self.runner.run(call)
 
-    def running(self) -> list[Life]:
-        return [life for life in self.lives if life.is_running]
+    def running(self) -> list[WorkerIncarnation]:
+        return [owner for owner in self.incarnations if owner.is_running]
 
-    def pick(self, number: int) -> Life:
+    def pick(self, number: int) -> WorkerIncarnation:
         candidates = self.running()
         return candidates[number % len(candidates)]
 
     @rule(worker=st.integers(0, 3), has_host_cache=st.booleans())
     def start(self, worker: int, has_host_cache: bool) -> None:
-        """Also a restart: the earlier life, if any, dies without a word."""
-        for life in self.running():
-            if life.worker_id == f"w{worker}":
-                life.is_running = False
+        """Also a restart: the earlier incarnation, if any, dies without a word."""
+        for owner in self.running():
+            if owner.worker_id == f"w{worker}":
+                owner.is_running = False
         self.num_started += 1
-        life = Life(
+        owner = WorkerIncarnation(
             worker_id=f"w{worker}",
             incarnation=str(self.num_started),
             berth=Berth(number=0, epoch=0),
             tiers=Tiers(has_host_cache=has_host_cache),
             stride_blocks=self.stride_blocks,
         )
-        self.lives.append(life)
-        self.register(life)
+        self.incarnations.append(owner)
+        self.register(owner)
 
-    def register(self, life: Life) -> None:
-        life.berth = self.run(
+    def register(self, owner: WorkerIncarnation) -> None:
+        owner.berth = self.run(
             self.index.register(
-                record(life.worker_id, life.incarnation),
+                record(owner.worker_id, owner.incarnation),
                 lease_seconds=LEASE_SECONDS,
-                has_host_cache=life.tiers.has_host_cache,
+                has_host_cache=owner.tiers.has_host_cache,
             )
         )
-        assert (life.berth.anywhere is not None) == life.tiers.has_host_cache
-        life.deadline = self.now + LEASE_SECONDS
-        life.forgotten()
-        life.is_refused = False
-        life.last_batch = Batch(sequence=0)
+        assert (owner.berth.anywhere is not None) == owner.tiers.has_host_cache
+        owner.deadline = self.now + LEASE_SECONDS
+        owner.forgotten()
+        owner.is_refused = False
+        owner.last_batch = Batch(sequence=0)
 
     @precondition(lambda self: self.running())
     @rule(which=st.integers(0, 3), seed=st.integers(0, 2**16))
     def step_of_the_engine(self, which: int, seed: int) -> None:
         """Some blocks stored, some evicted, then one batch of the net difference."""
-        life = self.pick(which)
-        life.tiers.seeded_change(seed)
-        self.publish(life)
+        owner = self.pick(which)
+        owner.tiers.seeded_change(seed)
+        self.publish(owner)
 
-    def publish(self, life: Life) -> None:
-        batch = life.next_batch()
-        result = self.run(self.index.apply(life.berth, batch))
-        if self.must_resync(life, result is ApplyResult.UNKNOWN):
-            self.resync(life)
+    def publish(self, owner: WorkerIncarnation) -> None:
+        batch = owner.next_batch()
+        result = self.run(self.index.apply(owner.berth, batch))
+        if self.must_resync(owner, result is ApplyResult.UNKNOWN):
+            self.resync(owner)
             return
         assert result is ApplyResult.OK
-        life.applied(batch)
+        owner.applied(batch)
 
-    def must_resync(self, life: Life, is_unknown: bool) -> bool:
+    def must_resync(self, owner: WorkerIncarnation, is_unknown: bool) -> bool:
         """A live berth is never refused, a refused one never comes back; a lapsed one may go either way."""
-        if life.is_refused:
+        if owner.is_refused:
             assert is_unknown
-        if self.now < life.deadline and not life.is_refused:
+        if self.now < owner.deadline and not owner.is_refused:
             assert not is_unknown
         return is_unknown
 
-    def resync(self, life: Life) -> None:
-        self.register(life)
-        self.publish(life)
+    def resync(self, owner: WorkerIncarnation) -> None:
+        self.register(owner)
+        self.publish(owner)
 
     @precondition(lambda self: self.running())
     @rule(which=st.integers(0, 3))
     def replay(self, which: int) -> None:
-        life = self.pick(which)
-        if life.last_batch.sequence:
-            result = self.run(self.index.apply(life.berth, life.last_batch))
+        owner = self.pick(which)
+        if owner.last_batch.sequence:
+            result = self.run(self.index.apply(owner.berth, owner.last_batch))
             expected = ApplyResult.DUPLICATE
             assert result in (expected, ApplyResult.UNKNOWN)
-            if self.must_resync(life, result is ApplyResult.UNKNOWN):
-                self.resync(life)
+            if self.must_resync(owner, result is ApplyResult.UNKNOWN):
+                self.resync(owner)
 
     @precondition(lambda self: self.running())
     @rule(which=st.integers(0, 3), seed=st.integers(0, 2**16))
     def lose_a_batch(self, which: int, seed: int) -> None:
         """The batch after it finds a gap: a new berth and a snapshot."""
-        life = self.pick(which)
-        life.tiers.seeded_change(seed)
+        owner = self.pick(which)
+        owner.tiers.seeded_change(seed)
         stray = (name_of((9, 9)),)
-        after = Batch(sequence=life.last_batch.sequence + 2, added=stray, anywhere_added=stray)
-        result = self.run(self.index.apply(life.berth, after))
+        after = Batch(sequence=owner.last_batch.sequence + 2, added=stray, anywhere_added=stray)
+        result = self.run(self.index.apply(owner.berth, after))
         assert result in (ApplyResult.GAP, ApplyResult.UNKNOWN)
-        self.must_resync(life, result is ApplyResult.UNKNOWN)
-        self.resync(life)
+        self.must_resync(owner, result is ApplyResult.UNKNOWN)
+        self.resync(owner)
 
     @rule(seconds=st.sampled_from([1.0, 25.0, 61.0, 200.0]))
     def pass_time(self, seconds: float) -> None:
@@ -153,15 +153,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def everyone_renews(self) -> None:
-        for life in self.running():
+        for owner in self.running():
             result = self.run(
                 self.index.renew(
-                    life.berth, lease_seconds=LEASE_SECONDS, applied_sequence=life.last_batch.sequence
+                    owner.berth, lease_seconds=LEASE_SECONDS, applied_sequence=owner.last_batch.sequence
                 )
             )
-            if self.must_resync(life, result is RenewResult.UNKNOWN):
-                self.resync(life)
-            life.deadline = self.now + LEASE_SECONDS
+            if self.must_resync(owner, result is RenewResult.UNKNOWN):
+                self.resync(owner)
+            owner.deadline = self.now + LEASE_SECONDS
 
     @precondition(lambda self: self.running())
     @rule(which=st.integers(0, 3))
@@ -171,32 +171,32 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(which=st.integers(0, 3))
     def retire(self, which: int) -> None:
-        life = self.pick(which)
-        self.run(self.index.retire(life.berth))
-        life.is_running = False
-        life.refused()
+        owner = self.pick(which)
+        self.run(self.index.retire(owner.berth))
+        owner.is_running = False
+        owner.refused()
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.incarnations)
     @rule(which=st.integers(0, 20), seed=st.integers(0, 2**16))
     def zombie_writes(self, which: int, seed: int) -> None:
-        """A life thought dead goes on writing: it counts while its lease does, and never once purged."""
-        dead = [life for life in self.lives if not life.is_running]
+        """An incarnation thought dead goes on writing: it counts while its lease does, and never once purged."""
+        dead = [owner for owner in self.incarnations if not owner.is_running]
         if not dead:
             return
-        life = dead[which % len(dead)]
-        life.tiers.seeded_change(seed)
-        batch = life.next_batch()
-        result = self.run(self.index.apply(life.berth, batch))
-        if self.must_resync(life, result is ApplyResult.UNKNOWN):
-            life.refused()
+        owner = dead[which % len(dead)]
+        owner.tiers.seeded_change(seed)
+        batch = owner.next_batch()
+        result = self.run(self.index.apply(owner.berth, batch))
+        if self.must_resync(owner, result is ApplyResult.UNKNOWN):
+            owner.refused()
         else:
-            life.applied(batch)
+            owner.applied(batch)
 
     @rule()
     def flush_everything(self) -> None:
         self.run(self.harness.flush())
-        for life in self.lives:
-            life.refused()
+        for owner in self.incarnations:
+            owner.refused()
 
     @rule(slice_buckets=st.sampled_from([64, 1000, 4096]))
     def purge_a_slice(self, slice_buckets: int) -> None:
@@ -205,24 +205,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     def check_freed(self, freed: set[int]) -> None:
         """Only the numbers of the lapsed and the refused are freed, both of a worker at once."""
-        for life in self.lives:
-            if life.berth.number in freed and not life.is_refused:
-                assert self.now >= life.deadline + 2 * LEASE_SECONDS
-                assert life.berth.anywhere is None or life.berth.anywhere in freed
-                life.refused()
-            assert life.is_refused or life.berth.anywhere not in freed
+        for owner in self.incarnations:
+            if owner.berth.number in freed and not owner.is_refused:
+                assert self.now >= owner.deadline + 2 * LEASE_SECONDS
+                assert owner.berth.anywhere is None or owner.berth.anywhere in freed
+                owner.refused()
+            assert owner.is_refused or owner.berth.anywhere not in freed
 
-    def living(self) -> list[Life]:
+    def living(self) -> list[WorkerIncarnation]:
         """Return the incarnations whose blocks the index believes."""
-        return [life for life in self.lives if self.now < life.deadline and not life.is_refused]
+        return [owner for owner in self.incarnations if self.now < owner.deadline and not owner.is_refused]
 
     @invariant()
     def lookups_equal_the_brute_force(self) -> None:
         if not hasattr(self, "index"):
             return
-        living = {(life.worker_id, life.incarnation): life for life in self.living()}
-        on_gpu = {identity: life.published for identity, life in living.items()}
-        anywhere = {identity: life.published | life.published_anywhere for identity, life in living.items()}
+        living = {(owner.worker_id, owner.incarnation): owner for owner in self.living()}
+        on_gpu = {identity: owner.published for identity, owner in living.items()}
+        anywhere = {
+            identity: owner.published | owner.published_anywhere for identity, owner in living.items()
+        }
         for path in ALL_CHAINS[:: max(1, len(ALL_CHAINS) // 6)]:
             names = [name_of(path[: depth + 1]) for depth in range(len(path))]
             stride = self.stride_blocks
@@ -239,7 +241,7 @@ class IndexMachine(RuleBasedStateMachine):
         info = self.run(self.index.info())
         assert info.names == self.run(self.harness.num_entries())
         assert (info.bytes > 0) == (info.names > 0)
-        assert info.live_berths == sum(1 + (life.berth.anywhere is not None) for life in self.living())
+        assert info.live_berths == sum(1 + (owner.berth.anywhere is not None) for owner in self.living())
 
     @rule()
     def settle(self) -> None:
@@ -248,14 +250,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.everyone_renews()
             self.pass_time(50.0)
         self.everyone_renews()
-        for life in self.running():
-            self.publish(life)
+        for owner in self.running():
+            self.publish(owner)
         for _ in range(2):
             self.check_freed(free_of(self.run(purge_all(self.index))))
         if self.running():
-            living = {path for life in self.running() for path in life.published | life.published_anywhere}
+            living = {path for owner in self.running() for path in owner.published | owner.published_anywhere}
             info = self.run(self.index.info())
-            assert info.names == len(told(living, self.stride_blocks))
+            assert info.names == len(known_to_index(living, self.stride_blocks))
             assert info.dead_berths == 0
             self.info_counts_what_is_stored_and_who_lives()
 

@@ -141,15 +141,15 @@ def test_every_batch_leaves_prefix_closed_sets_and_what_is_on_the_gpu_is_anywher
 PARENTS = {name_of(path[:d]): name_of(path[: d - 1]) for path in ALL_CHAINS for d in range(2, len(path) + 1)}
 
 
-def tell(told: set[bytes], removed: tuple[bytes, ...], added: tuple[bytes, ...]) -> None:
+def tell(published: set[bytes], removed: tuple[bytes, ...], added: tuple[bytes, ...]) -> None:
     """One change after the other: none leaves a child without its parent."""
     for name in removed:
-        told.remove(name)
-        assert name not in {PARENTS.get(other) for other in told}
+        published.remove(name)
+        assert name not in {PARENTS.get(other) for other in published}
     for name in added:
-        assert name not in told
-        assert PARENTS.get(name, name) in told | {name}
-        told.add(name)
+        assert name not in published
+        assert PARENTS.get(name, name) in published | {name}
+        published.add(name)
 
 
 @pytest.mark.parametrize("seed", range(12))

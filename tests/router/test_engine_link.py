@@ -10,7 +10,7 @@ import grpc
 import pytest
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.events import Event, Tokens
-from blockyard.router.cluster.link import CHANNEL_OPTIONS, ROWS_A_TURN, EngineLink, LinkEvents
+from blockyard.router.cluster.link import CHANNEL_OPTIONS, ROWS_PER_TICK, EngineLink, LinkEvents
 
 from simulation.virtual_time import VirtualLoop
 
@@ -18,7 +18,7 @@ from .fake_worker import FakeWorker, open_session
 from .rig import until
 
 MESSAGE_BYTES = 1024
-NUM_ROWS = 20 * ROWS_A_TURN
+NUM_ROWS = 20 * ROWS_PER_TICK
 
 
 async def test_a_router_that_reads_nothing_holds_the_workers_writes_back_soon() -> None:
@@ -86,19 +86,19 @@ class Accepting(LinkEvents):
         pass
 
 
-async def test_a_large_step_is_dealt_out_in_order_over_many_turns_of_the_loop() -> None:
-    turns = 0
+async def test_a_large_step_is_dealt_out_in_order_over_many_ticks_of_the_loop() -> None:
+    ticks = 0
     dealt: list[tuple[int, int]] = []
 
-    async def count_turns() -> None:
-        nonlocal turns
+    async def count_ticks() -> None:
+        nonlocal ticks
         while True:
-            turns += 1
+            ticks += 1
             await asyncio.sleep(0)
 
     def sink(event: Event) -> None:
         assert isinstance(event, Tokens)
-        dealt.append((turns, event.token_ids[0]))
+        dealt.append((ticks, event.token_ids[0]))
 
     async with OneLargeStep("a") as worker, asyncio.TaskGroup() as tasks:
         link = EngineLink(worker.address, Accepting(), lost_seconds=5.0, open_channel=open_session)
@@ -106,14 +106,14 @@ async def test_a_large_step_is_dealt_out_in_order_over_many_turns_of_the_loop() 
         await until(lambda: link.is_up)
         for _ in range(NUM_ROWS):
             link.submit(session_pb2.Submit(), sink)
-        running.append(tasks.create_task(count_turns()))
+        running.append(tasks.create_task(count_ticks()))
         await until(lambda: len(dealt) == NUM_ROWS)
         link.stop()
         for task in running:
             task.cancel()
     assert [token for _, token in dealt] == list(range(NUM_ROWS))
-    most_in_a_turn = max(sum(turn == other for other, _ in dealt) for turn, _ in dealt)
-    assert most_in_a_turn <= ROWS_A_TURN
+    most_in_a_tick = max(sum(tick == other for other, _ in dealt) for tick, _ in dealt)
+    assert most_in_a_tick <= ROWS_PER_TICK
 
 
 async def test_links_that_were_given_up_leave_nothing_to_the_garbage_collector() -> None:

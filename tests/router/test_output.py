@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from blockyard.proto.text import TextOutput
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.admission.loop_budget import TurnShare
+from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
 from blockyard.router.generation.client_buffer import Delta, Outbox, deliver
 from hypothesis import given
@@ -52,7 +52,7 @@ async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() 
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(endless(), never, slow_reader_seconds=0.05, share=TurnShare(1))
+        await deliver(endless(), never, slow_reader_seconds=0.05, budget=LoopBudget(1))
     assert isinstance(as_router_error(group.value), SlowReader)
     assert closed.is_set()
 
@@ -70,7 +70,7 @@ async def test_what_came_before_an_error_is_still_delivered() -> None:
         written.extend(piece.token_ids)
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(failing(), write, slow_reader_seconds=1.0, share=TurnShare(1))
+        await deliver(failing(), write, slow_reader_seconds=1.0, budget=LoopBudget(1))
     assert isinstance(as_router_error(group.value), WorkerLost)
     assert written == [0, 1]
 

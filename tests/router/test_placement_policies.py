@@ -16,8 +16,10 @@ KEYS = [bytes([number]) * 16 for number in range(64)]
 def test_round_robin_takes_turns_whatever_is_cached() -> None:
     workers = [candidate("b", cached_tokens=96), candidate("a"), candidate("c")]
     turns = [
-        chosen(PlacementRequest(prompt_tokens=100, turn=turn), *workers, policy="round_robin")
-        for turn in range(6)
+        chosen(
+            PlacementRequest(prompt_tokens=100, num_placements=num_placements), *workers, policy="round_robin"
+        )
+        for num_placements in range(6)
     ]
     assert turns == ["a", "b", "c", "a", "b", "c"]
 
@@ -64,7 +66,9 @@ def test_losing_one_worker_moves_only_its_prefixes() -> None:
 
 def test_round_robin_costs_are_the_turns_until_a_worker_is_next() -> None:
     workers = [candidate("b"), candidate("c"), candidate("a")]
-    scores = place(PlacementRequest(prompt_tokens=1, turn=7), workers, "round_robin", Random(0)).scores
+    scores = place(
+        PlacementRequest(prompt_tokens=1, num_placements=7), workers, "round_robin", Random(0)
+    ).scores
     assert [(score.worker_id, score.cost) for score in scores] == [("b", 0.0), ("c", 1.0), ("a", 2.0)]
 
 

@@ -39,7 +39,7 @@ REQUESTS = st.builds(
     prompt_tokens=COUNTS,
     prefix_key=st.binary(max_size=2),
     index_available=st.booleans(),
-    turn=COUNTS,
+    num_placements=COUNTS,
     session_key=st.binary(max_size=2),
     session_worker=st.sampled_from([None, WorkerId("a")]),
 )
@@ -215,9 +215,12 @@ def test_round_robin_gives_every_worker_as_many_turns(
     turns = range(first_turn, first_turn + rounds * len(candidates))
     taken = [
         place(
-            PlacementRequest(prompt_tokens=1, turn=turn), candidates, "round_robin", Random(0)
+            PlacementRequest(prompt_tokens=1, num_placements=num_placements),
+            candidates,
+            "round_robin",
+            Random(0),
         ).chosen.address
-        for turn in turns
+        for num_placements in turns
     ]
     assert {candidate.address: taken.count(candidate.address) for candidate in candidates} == {
         candidate.address: rounds for candidate in candidates

@@ -18,7 +18,7 @@ class Clock:
 
 def limited(key: str = "ann", *, requests: int | None = None, tokens: int | None = None) -> Limited:
     limit = RateLimit(requests_per_minute=requests, tokens_per_minute=tokens)
-    return Limited(key=key, told="this token", limit=limit)
+    return Limited(key=key, label="this token", limit=limit)
 
 
 def ask(limits: RateLimits, *who: Limited, tokens: int = 0, used: int = 0) -> RateLimited | None:

@@ -32,7 +32,7 @@ def served(queues: TenantQueues) -> Ticket:
     first = queues.first()
     assert first is not None
     assert queues.first() is first, "it stays the first until somebody comes or leaves"
-    queues.remove(first, had_turn=True)
+    queues.remove(first, was_served=True)
     return first
 
 
@@ -77,7 +77,7 @@ def test_one_tenant_alone_is_one_queue_in_order_of_tickets(requests: list[tuple[
     for one in tickets:
         queues.add(one)
     for bounced in tickets[::3]:
-        queues.remove(bounced, had_turn=True)
+        queues.remove(bounced, was_served=True)
     for bounced in tickets[::3]:
         queues.add(bounced)
     order = [served(queues) for _ in tickets]
@@ -168,7 +168,7 @@ class QueuesMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0))
     def cancel(self, index: int) -> None:
         leaver = self.waiting.pop(index % len(self.waiting))
-        self.queues.remove(leaver, had_turn=False)
+        self.queues.remove(leaver, was_served=False)
 
     @precondition(lambda self: self.gone)
     @rule(index=st.integers(0))
@@ -199,7 +199,7 @@ def test_those_who_leave_unserved_take_no_memory() -> None:
     for number in range(1, 10_000):
         leaver = ticket(number, tenant=("", f"t{number}")[number % 2])
         queues.add(leaver)
-        queues.remove(leaver, had_turn=False)
+        queues.remove(leaver, was_served=False)
         queues.check_invariants()
     assert queues.first() is head
 

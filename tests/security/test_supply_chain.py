@@ -99,9 +99,9 @@ def test_doctor_and_up_warn_of_the_servers_that_an_advisory_names_and_of_no_othe
             part = Part(ecosystem="generic", name=product.lower(), version=f"{line}.{patch}")
             server = ServerVersion(product=product, version=(*map(int, line.split(".")), patch))
             named = [advisory for advisory in real.advisories if advisory.affects(part)]
-            assert bool(server.told) is bool(named), f"{server}: {named}"
+            assert bool(server.warning) is bool(named), f"{server}: {named}"
             within_reach = [advisory for advisory in named if not advisory.private_redis]
-            assert bool(server.told_if_private) is bool(within_reach), f"{server}: {within_reach}"
+            assert bool(server.warning_if_private) is bool(within_reach), f"{server}: {within_reach}"
 
 
 def test_security_md_names_the_releases_that_doctor_and_up_name() -> None:

@@ -73,7 +73,7 @@ def test_other_weights_of_the_same_shapes_are_noticed(folder: Path, tmp_path: Pa
 def digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where digests are kept, of files that changed just now too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_digests, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(shard_digests, "STABLE_SECONDS", 0.0)
     return tmp_path / "cache/blockyard/digests"
 
 
@@ -118,7 +118,7 @@ def test_a_file_that_changed_just_now_is_read_again(
     folder: Path, digests: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be written once more within one tick of its clock."""
-    monkeypatch.setattr(shard_digests, "SETTLED_SECONDS", 1000.0)
+    monkeypatch.setattr(shard_digests, "STABLE_SECONDS", 1000.0)
     fingerprint(folder)
     assert not digests.exists()
 

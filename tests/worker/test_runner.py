@@ -154,10 +154,10 @@ def test_warm_up_settles_a_nucleus_so_that_no_request_waits_for_its_kernel(
     runner = TorchRunner.create(DEMO, device="cpu", dtype="float32", num_blocks=8, block_size=BLOCK_SIZE)
     settled: list[torch.Size] = []
 
-    def settle(weights_FV: torch.Tensor, *others: torch.Tensor) -> None:
+    def find_thresholds(weights_FV: torch.Tensor, *others: torch.Tensor) -> None:
         settled.append(weights_FV.shape)
         thresholds_by_sorting(weights_FV, *others)
 
-    monkeypatch.setattr(runner._sampler, "_nuclei", NucleusSearch(find=settle))
+    monkeypatch.setattr(runner._sampler, "_nuclei", NucleusSearch(find=find_thresholds))
     runner.warm_up()
     assert settled == [(2, runner.config.vocab_size)]

@@ -55,17 +55,17 @@ def no_wait_allowed() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def operations_of(*options: dict[str, Any], settle: FindThresholds | None = None) -> set[str]:
+def operations_of(*options: dict[str, Any], find_thresholds: FindThresholds | None = None) -> set[str]:
     """Return the operations of a first and a later step of Triton's sampler, without those that wait for the result.
 
-    With `settle` another function finds the thresholds; it may wait for the device.
+    With `find_thresholds` another function finds the thresholds; it may wait for the device.
     """
     backend = TritonBackend()
     sampler = Sampler(
         VOCAB_SIZE,
         DEVICE,
         backend.greedy_tokens,
-        NucleusSearch(find=settle or backend.top_k_top_p_thresholds),
+        NucleusSearch(find=find_thresholds or backend.top_k_top_p_thresholds),
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
@@ -76,7 +76,7 @@ def operations_of(*options: dict[str, Any], settle: FindThresholds | None = None
             started = sampler.start(logits_SV, rows, in_flight={})
         tokens = started.result().tokens
         rows = [_next_row(row, token, position) for row, token in zip(rows, tokens, strict=True)]
-    if settle is None:
+    if find_thresholds is None:
         with no_wait_allowed():  # all kernels are compiled by now
             started = sampler.start(logits_SV, rows, in_flight={})
         started.result()
@@ -118,7 +118,7 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
 
 
 def test_sorting_a_wide_nucleus_does_wait() -> None:
-    assert operations_of({"top_p": 0.9}, settle=thresholds_by_sorting) & WAITS
+    assert operations_of({"top_p": 0.9}, find_thresholds=thresholds_by_sorting) & WAITS
 
 
 def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
@@ -126,7 +126,7 @@ def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     settled: list[torch.Tensor] = []
     settle_on_device = TritonBackend().top_k_top_p_thresholds
 
-    def settle(
+    def find_thresholds(
         weights_FV: torch.Tensor,
         top_k_F: torch.Tensor,
         top_p_F: torch.Tensor,
@@ -143,7 +143,7 @@ def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     ]
     rows = [make_row(Draw(each, 7, 2), number) for number, each in enumerate(params)]
     waits = Sampler(VOCAB_SIZE, DEVICE)
-    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=NucleusSearch(find=settle))
+    waits_not = Sampler(VOCAB_SIZE, DEVICE, nuclei=NucleusSearch(find=find_thresholds))
     assert waits_not.sample(logits_SV, rows, in_flight={}) == waits.sample(logits_SV, rows, in_flight={})
     ((pending, has_top_k),) = [each.tolist() for each in settled]
     assert pending == [True, True, True, False] * 2

@@ -187,7 +187,7 @@ class BlockPool:
         assert held == self._shares.num_held(), "the accounts do not add up"
         for block, references in zip(self.blocks(), self._references, strict=True):
             is_cached = self._kept[block] and block in self._accounts[block].offered
-            places = (references > 0) + (block in self._free) + is_cached
+            num_states = (references > 0) + (block in self._free) + is_cached
             assert references >= 0, f"block {block} has {references} references"
-            assert places == 1, f"block {block} is in {places} states"
+            assert num_states == 1, f"block {block} is in {num_states} states"
             assert block not in self._free or not self._kept[block], f"block {block} is free with a name"

@@ -44,7 +44,7 @@ class Moves:
 
 
 class BlockTables:
-    """Block tables over one pool. Moves gather until `take_moves`; `settle` releases what a step's moves hold."""
+    """Block tables over one pool. Moves gather until `take_moves`. `release_moves` frees what they hold."""
 
     def __init__(
         self,
@@ -263,11 +263,11 @@ class BlockTables:
     # Steps
 
     def take_moves(self) -> Moves:
-        """Return what the planned step must move. The caller owes a `settle`, unless there is nothing to move."""
+        """Return what the planned step must move. Unless that is nothing, the caller must call `release_moves`."""
         moves, self._moves = self._moves, Moves()
         return moves
 
-    def settle(self, moves: Moves) -> None:
+    def release_moves(self, moves: Moves) -> None:
         """Release what an ended step copied from and read from."""
         for source, _ in moves.copies:
             self._copied[source] -= 1

@@ -1,6 +1,6 @@
 """Names of blocks that are anywhere in a worker: in the GPU's pool, in host memory, or in both.
 
-The prefix index gets them under the worker's second berth. Counts the places that hold a name, and keeps the net
+The prefix index gets them under the worker's second berth. Counts the tiers that hold a name, and keeps the net
 changes since they were last taken.
 """
 
@@ -9,26 +9,26 @@ from blockyard.worker.sequences.identifiers import BlockName
 
 
 class AnywhereNames:
-    """Counts for each name the places that hold it. Each place adds a name once and removes it once.
+    """Counts for each name the tiers that hold it. Each tier adds a name once and removes it once.
 
-    The GPU is always the first place of a name. It knows whether the name is published to the index.
+    The GPU is always the first tier of a name. It knows whether the name is published to the index.
     """
 
     def __init__(self) -> None:
-        self._places: dict[BlockName, int] = {}
+        self._num_tiers: dict[BlockName, int] = {}
         self._unindexed: set[BlockName] = set()
         self._changes = NetChanges[BlockName]()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._num_tiers)
 
     def __contains__(self, name: BlockName) -> bool:
-        return name in self._places
+        return name in self._num_tiers
 
     def add(self, name: BlockName, *, is_indexed: bool = True) -> None:
-        """Count one more place. A place that does not know `is_indexed` is never the first."""
-        self._places[name] = self._places.get(name, 0) + 1
-        if self._places[name] > 1:
+        """Count one more tier. A tier that does not know `is_indexed` is never the first."""
+        self._num_tiers[name] = self._num_tiers.get(name, 0) + 1
+        if self._num_tiers[name] > 1:
             return
         if is_indexed:
             self._changes.add(name)
@@ -36,10 +36,10 @@ class AnywhereNames:
             self._unindexed.add(name)
 
     def remove(self, name: BlockName) -> None:
-        self._places[name] -= 1
-        if self._places[name]:
+        self._num_tiers[name] -= 1
+        if self._num_tiers[name]:
             return
-        del self._places[name]
+        del self._num_tiers[name]
         if name in self._unindexed:
             self._unindexed.remove(name)
         else:

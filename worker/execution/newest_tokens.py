@@ -40,6 +40,6 @@ class NewestTokens(Mapping[tuple[SequenceId, int], int]):
         """
         if not unknown:
             return
-        places_U = upload(list(unknown), tokens_T.device)
+        offsets_U = upload(list(unknown), tokens_T.device)
         rows_U = upload([self._row_of[key] for key in unknown.values()], tokens_T.device)
-        tokens_T.index_copy_(0, places_U, self._tokens_SN[rows_U, 0].clamp_(min=0))
+        tokens_T.index_copy_(0, offsets_U, self._tokens_SN[rows_U, 0].clamp_(min=0))

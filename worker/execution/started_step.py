@@ -57,11 +57,11 @@ def _by_row_of_plan(
     spoilt: frozenset[int],
 ) -> StepTokens:
     """Return the results of the rows that sample, at their indices among all rows."""
-    places = [index for index, row in enumerate(rows) if row.samples]
+    sampled_rows = [index for index, row in enumerate(rows) if row.samples]
     tokens = [FAILED_TOKEN if index in spoilt else NO_TOKEN for index in range(len(rows))]
-    for place, token in zip(places, sampled.tokens, strict=True):
-        tokens[place] = token
-    extras = {places[index]: extra for index, extra in sampled.extras.items()}
+    for row_index, token in zip(sampled_rows, sampled.tokens, strict=True):
+        tokens[row_index] = token
+    extras = {sampled_rows[index]: extra for index, extra in sampled.extras.items()}
     for index, scores in prompt_logprobs.items():
         if scores:
             extras[index] = replace(extras.get(index, RowExtras()), prompt_logprobs=scores)

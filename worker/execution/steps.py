@@ -72,7 +72,7 @@ class Steps:
         if overlap and self._starting is None:
             raise ValueError(f"steps of {type(runner).__name__} cannot overlap")
         self.overlap = overlap
-        """May change between calls of `turn`."""
+        """May change between calls of `advance`."""
         self._clock = clock
         self._in_flight: _InFlight | None = None
         self._last_end = clock()
@@ -81,7 +81,7 @@ class Steps:
     def is_any_in_flight(self) -> bool:
         return self._in_flight is not None
 
-    def turn(self) -> Iterator[EndedStep]:
+    def advance(self) -> Iterator[EndedStep]:
         """Plan and start or run a step, and yield the steps that ended, the one in flight first.
 
         Exhaust the iterator: a step is committed only after the results of the one before it were taken.

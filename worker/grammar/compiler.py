@@ -15,7 +15,7 @@ from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
-from blockyard.worker.grammar.rotation import Turn, Turns
+from blockyard.worker.grammar.rotation import Rotation, Turn
 from blockyard.worker.grammar.sandbox_process import TrialProcess, TrialsUnavailable
 from llguidance import LLTokenizer
 
@@ -99,7 +99,7 @@ class GrammarCompiler:
         self._slots = [_TrialSlot(source, self.config) for _ in range(self.config.num_processes)]
         self._idle = self._slots[::-1]
         """The next one to be taken comes last."""
-        self._turns = Turns(self.config.num_processes)
+        self._rotation = Rotation(self.config.num_processes)
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
         """The least recently used first."""
         self._tasks = BackgroundTasks(on_failure=None)
@@ -158,13 +158,13 @@ class GrammarCompiler:
         entry = self._entries.get(grammar)
         if entry is not None and not self._is_outdated(entry):
             self._entries.move_to_end(grammar)
-            self._turns.join(entry.turn, client)
+            self._rotation.join(entry.turn, client)
             return entry
         if sum(not other.task.done() for other in self._entries.values()) >= self.config.max_waiting:
             raise GrammarsBusy(f"{self.config.max_waiting} grammars wait to be compiled")
-        if self._turns.num_waiting(client) >= max(self.config.max_waiting // 2, 1):
+        if self._rotation.num_waiting(client) >= max(self.config.max_waiting // 2, 1):
             raise GrammarsBusy(f"{self.config.max_waiting // 2} grammars of this client wait to be compiled")
-        turn = self._turns.wait(client)
+        turn = self._rotation.wait(client)
         task = self._tasks.start(self._compile(grammar, turn), name="compile a grammar")
         entry = self._entries[grammar] = _Entry(task, turn, grammar.num_bytes)
         self._entries.move_to_end(grammar)
@@ -176,7 +176,7 @@ class GrammarCompiler:
 
     def _finish(self, grammar: Grammar, entry: _Entry) -> None:
         """Keep what is compiled and what is refused. Any other end says nothing about the grammar."""
-        self._turns.end(entry.turn)
+        self._rotation.end(entry.turn)
         error = None if entry.task.cancelled() else entry.task.exception()
         if isinstance(error, GrammarError):
             entry.refused_until = asyncio.get_running_loop().time() + REFUSAL_SECONDS

@@ -1,8 +1,8 @@
 """Rotation: round-robin between clients, for the next grammar to compile and the next slow mask to make.
 
 Each client has one grammar compiled at a time. So while there are two trial processes, no client waits for another
-one's grammars, however many or slow they are. Does not own the processes (compiler.py) or the masks (masks.py). `Turns`
-is used on one event loop; `ClientQueue` knows no loop.
+one's grammars, however many or slow they are. Does not own the processes (compiler.py) or the masks (masks.py).
+`Rotation` is used on one event loop; `ClientQueue` knows no loop.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ class Turn:
     """The client that has its turn. None before it came."""
 
 
-class Turns:
-    def __init__(self, num_places: int) -> None:
-        self._num_free = num_places
+class Rotation:
+    def __init__(self, num_permits: int) -> None:
+        self._num_free = num_permits
         self._waiting: OrderedDict[int, deque[Turn]] = OrderedDict()
         """Queues by client. The client with the next turn comes first."""
         self._busy: set[int] = set()

@@ -16,8 +16,8 @@ def page_position(token: str, incarnation: str, kind: str) -> int | None:
     if len(token) > MAX_PAGE_TOKEN:
         return None
     try:
-        life, listed, position = base64.urlsafe_b64decode(token).decode().split(":")
+        of_incarnation, of_kind, position = base64.urlsafe_b64decode(token).decode().split(":")
     except (binascii.Error, UnicodeDecodeError, ValueError):
         return None
-    valid = (life, listed) == (incarnation, kind) and position.isdecimal()
+    valid = (of_incarnation, of_kind) == (incarnation, kind) and position.isdecimal()
     return int(position) if valid else None

@@ -71,9 +71,9 @@ class HostBlocks:
     def save(self, pairs: Sequence[tuple[BlockId, HostSlot]]) -> None:
         """Copy blocks to host slots. Slots are distinct."""
         for piece in self._pieces(sorted(pairs, key=lambda pair: pair[1])):
-            places = self._places([block for block, _ in piece])
+            rows = self._pool_rows([block for block, _ in piece])
             staged = self._staging_GL2KPD[: len(piece)].flatten(0, 1)
-            torch.index_select(self._blocks_N2KPD, 0, places, out=staged)
+            torch.index_select(self._blocks_N2KPD, 0, rows, out=staged)
             for first, slots_S in self._runs([slot for _, slot in piece]):
                 slots_S.copy_(self._staging_GL2KPD[first : first + len(slots_S)], non_blocking=True)
         if self._checksums is not None:
@@ -93,8 +93,8 @@ class HostBlocks:
         for piece in self._pieces(sorted(pairs)):
             for first, slots_S in self._runs([slot for slot, _ in piece]):
                 self._staging_GL2KPD[first : first + len(slots_S)].copy_(slots_S, non_blocking=True)
-            places = self._places([block for _, block in piece])
-            self._blocks_N2KPD.index_copy_(0, places, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
+            rows = self._pool_rows([block for _, block in piece])
+            self._blocks_N2KPD.index_copy_(0, rows, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
 
     def measure(self) -> float:
         """Return the blocks a second of a round trip, save and load, on the first slots and blocks.
@@ -117,7 +117,7 @@ class HostBlocks:
         size = len(self._staging_GL2KPD)
         return [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
 
-    def _places(self, blocks: Sequence[BlockId]) -> torch.Tensor:
+    def _pool_rows(self, blocks: Sequence[BlockId]) -> torch.Tensor:
         """Return the row of each block in each layer, block by block."""
         layers_L = np.arange(self._block_shape_L2KPD[0]) * self._num_blocks
         return upload((np.array(blocks, dtype=np.int64)[:, None] + layers_L).reshape(-1), self._device)

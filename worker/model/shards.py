@@ -121,7 +121,7 @@ def _shard_names(index_file: Path) -> list[str]:
         index = json.loads(index_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"{index_file} is not valid JSON") from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
         raise ValueError(f"{index_file} has no weight_map from tensors to files")
-    return sorted(set(places.values()))
+    return sorted(set(file_of.values()))

@@ -66,11 +66,11 @@ def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, devic
     """
     check_shards(folder, config)
     weights = _allocate(config, dtype, device)
-    places = _checkpoint_tensors(weights, config)
+    destinations = _checkpoint_tensors(weights, config)
     for file in shard_files(folder):
         for name, tensor in _read_shard(file):
             if not is_redundant(name, config):
-                places[name].copy_(tensor)
+                destinations[name].copy_(tensor)
     return weights
 
 

@@ -443,7 +443,7 @@ class Scheduler:
 
     def _end_step(self, plan: StepPlan) -> None:
         if plan.has_work:
-            self.tables.settle(self._moves.pop(plan.step))
+            self.tables.release_moves(self._moves.pop(plan.step))
 
     def check_invariants(self) -> None:
         """Raise AssertionError where tables, counters, names and references disagree. O(blocks)."""

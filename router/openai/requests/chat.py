@@ -39,12 +39,12 @@ def chat_wanted(body: Body) -> Wanted:
     """Return the checked request. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
-    wishes = answering(body)
+    wanted = answering(body)
     request = generate_request(body)
     _set_max_tokens(request.sampling, body)
     _set_logprobs(request.sampling, body)
     request.chat.CopyFrom(chat_of(body))
-    return Wanted(route="chat", requests=(request,), answering=wishes, names=field_names(body, NAMES))
+    return Wanted(route="chat", requests=(request,), answering=wanted, names=field_names(body, NAMES))
 
 
 def chat_of(body: Body) -> inference_pb2.Chat:

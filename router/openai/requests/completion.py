@@ -38,7 +38,7 @@ def completion_wanted(body: Body) -> Wanted:
     """Return the checked requests. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body, but=("echo",))
-    wishes = answering(body)
+    wanted = answering(body)
     template = generate_request(body)
     if not template.sampling.HasField("max_tokens"):
         template.sampling.max_tokens = DEFAULT_MAX_TOKENS
@@ -51,7 +51,7 @@ def completion_wanted(body: Body) -> Wanted:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
     names = field_names(body, NAMES)
-    return Wanted(route="completions", requests=requests, answering=wishes, names=names, echo=echo)
+    return Wanted(route="completions", requests=requests, answering=wanted, names=names, echo=echo)
 
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:

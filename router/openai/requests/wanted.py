@@ -102,10 +102,10 @@ def answering(body: Body) -> Answering:
     if options and not streams:
         raise InvalidRequest.of("stream_options", "needs stream to be true")
     refuse_others(options, STREAM_OPTIONS, inside="stream_options.")
-    wished = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
+    requested = {name: bool(given(options, name, kind)) for name, kind in STREAM_OPTIONS.items()}
     return Answering(
         streams=streams,
-        includes_usage=wished["include_usage"],
-        continuous_usage=wished["include_usage"] and wished["continuous_usage_stats"],
+        includes_usage=requested["include_usage"],
+        continuous_usage=requested["include_usage"] and requested["continuous_usage_stats"],
         ignored=ignored_hints(body),
     )

@@ -9,7 +9,7 @@ from .truth import Path, Tiers, name_of
 
 
 @dataclass(slots=True, kw_only=True)
-class Life:
+class WorkerIncarnation:
     """One incarnation, its true caches, and what the index should believe of them."""
 
     worker_id: str
@@ -57,12 +57,12 @@ class Life:
 def _difference(
     before: set[Path], truth: set[Path], stride_blocks: int
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    removed = sorted(told(before - truth, stride_blocks), key=len, reverse=True)
-    added = sorted(told(truth - before, stride_blocks), key=len)
+    removed = sorted(known_to_index(before - truth, stride_blocks), key=len, reverse=True)
+    added = sorted(known_to_index(truth - before, stride_blocks), key=len)
     return tuple(map(name_of, removed)), tuple(map(name_of, added))
 
 
-def told(paths: Iterable[Path], stride_blocks: int) -> set[Path]:
+def known_to_index(paths: Iterable[Path], stride_blocks: int) -> set[Path]:
     """Return the paths that an index of this stride knows."""
     return {path for path in paths if len(path) % stride_blocks == 0}
 

@@ -96,7 +96,7 @@ class Router:
     """A router's actor: it records the workers' addresses, and sends requests to the incarnations of `ready`."""
 
     ready: Callable[[], tuple[str, ...]]
-    told: list[list[str]] = field(default_factory=list)
+    sent_addresses: list[list[str]] = field(default_factory=list)
     is_frozen: bool = False
     num_kills: int = 0
 
@@ -105,7 +105,7 @@ class Router:
         self.ready_incarnations = Remote(self._ready_incarnations)
 
     async def _set_workers(self, addresses: list[str]) -> int:
-        self.told.append(addresses)
+        self.sent_addresses.append(addresses)
         return len(addresses)
 
     async def _ready_incarnations(self) -> tuple[str, ...]:
@@ -165,11 +165,11 @@ class WithoutActors(Supervisor):
         await self._tasks.aclose()
 
 
-class Lives(WithoutActors):
+class FakeIncarnations(WithoutActors):
     """A supervisor whose worker has one incarnation after the other, and whose router has one that knows them all."""
 
     def __init__(self, left: Outlives | None = None) -> None:
-        self.lives: list[Worker] = []
+        self.incarnations: list[Worker] = []
         self.fails_to_start = False
         self.never_starts = False
         self.loads_for_seconds = 0.0
@@ -185,41 +185,41 @@ class Lives(WithoutActors):
             self._actors[replica.name] = self.router
             async with self._health_check(replica, self.router) as health:
                 replica.phase, replica.address = "serving", "router:1"
-                health.patience_seconds = self._spec.hung_seconds
+                health.silence_seconds = self._spec.hung_seconds
                 await health.unless_hung(asyncio.Event().wait())
         if self.never_starts:
             await asyncio.Event().wait()
         if self.fails_to_start:
             raise RuntimeError("no such model")
-        life = self._adopt_or_make(replica.name)
-        replica.pid = len(self.lives)
-        async with self._health_check(replica, life) as health:
+        worker = self._adopt_or_make(replica.name)
+        replica.pid = len(self.incarnations)
+        async with self._health_check(replica, worker) as health:
             if self.loads_for_seconds:
                 await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
             replica.phase, replica.address, replica.incarnation = (
                 "serving",
                 f"{replica.name}:1",
-                life.incarnation,
+                worker.incarnation,
             )
             replica.num_starts += 1
             self._changed.set()
-            health.patience_seconds = self._spec.hung_seconds
-            await health.unless_hung(life.ended.wait())
+            health.silence_seconds = self._spec.hung_seconds
+            await health.unless_hung(worker.ended.wait())
         raise RuntimeError("it ended")
 
     def _adopt_or_make(self, name: str) -> Worker:
-        life = self.left.workers.get(name)
-        if life is None or life.ended.is_set():
-            life = self.left.workers[name] = Worker(incarnation=f"life-{len(self.lives)}")
-            life.is_frozen = self.is_without_room
-            self.lives.append(life)
-        self._actors[name] = life
-        return life
+        worker = self.left.workers.get(name)
+        if worker is None or worker.ended.is_set():
+            worker = self.left.workers[name] = Worker(incarnation=f"life-{len(self.incarnations)}")
+            worker.is_frozen = self.is_without_room
+            self.incarnations.append(worker)
+        self._actors[name] = worker
+        return worker
 
     def _ready(self) -> tuple[str, ...]:
         if self.known is not None:
             return self.known
-        return tuple(life.incarnation for life in self.left.workers.values() if not life.ended.is_set())
+        return tuple(worker.incarnation for worker in self.left.workers.values() if not worker.ended.is_set())
 
     async def replica(self, name: str) -> Replica:
         """Return the first replica of this name or kind."""
@@ -228,7 +228,7 @@ class Lives(WithoutActors):
         )
 
 
-class Downloads(Lives):
+class Downloads(FakeIncarnations):
     """Workers start by the supervisor's own steps, and their model, `m`, is on the hub alone."""
 
     def __init__(self, *, downloads_for_seconds: float = 0.0, loads_for_seconds: float = 0.0) -> None:
@@ -243,10 +243,10 @@ class Downloads(Lives):
             await Supervisor._run_once(self, replica)
 
     def _adopt_or_create(self, replica: Replica) -> Worker:
-        life = self._adopt_or_make(replica.name)
-        life.downloads_for_seconds = self._downloads_for_seconds
-        life.loads_for_seconds = self._loads_for_seconds
-        return life
+        worker = self._adopt_or_make(replica.name)
+        worker.downloads_for_seconds = self._downloads_for_seconds
+        worker.loads_for_seconds = self._loads_for_seconds
+        return worker
 
     def _node_id(self) -> str:
         return "the-supervisors-node"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Generator
 
 import pytest
-from blockyard.deploy.requests.waiting_messages import told_while_waiting
+from blockyard.deploy.requests.waiting_messages import with_waiting_notice
 from blockyard.proto.v1.cluster_pb2 import Worker
 from blockyard.router.client import Client, Delta
 
@@ -30,7 +30,7 @@ def test_a_look_at_the_workers_that_outlasts_the_command_ends_without_a_word(
         yield Delta(request_id="r", text="", token_ids=(), token_offset=0, finish=None)
 
     monkeypatch.setattr(threading, "excepthook", lambda hooked: raised.append(repr(hooked.exc_value)))
-    assert len(list(told_while_waiting(deltas(), workers, "", patience_seconds=0.0))) == 1
+    assert len(list(with_waiting_notice(deltas(), workers, "", silence_seconds=0.0))) == 1
     onlooker.close()
     closed.set()
     lookers[0].join(SECONDS)

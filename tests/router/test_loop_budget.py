@@ -4,14 +4,14 @@ import asyncio
 from collections import Counter
 
 import pytest
-from blockyard.router.admission.loop_budget import TurnShare
+from blockyard.router.admission.loop_budget import LoopBudget
 
 
-class Turns:
-    """Counts the ticks of the loop, and records in which tick each task took a share."""
+class Ticks:
+    """Counts the ticks of the loop, and records in which tick each task took a permit."""
 
-    def __init__(self, most_a_turn: int) -> None:
-        self.share = TurnShare(most_a_turn)
+    def __init__(self, most_per_tick: int) -> None:
+        self.budget = LoopBudget(most_per_tick)
         self.now = 0
         self.passed: list[tuple[int, int]] = []
 
@@ -21,7 +21,7 @@ class Turns:
             await asyncio.sleep(0)
 
     async def step(self, number: int) -> None:
-        await self.share.take()
+        await self.budget.take()
         self.passed.append((self.now, number))
 
     @property
@@ -29,45 +29,45 @@ class Turns:
         return [number for _, number in self.passed]
 
     @property
-    def most_in_a_turn(self) -> int:
-        return max(Counter(turn for turn, _ in self.passed).values())
+    def most_in_a_tick(self) -> int:
+        return max(Counter(tick for tick, _ in self.passed).values())
 
 
-async def test_no_turn_has_more_than_its_share_and_the_order_is_kept() -> None:
-    turns = Turns(3)
-    counting = asyncio.create_task(turns.count())
+async def test_no_tick_exceeds_the_budget_and_the_order_is_kept() -> None:
+    ticks = Ticks(3)
+    counting = asyncio.create_task(ticks.count())
     for _ in range(2):
-        await asyncio.gather(*(turns.step(number) for number in range(20)))
+        await asyncio.gather(*(ticks.step(number) for number in range(20)))
     counting.cancel()
-    assert turns.order == [*range(20)] * 2
-    assert turns.most_in_a_turn == 3
+    assert ticks.order == [*range(20)] * 2
+    assert ticks.most_in_a_tick == 3
 
 
 @pytest.mark.parametrize("at_once", [4, 20])
-async def test_those_who_come_in_later_turns_do_not_overtake(at_once: int) -> None:
-    turns = Turns(3)
-    counting = asyncio.create_task(turns.count())
+async def test_tasks_of_later_ticks_do_not_overtake(at_once: int) -> None:
+    ticks = Ticks(3)
+    counting = asyncio.create_task(ticks.count())
     async with asyncio.TaskGroup() as tasks:
 
         async def step_and_bring_another(number: int) -> None:
-            await turns.step(number)
-            # It runs in the next turn before those who were waiting already.
+            await ticks.step(number)
+            # It runs in the next tick, before the tasks that were waiting already.
             if number + at_once < 100:
                 tasks.create_task(step_and_bring_another(number + at_once))
 
         for number in range(at_once):
             tasks.create_task(step_and_bring_another(number))
     counting.cancel()
-    assert turns.order == [*range(100)]
-    assert turns.most_in_a_turn == 3
+    assert ticks.order == [*range(100)]
+    assert ticks.most_in_a_tick == 3
 
 
 async def test_who_waits_is_served_however_busy_the_others_are() -> None:
-    share, served = TurnShare(2), Counter[int]()
+    budget, served = LoopBudget(2), Counter[int]()
 
     async def stream(number: int) -> None:
         while True:
-            await share.take()
+            await budget.take()
             served[number] += 1
             await asyncio.sleep(0)
 
@@ -82,14 +82,14 @@ async def test_who_waits_is_served_however_busy_the_others_are() -> None:
 
 
 async def test_those_who_leave_the_line_hold_nobody_up() -> None:
-    turns = Turns(2)
-    tasks = [asyncio.create_task(turns.step(number)) for number in range(12)]
+    ticks = Ticks(2)
+    tasks = [asyncio.create_task(ticks.step(number)) for number in range(12)]
     await asyncio.sleep(0)
-    # 2 and 3 are called in this turn and leave before they run; 7 to 9 still wait.
+    # 2 and 3 are called in this tick and leave before they run; 7 to 9 still wait.
     asyncio.get_running_loop().call_soon(lambda: [tasks[number].cancel() for number in (2, 3, 7, 8, 9)])
     async with asyncio.timeout(10):
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.01)
     with pytest.raises(StopIteration):
-        turns.step(12).send(None)  # Nobody is left: it goes at once.
-    assert turns.order == [0, 1, 4, 5, 6, 10, 11, 12]
+        ticks.step(12).send(None)  # Nobody is left: it goes at once.
+    assert ticks.order == [0, 1, 4, 5, 6, 10, 11, 12]

@@ -5,35 +5,37 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
-from blockyard.router.generation.grammar_quota import PERMITS_OF_A_WORKER, GrammarPlaces
+from blockyard.router.generation.grammar_quota import PERMITS_OF_A_WORKER, GrammarQuota
 
 from .fake_worker import FakeWorker, Script
 from .rig import is_idle, request, running_router, until, worker_of_model
 
 
-async def test_a_place_is_free_again_with_the_first_token_at_the_end_or_when_who_waits_is_cancelled() -> None:
-    places = GrammarPlaces(lambda: 1)
+async def test_a_permit_is_free_again_with_the_first_token_at_the_end_or_when_a_waiting_task_is_cancelled() -> (
+    None
+):
+    quota = GrammarQuota(lambda: 1)
     async with AsyncExitStack() as held, asyncio.TaskGroup() as tasks:
-        leaves = [await held.enter_async_context(places.place("a")) for _ in range(PERMITS_OF_A_WORKER)]
+        leaves = [await held.enter_async_context(quota.permit("a")) for _ in range(PERMITS_OF_A_WORKER)]
         entered: list[str] = []
 
         async def enter(name: str) -> None:
-            async with places.place("a"):
+            async with quota.permit("a"):
                 entered.append(name)
 
         cancelled, waiting = tasks.create_task(enter("cancelled")), tasks.create_task(enter("waiting"))
         await asyncio.sleep(0)
-        async with places.place("b"), places.place(None):
+        async with quota.permit("b"), quota.permit(None):
             pass
         cancelled.cancel()
         await asyncio.sleep(0)
         assert entered == []
-        assert len(places._clients["a"].waiting) == 1, "the cancelled one is forgotten"
+        assert len(quota._clients["a"].waiting) == 1, "the cancelled one is forgotten"
         leaves[0]()
         leaves[0]()
         await waiting
     assert entered == ["waiting"]
-    assert len(places) == 0
+    assert len(quota) == 0
 
 
 def _worker(name: str) -> FakeWorker:
@@ -43,15 +45,15 @@ def _worker(name: str) -> FakeWorker:
     )
 
 
-async def test_more_workers_give_more_places_to_those_who_wait() -> None:
+async def test_more_workers_give_more_permits_to_waiting_requests() -> None:
     ready: list[str] = []
-    places = GrammarPlaces(lambda: len(ready))
+    quota = GrammarQuota(lambda: len(ready))
     leaves: list[Callable[[], None]] = []
     async with asyncio.TaskGroup() as tasks:
         over = asyncio.Event()
 
         async def enter() -> None:
-            async with places.place("a") as leave:
+            async with quota.permit("a") as leave:
                 leaves.append(leave)
                 await over.wait()
 
@@ -59,7 +61,7 @@ async def test_more_workers_give_more_places_to_those_who_wait() -> None:
             tasks.create_task(enter())
         for workers, expected in ("", 1), ("a", 1), ("abc", 3), ("ab", 3):
             ready[:] = workers
-            places.hand_out()
+            quota.hand_out()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert len(leaves) == expected * PERMITS_OF_A_WORKER
@@ -67,11 +69,11 @@ async def test_more_workers_give_more_places_to_those_who_wait() -> None:
             leave()
         await asyncio.sleep(0)
         assert len(leaves) == 3 * PERMITS_OF_A_WORKER + 1, (
-            "a place is given when fewer are taken than there are"
+            "a permit is given when fewer are taken than there are"
         )
         over.set()
     assert len(leaves) == 5 * PERMITS_OF_A_WORKER
-    assert len(places) == 0
+    assert len(quota) == 0
 
 
 async def test_each_worker_adds_to_what_one_client_may_have_on_them() -> None:
