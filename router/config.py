@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.runtime.logs import LogConfig
 from blockyard.proto.runtime.settings import Group, check_settings, described, setting
@@ -18,7 +19,6 @@ from blockyard.router.placement.config import PlacementConfig, PolicyName, parse
 from blockyard.router.tokenizing.model_facts import GenerationConfig
 
 FAILURES: Group = "Failures"
-MAX_PORT = 65_535
 DEFAULT_MAX_OUTPUTS = 16
 DEFAULT_MAX_BEAM_WIDTH = 16
 DEFAULT_SUSPECT_SECONDS = 1.5

@@ -72,6 +72,7 @@ class LivePage:
         self._num_asking = 0
         self._look_seconds = look_seconds
         self._tasks = BackgroundTasks()
+        self._is_closed = False
         self._questions: dict[str, Callable[[ClusterWatch, Query, Query], Awaitable[dict[str, Any]]]] = {
             "api/blocks": self._blocks,
             "api/sequences": self._sequences,
@@ -83,6 +84,7 @@ class LivePage:
         }
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._tasks.aclose()
         for watch in self._watches.values():
             await watch.close()
@@ -100,7 +102,7 @@ class LivePage:
         if self._num_asking >= MAX_ASKED_AT_ONCE:
             return _json({"error": "too many requests at once: try again later"}, status=503)
         self._num_asking += 1
-        if not self._tasks:
+        if not self._tasks and not self._is_closed:
             self._tasks.start(self._look(), name="charts of the live page")
         try:
             return await self._asked(path, query, headers)

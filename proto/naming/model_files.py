@@ -116,8 +116,8 @@ def resolve_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 
 def refuse_other_formats(folder: Path) -> None:
-    """Raises ValueError for a folder with weights, but none in safetensors. It names the format and what works."""
-    files = sorted(folder.iterdir())
+    """Raise ValueError for a folder with weights, but none in safetensors. It names the format and what works."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
     if any(file.suffix == ".safetensors" for file in files):
         return
     for file in files:

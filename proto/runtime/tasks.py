@@ -49,8 +49,12 @@ class BackgroundTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all tasks and wait for their end. A task may close its own owner: it is not cancelled."""
-        await cancel_and_wait(*self._tasks - {asyncio.current_task()})
+        """Cancel all tasks and wait for their end, those too that start meanwhile.
+
+        A task may close its own owner: it is not cancelled.
+        """
+        while others := self._tasks - {asyncio.current_task()}:
+            await cancel_and_wait(*others)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -88,11 +88,11 @@ def test_of_two_clusters_of_one_name_that_come_at_once_one_comes_up(head: RayHea
     assert sorted(codes) == [0, 1], errors
     winner, loser = twins[codes.index(0)], twins[codes.index(1)]
     try:
-        assert "has a cluster called 'twin' already" in errors[codes.index(1)]
+        assert "already has a cluster called 'twin'" in errors[codes.index(1)]
         assert not loser.home.exists() or list(loser.home.iterdir()) == []
         again = loser.run(*arguments)
         assert again.returncode == 1
-        assert "has a cluster called 'twin' already" in again.stderr
+        assert "already has a cluster called 'twin'" in again.stderr
         with Client(remembered_state(winner).routers[0]) as client:
             assert client.generate("one", max_tokens=4, ignore_eos=True).finish.completion_tokens == 4
     finally:

@@ -176,7 +176,7 @@ async def test_the_url_that_up_and_open_print_signs_in_and_leaves_no_token_behin
         await browser.until("document.querySelector('#sign-in button:not([disabled])') !== null")
         await browser.type_into("#token", f"{page}#token=wrong")
         await browser.press("Enter")
-        assert "not the one of this page" in await browser.text("#trouble:not([hidden])")
+        assert "not the token of this page" in await browser.text("#trouble:not([hidden])")
         await browser.open("about:blank")
         await browser.open(url)
         await browser.until("document.querySelectorAll('.card .state.ready').length === 2")

@@ -289,7 +289,8 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
         (
             (10.0, 10.4),
             "worker-1",
-            "worker-0 costs 0.4 less, which is too close to tell: chance decides, or the session's last worker.",
+            "worker-0 costs 0.4 less, which is too close to tell: "
+            "the session's last worker wins, or a random one.",
         ),
         ((10.0, 50.0), "worker-0", "It costs least."),
     ],
@@ -317,7 +318,7 @@ async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_
     await page.type_into("#prompt", "anything")
     await page.click("#ask button[value=placement]")
     said = await page.text("#answer [data-field=chosen]")
-    assert said == f"Policy prefix: it would go to {chosen}. {told}"
+    assert said == f"Policy prefix: it would run on {chosen}. {told}"
 
 
 async def test_the_tree_of_prefixes_shows_what_is_shared_and_where_it_lies(

@@ -150,3 +150,20 @@ async def test_cancelling_the_block_ends_the_work() -> None:
     await cancel_and_wait(outer)
     assert outer.cancelled()
     assert tasks[0].cancelled()
+
+
+async def test_a_task_that_starts_while_its_owner_closes_is_cancelled_too() -> None:
+    tasks = BackgroundTasks()
+    begun = asyncio.Event()
+
+    async def starts_another() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            tasks.start(asyncio.Event().wait(), name="late")
+
+    tasks.start(starts_another(), name="first")
+    await begun.wait()
+    await tasks.aclose()
+    assert len(tasks) == 0

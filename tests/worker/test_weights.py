@@ -254,6 +254,11 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_a_folder_that_is_missing_is_no_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no model folder: it has no config\.json"):
+        load_config(tmp_path / "missing")
+
+
 def test_a_local_folder_is_itself(folder: Path) -> None:
     assert resolve_model(str(folder)) == folder
 

@@ -55,5 +55,8 @@ class BlockTable(Sequence[BlockId]):
     def __iter__(self) -> Iterator[BlockId]:
         return iter(self._blocks)
 
+    def __reversed__(self) -> Iterator[BlockId]:
+        return reversed(self._blocks)
+
     def __repr__(self) -> str:
         return f"BlockTable({self._blocks})"
