@@ -72,7 +72,7 @@ class _Commands(click.Group):
 
 
 def _with_hint(error: BlockyardError) -> str:
-    """Return the error with the operator's next step: give a token, or search the logs for the request."""
+    """Return the error's text, with advice to give a token, or with the request's id to search logs for."""
     hint = ""
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         hint = f"\nThis cluster needs a token: set {TOKEN_VARIABLE}, or give --token-file (`blockyard token new`)."
@@ -82,7 +82,7 @@ def _with_hint(error: BlockyardError) -> str:
 
 
 def _with_start_hint(error: NoSuchClusterError, command: str | None) -> str:
-    """Return the error with the command that starts such a cluster, and with other ways that this command accepts.
+    """Return the error's text, with the command that starts such a cluster and with other ways that `command` accepts.
 
     `down` gets no hint: a cluster that does not exist needs no start before its end.
     """

@@ -44,7 +44,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     threads: int = 0
-    """0 leaves it to torch."""
+    """Number of torch's threads. 0 keeps torch's default."""
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -101,7 +101,7 @@ def build_engine(settings: EngineSettings) -> Engine:
 
 
 def backend_of(name: str, device: torch.device) -> Backend:
-    """Return a backend. Raise ValueError if it is not available."""
+    """Return the backend with a name such as `cpu` or `cpu-int8`. Raise ValueError if it is not available."""
     requested, _, linears = name.partition("-")
     return choose_backend(device, requested=requested, **({"linears": linears} if linears else {}))
 

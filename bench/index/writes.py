@@ -99,7 +99,7 @@ async def _write_theirs(client: Redis, names_of_each: Sequence[Names]) -> Spent:
 
 
 async def _evict_theirs(client: Redis, names: Names) -> float:
-    """Return evicted blocks per second, one after another like the events of one pod."""
+    """Evict blocks one after another, like the events of one pod. Return evicted blocks per second."""
     peer, started = LlmdIndex(client), time.perf_counter()
     for name in reversed(names):
         await peer.evict(name, pod_entry(0))
@@ -191,7 +191,7 @@ async def measure_effect_on_others(client: Redis, url: str, scale: WriteScale) -
 
 @asynccontextmanager
 async def _probe(url: str) -> AsyncIterator[dict[str, list[float]]]:
-    """Run the probe process. The yielded times are filled in at the end of the context."""
+    """Run the probe process. Yield times in microseconds, which are filled in at the end of the context."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -15,7 +15,7 @@ STEP_MODEL = "llama-3.1-8b"
 STEP_SEQUENCES = 32
 """Minimum number of sequences for this floor."""
 WALKED = "python's own way"
-"""Name of Python's garbage collector without our freezing."""
+"""Label of runs in which Python's garbage collector visits all objects, because none are frozen."""
 Figures = dict[str, Any]
 
 

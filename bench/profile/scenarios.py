@@ -219,7 +219,7 @@ def _collections(durations_ms: list[float]) -> Iterator[None]:
 
 
 def full_collections_ms(count: int) -> tuple[float, float]:
-    """Return the longest of `count` full garbage collections, in two ways: with frozen objects left out, and with them.
+    """Return the longest of `count` full garbage collections in ms: with frozen objects left out, and with them.
 
     The caller must have frozen its objects. They are frozen again at the end.
     """
@@ -232,7 +232,7 @@ def full_collections_ms(count: int) -> tuple[float, float]:
 
 
 def large_pool_collection_ms(*, running: int, context: int, count: int) -> float:
-    """Return the longest of `count` full collections while `running` sequences of `context` tokens decode.
+    """Return the ms of the longest of `count` full collections while `running` sequences of `context` tokens decode.
 
     Only the objects of scheduler, pool and prefix cache exist, frozen as in a worker. The model is simulated.
     """

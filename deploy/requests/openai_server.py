@@ -228,7 +228,7 @@ def _refusal(status: int, text: bytes, url: ServerUrl) -> CallFailed:
 
 
 def _server_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
-    """Make an error from OpenAI's form of one: an object with `message`, `code` and `type`."""
+    """Return an exception for an error in OpenAI's form: an object with `message`, `code` and `type`."""
     given = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
     words = [given.get(name) for name in ("code", "type")]
     word = next((word for word in words if isinstance(word, str) and word and not word.isdigit()), "")

@@ -47,7 +47,7 @@ SAMPLES_A_WINDOW = 10
 CROWDED_SEQUENCES = 8
 """Running sequences from which a worker counts as crowded. It also does if any sequence waits."""
 ROOT = bytes(16)
-"""Root of the names of prompts in `ideal_reuse`."""
+"""Start of the chains of block names in `ideal_reuse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Result:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Client of one request. Times are in seconds since the start; a token counts when the router has it."""
+    """What the client of one request saw. Times are in seconds since the start; a token counts when the router has it."""
 
     request: PlannedRequest
     arrived: float

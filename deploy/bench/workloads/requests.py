@@ -24,7 +24,7 @@ class Run:
 class PlannedRequest:
     number: int
     arrival_seconds: float
-    """Arrival after the start, or, for a request that follows another, after that one's end."""
+    """Seconds from the start to the arrival, or, for a request that follows another, from that one's end."""
     prompt: tuple[Run, ...]
     output: Run
     session: str = ""
