@@ -132,7 +132,7 @@ def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def convert(python: Path, model: Path) -> Path:
-    """Return the folder of the model for OpenVINO, beside the model's own. Convert the model if the folder is missing."""
+    """Return the folder of the model for OpenVINO, beside the model's own. Convert the model if it is missing."""
     into = model.with_name(f"{model.name}-openvino")
     if not (into / "openvino_model.xml").exists():
         script = Path(__file__).parent / "peers" / "openvino_convert.py"

@@ -61,7 +61,10 @@ def bench_options(command: Command) -> Command:
 
 
 def taken(values: dict[str, Any]) -> BenchOptions:
-    """Remove the shared options from a command's arguments, and return them. Raise UsageError if some exclude others."""
+    """Remove the shared options from a command's arguments, and return them.
+
+    Raise UsageError for options that exclude each other, or need another one.
+    """
     objectives = Objectives(ttft_ms=values.pop("slo_ttft_ms"), tpot_ms=values.pop("slo_tpot_ms"))
     names = BenchOptions.__dataclass_fields__.keys() - {"objectives"}
     options = BenchOptions(objectives=objectives, **{name: values.pop(name) for name in names})

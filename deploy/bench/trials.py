@@ -1,7 +1,7 @@
 """Series of runs on one target: each policy in turn, round by round, with a warm-up before its first run.
 
-Owns the order. Keeps one run out of another's cached prefixes, unless both were given one salt. Does not own sending (traffic.py) or the numbers
-(summaries.py).
+Owns the order. Keeps one run out of another's cached prefixes, unless both were given one salt. Does not own sending
+(traffic.py) or the numbers (summaries.py).
 """
 
 import secrets
@@ -42,9 +42,9 @@ Trials = dict[str, list[Traffic]]
 
 
 async def run_course(target: Target, course: Course) -> Trials:
-    """Run the benchmark, and return the traffic of each policy. Raise ValueError if the workload does not fit the model.
+    """Run the benchmark, and return the traffic of each policy and round.
 
-    Errors of a target that does not answer are raised too.
+    Raise ValueError if the workload does not fit the model. Errors of a target that does not answer are raised too.
     """
     max_model_len = await target.max_model_len()
     found: Trials = {policy: [] for policy in course.policies or ("",)}

@@ -71,8 +71,8 @@ def asking(
 def server_at(url: str, timeout_seconds: float, *, is_ours: bool = False) -> OpenAIServer:
     """Return a client of the OpenAI server at a URL, with the token and the TLS files that the command was given.
 
-    Without --token-file, the key is OPENAI_API_KEY, or BLOCKYARD_TOKEN if the server `is_ours`. Raise click's UsageError for an
-    invalid URL, key or certificate.
+    Without --token-file, the key is OPENAI_API_KEY, or BLOCKYARD_TOKEN if the server `is_ours`. Raise click's
+    UsageError for an invalid URL, key or certificate.
     """
     with wrong_values_are_usage():
         parsed, given = ServerUrl.parse(url), client_connection()

@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def difference(self) -> str:
-        """Direction in which ours differs from the textbook's, in words. "" if both agree or there is no textbook number."""
+        """Direction in which ours differs from the textbook's, in words. "" if both agree, or without a textbook's."""
         if self.textbook is None or self.agrees:
             return ""
         return f"differs: {'above' if self.value > self.textbook else 'below'} the textbook"

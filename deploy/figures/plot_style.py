@@ -124,7 +124,8 @@ def dots(
 ) -> None:
     """Draw a dot with its range and number for each row. The row's name is its label.
 
-    Without `look`, each row has the look of its name (`look_of`). A row has `lowest`, `median` and `highest`, or `p50` and `p99`. None is a row without a value.
+    Without `look`, each row has the look of its name (`look_of`). A row has `lowest`, `median` and `highest`, or `p50`
+    and `p99`. None is a row without a value.
     """
     for place, (name, row) in enumerate(rows.items()):
         if not row:

@@ -182,7 +182,8 @@ def masked(url: str | None) -> str | None:
 def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Return a decorator that adds an option for each described field of a settings class.
 
-    `taken` makes the class of their values. `special` has further attributes of single options, by field. A `section` among them replaces the common one.
+    `taken` makes the class of their values. `special` has further attributes of single options, by field. A `section`
+    among them replaces the common one.
     """
 
     def add_all(command: Command) -> Command:
@@ -195,7 +196,7 @@ def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Ca
 
 
 def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds the option of one field, with the flag, type, default and help of its description."""
+    """Return a decorator that adds the option of one field, whose description has flag, type, default and help."""
     member = setting_field(owner, name)
     return click.option(
         member.flag, name, cls=Setting, **{"section": section, **_attributes(member), **special}

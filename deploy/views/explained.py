@@ -1,4 +1,4 @@
-"""View of `blockyard explain`: each candidate worker, its cost, and the times of which the cost consists."""
+"""View of `blockyard explain`: each candidate worker with its estimated times and its cost."""
 
 from blockyard.deploy.views import views
 from blockyard.proto.v1 import cluster_pb2

@@ -98,7 +98,7 @@ class Result:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """What the client of one request saw. Times are in seconds since the start; a token counts when the router has it."""
+    """Record of one request, as its client. Times are seconds since the start; a token counts when a router has it."""
 
     request: PlannedRequest
     arrived: float

@@ -18,7 +18,7 @@ def shared_prefix(
     question_tokens: int = 1200,
     output_tokens: int = 1000,
 ) -> Workload:
-    """Make requests, each of a random user in a random group: the group's system prompt, then the user's only question."""
+    """Make requests of random users in random groups: the group's system prompt, then the user's only question."""
     chance, tokens = Random(f"shared prefix {seed}"), Tokens()
     systems = [tokens.run(system_tokens) for _ in range(groups)]
     questions = [[tokens.run(question_tokens) for _ in range(users)] for _ in range(groups)]

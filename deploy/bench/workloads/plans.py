@@ -77,7 +77,7 @@ def shared_prefix(
 
 
 def chats(arrivals: Iterator[float], seed: int, *, num_sessions: int, kind: Conversation) -> Workload:
-    """Make conversations of several turns. A turn waits for the answer before it, and its prompt contains that answer."""
+    """Make conversations of several turns. A turn waits for the answer before it, and contains that answer."""
     requests = conversations(kind, islice(arrivals, num_sessions), Random(f"chat {seed}"))
     low, high = kind.num_turns
     turns = counted(high, "turn") if low == high else f"{low}-{high} turns"
