@@ -1,7 +1,8 @@
 """Sends a workload to a target, and records when each message arrives. Does not own the summaries.
 
 A session is one request, or the turns of one chat. Closed loop: a fixed number of sessions at once; the next one starts
-when one ends. Open loop: each session starts at its planned time, whatever the answers do. If the generator cannot keep up, `sent` is later than `due` in the samples.
+when one ends. Open loop: each session starts at its planned time, whatever the answers do. If the generator cannot keep
+up, `sent` is later than `due` in the samples.
 """
 
 import asyncio

@@ -97,7 +97,7 @@ def _argument_options(names: Iterable[str]) -> list[Callable[[Command], Command]
 
 
 def _argument_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:
-    """Return what adds the option of a client's argument.
+    """Return a decorator that adds the option of a client's argument.
 
     An option that is not given is None or empty, unless _SPECIAL has a default.
     """

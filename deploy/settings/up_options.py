@@ -45,7 +45,7 @@ _PORT = click.IntRange(0, MAX_PORT)
 
 
 def _checked_host(host: str) -> str:
-    """Return a host, an IPv6 address in brackets. Raise ValueError for an empty host or one with a port."""
+    """Return a host, with brackets around an IPv6 address. Raise ValueError for an empty host or one with a port."""
     try:
         if not host or (":" in host and ip_address(without_brackets(host)).version != 6):
             raise ValueError
