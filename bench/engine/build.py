@@ -24,7 +24,7 @@ from blockyard.worker.startup.warm_up import try_out
 
 BLOCK_SIZE = 16
 MIXED_STEP_SECONDS = 0.2
-"""Default of a worker."""
+"""Time that prompts may add to a step with decodes: a worker's default."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")
 

@@ -38,7 +38,7 @@ from bench.index.sharing import LookUpTimes, time_lookups
 from bench.reporting import percentile
 
 EVICTIONS = 2000
-"""Evictions from llm-d's index, one block at a time."""
+"""Number of blocks that are evicted from llm-d's index, one at a time."""
 CALM_SECONDS = 1.0
 PAUSE_PER_CALL = 8.0
 """Pause of the resting writers after a batch, as a multiple of the batch's duration."""
@@ -117,7 +117,7 @@ def _rates(turns: Sequence[Spent], entries: int) -> dict[str, Any]:
 
 
 def _holds(turns: Sequence[Spent]) -> dict[str, Any]:
-    """Return the times for which one batch occupied Redis."""
+    """Return percentiles of the time for which one batch occupied Redis, in microseconds."""
     each = [microseconds for spent in turns for microseconds in spent.script_microseconds]
     return {
         "batch_p50_us": percentile(each, 0.5),

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def floors_of(rows: list[Row], device: str) -> list[Floor]:
-    """Return the floors, which are goals for a large GPU."""
+    """Return the floors, which are goals for a large GPU. A CPU has none."""
     if device != "cuda":
         return []
     llama = [row for row in rows if row["model"] == "llama-3.1-8b"]

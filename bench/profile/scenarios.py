@@ -68,7 +68,7 @@ def _one_by_one(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
-    """Measure the parts of this engine's steps."""
+    """Measure each part of the engine's steps inside the `with` block, down to each operation of the forward pass."""
     runner: Any = engine.runner
     is_cuda = runner.device.type == "cuda"
     watch = Stopwatch(torch.cuda.synchronize) if is_cuda else Stopwatch()
@@ -180,7 +180,7 @@ class Course:
 
 
 def whole_workload(engine: Engine, watch: Stopwatch, requests: Sequence[Request]) -> Course:
-    """Run all requests at once, without cache hits."""
+    """Run all requests at once, without cache hits, and return the times."""
     course = Course()
     watch.reset()
     with _collections(course.collections_ms):

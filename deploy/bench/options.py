@@ -82,12 +82,12 @@ def taken(values: dict[str, Any]) -> BenchOptions:
 
 
 def lengths_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
-    """Make an option whose value is Lengths."""
+    """Return a decorator that adds an option whose value is Lengths."""
     return _parsed_option(flag, default, "TOKENS", f"{help_text}: {FORMS}.", parse_lengths)
 
 
 def range_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
-    """Make an option whose value is a pair: the lowest and the highest number."""
+    """Return a decorator that adds an option whose value is a pair: the lowest and the highest number."""
     return _parsed_option(flag, default, "LEAST-MOST", help_text, parse_range)
 
 

@@ -21,7 +21,7 @@ Session = Sequence[PlannedRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """Timing of the requests of a plan."""
+    """Timing of a workload's requests. `on_end` gets each sample when its request ends."""
 
     concurrency: int | None
     """Sessions at once. None means an open loop."""

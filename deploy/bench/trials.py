@@ -20,7 +20,7 @@ Plan = Callable[[int], Workload]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Configuration of a benchmark."""
+    """Settings of a series of runs."""
 
     plan: Plan
     seed: int

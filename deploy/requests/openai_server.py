@@ -137,7 +137,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the server's descriptions of its models."""
+        """Return the server's descriptions of its models. Raise CallFailed if it lists none."""
         listed = await self.get("/v1/models")
         data = listed.get("data") if isinstance(listed, dict) else None
         models = [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []
@@ -151,7 +151,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Make a call whose answer is a stream, and yield its events."""
+        """Make a call whose answer is a stream, and yield its events. Raise CallFailed if the stream ends before [DONE]."""
         async with self._calling("POST", path, body) as answer:
             rest, is_done = b"", False
             async for piece in answer.content.iter_any():

@@ -19,7 +19,7 @@ CONFIG_VARIABLE = "BLOCKYARD_CONFIG"
 FILE_KEY = "blockyard.config_file"
 """Key in click's context for the path of the configuration file."""
 Places = dict[tuple[str, str], Any]
-"""Values by section and key."""
+"""Values of settings, by section and key."""
 
 
 class ConfigError(click.UsageError):

@@ -19,7 +19,7 @@ VARIABLE_PREFIX = "BLOCKYARD_UP_"
 OTHERS = "Options"
 """Group of the options that have no other."""
 TESTS = "For tests"
-"""Group of the options that help hides."""
+"""Group of the options that `--help` does not show."""
 GROUPS: tuple[str, ...] = get_args(Group)
 """Groups of options, in the order of help and docs/cli.md."""
 _GROUP_OF_SECTION = {
@@ -88,7 +88,7 @@ class Setting(click.Option):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of its environment variables."""
+        """Names of the environment variables that give the setting."""
         if self.envvar is None:
             return ()
         return (self.envvar,) if isinstance(self.envvar, str) else tuple(self.envvar)
@@ -100,7 +100,7 @@ class Setting(click.Option):
 
     @property
     def kind(self) -> str:
-        """Type of its value in words."""
+        """Type of the setting's value in words, such as `a whole number`."""
         if self.takes_pairs:
             return "a table of numbers"
         if isinstance(self.type, click.Choice):

@@ -96,7 +96,7 @@ def size_model(
 ) -> ModelSize:
     """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
-    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raises ValueError for a model
+    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raise ValueError for a model
     that the engine cannot run, or a context longer than the model's.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))

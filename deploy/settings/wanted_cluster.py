@@ -72,7 +72,7 @@ class UpOptions:
         "is every interface.",
         group=ADDRESSES,
     )
-    """An IPv6 address is in brackets."""
+    """Address without a port; an IPv6 address is in brackets."""
     router_port: int = setting(
         0,
         help="Port of gRPC. 0 takes a free one. Default: a free one; for `serve` "

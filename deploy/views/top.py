@@ -17,9 +17,9 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60
-"""Polls that the sparkline remembers."""
+"""Number of last polls whose rates the sparkline shows."""
 WIDE_COLUMNS = 100
-"""Width from which the less important columns are shown."""
+"""Width of a terminal, in columns, from which the lag and the reasons of states are shown."""
 BAR_CELLS = 8
 
 
@@ -42,7 +42,7 @@ class WorkerRow:
     running: int
     waiting: int
     kv_usage: float
-    """Share of its blocks that sequences hold."""
+    """Share of the worker's blocks that sequences hold."""
     hit_rate: float | None
     """Share of prompt tokens read from cached blocks since the poll before, or since the start if no prompt came since.
 

@@ -118,7 +118,7 @@ class HardwareProfile:
         )
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the time of a prompt alone, for comparison."""
+        """Return the seconds that a prompt of `tokens` tokens takes alone, for comparison."""
         pairs = tokens * tokens / 2
         flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
         matmul = 2 * self.parameters * tokens / self.matmul_flops_per_second

@@ -40,7 +40,7 @@ INDEX_SECONDS = 0.0005
 FIRST_ARRIVAL_SECONDS = 1.0
 """Start of arrivals, when every router knows every worker. Results count time from here."""
 DEADLINE_SECONDS = 86_400.0
-"""Long enough that no request is rejected or cut short."""
+"""Time limit of every request, long enough that none is rejected or cut short."""
 SAMPLE_SECONDS = 0.1
 SAMPLES_A_WINDOW = 10
 """Samples in a window of one second. Placement must not leave one worker idle and another crowded for a window."""
@@ -120,7 +120,7 @@ class Record:
 
 
 class Simulation:
-    """Simulation of one run."""
+    """One run of a workload on a simulated cluster."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self._setup = setup

@@ -29,7 +29,7 @@ class PlannedRequest:
     output: Run
     session: str = ""
     follows: int | None = None
-    """Number of the request before it in its conversation."""
+    """Number of the request before this one in its conversation. None for the first."""
 
     @property
     def prompt_tokens(self) -> int:
