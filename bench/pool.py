@@ -150,7 +150,7 @@ def compare(trace: dict[str, Any], vllm_python: Path, repeats: int) -> tuple[lis
 
     Both sides run in turns on one core, so that drift of the machine affects both alike.
     """
-    if hasattr(os, "sched_setaffinity"):  # On Linux. The peer inherits it.
+    if hasattr(os, "sched_setaffinity"):  # On Linux. The peer inherits the core.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     script = Path(__file__).with_name("pool_vllm.py")
     with subprocess.Popen(

@@ -6,9 +6,9 @@ Owns how an operator's mistake looks, and the exit codes:
 - 1: the command failed or was interrupted.
 - 2: the command line or the configuration is wrong.
 
-Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale` and `status` need
-Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands that need more packages
-then say what to install.
+Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `status` and
+`doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands
+that need more packages then say what to install.
 """
 
 from collections import UserDict

@@ -38,7 +38,7 @@ def cpu(cpuinfo: str | None) -> dict[str, Any]:
     if cpuinfo is None:
         return {"cpu": platform.processor() or "unknown CPU", "cpu_numbers": {}, "vector_units": []}
     fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():  # setdefault keeps the first processor: the others are like it
+    for line in cpuinfo.splitlines():  # Keeps the first processor: the others are like it.
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     return {

@@ -145,7 +145,7 @@ def dots(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,g}")
     elif any(rows.values()):
-        axes.set_xscale("log")  # An error if no row has a value.
+        axes.set_xscale("log")  # This would fail if no row had a value.
         axes.margins(x=0.1)
         plain_log(axes.xaxis)
 

@@ -151,7 +151,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Make a call whose answer is a stream, and yield its events. Raise CallFailed if the stream ends before [DONE]."""
+        """Make a call whose answer is a stream, and yield its events. Raise CallFailed if it ends before [DONE]."""
         async with self._calling("POST", path, body) as answer:
             rest, is_done = b"", False
             async for piece in answer.content.iter_any():
