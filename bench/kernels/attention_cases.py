@@ -119,7 +119,8 @@ def shared_attention(
 def each_by_itself(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
     """Return a plan of the same decodes that reads the shared prefix once for each sequence.
 
-    CPU kernels find shared prefixes themselves, except under a window. There the plan has a window that hides no key.
+    CPU kernels find shared prefixes themselves, except under a window. So on a CPU the plan has a window that hides no
+    key.
     """
     alone = plan.of_last_queries()
     return alone if device.type == "cuda" else replace(alone, window=max(plan.context_lens))

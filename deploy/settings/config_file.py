@@ -2,7 +2,7 @@
 
 Owns reading it. Refuses unknown keys, values of a wrong type and secrets, and names file, section and key. Does not own
 the settings (setting.py) nor the order in which flag, variable and file apply (click). Relative paths are relative to
-the file.
+the file's folder.
 """
 
 import difflib

@@ -36,7 +36,7 @@ class Course:
     first: float | None = None
     last: float = 0.0
     longest_pause: float = 0.0
-    """Longest time between two arrivals of tokens."""
+    """Longest time between two consecutive arrivals of tokens."""
     num_tokens: int = 0
     head: list[int] = field(default_factory=list)
 
