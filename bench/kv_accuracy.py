@@ -38,7 +38,9 @@ BLOCK_SIZE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_PERPLEXITY_RATIO = 1.01
 MIN_CAPACITY = 1.88
-"""Minimum ratio of tokens to a cache in 16 bits, at head size 64. Larger heads give a higher ratio."""
+"""Minimum ratio of tokens that fit the same memory in 8 and in 16 bits, at head size 64.
+
+Larger heads give a higher ratio."""
 HEAD_SIZES = (32, 64, 128)
 PROOF = (
     "tests/kernels/test_quantised_pool.py",
@@ -77,7 +79,7 @@ class Accuracy:
 
 
 def held_out_rows() -> torch.Tensor:
-    """Return token ids of shape [rows, ROW_TOKENS]."""
+    """Return the texts on which the model was not trained, as token ids of shape [rows, ROW_TOKENS]."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("demo"))
@@ -110,7 +112,7 @@ def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> 
 
 
 def accuracy_of(case: Case, rows: torch.Tensor, exact: list[torch.Tensor]) -> Accuracy:
-    """Measure a case. `exact` has the logits of EXACT, row by row."""
+    """Measure a case on `rows` of token ids. `exact` has the logits of EXACT, row by row."""
     losses, errors, largest, same = [], [], 0.0, []
     for row, wanted, logits in zip(rows, exact, logits_of(case, rows), strict=True):
         difference = (logits - wanted).abs()
@@ -128,7 +130,7 @@ def accuracy_of(case: Case, rows: torch.Tensor, exact: list[torch.Tensor]) -> Ac
 
 
 def capacity_of(kv_dtype: str, head_dim: int) -> float:
-    """Return the ratio of tokens that fit the same memory to those with 16 bits."""
+    """Return how many times as many tokens as in 16 bits fit the same memory in `kv_dtype`."""
     sizes = [
         bytes_per_block(num_layers=1, num_kv_heads=1, head_dim=head_dim, block_size=16, kv_dtype=dtype)
         for dtype in ("bfloat16", kv_dtype)

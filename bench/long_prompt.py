@@ -75,7 +75,10 @@ def submit(engine: Engine, chance: random.Random, num_tokens: int, max_tokens: i
 
 
 def measure(engine: Engine, seed: int, *, long_prompt: bool, gaps: Gaps) -> None:
-    """Add the gaps of the decodes while the long prompt is computed, or over CALM_STEPS steps without one."""
+    """Run the decodes, and add the gaps between their tokens to `gaps`.
+
+    The run ends with the long prompt's first token, or without a long prompt after about CALM_STEPS steps.
+    """
     chance = random.Random(seed)
     decodes = {submit(engine, chance, 64, 1500) for _ in range(DECODES)}
     for _ in range(10):

@@ -22,7 +22,7 @@ METRIC = by_name(METRICS)["inter_token_latency_seconds"]
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """Return the microseconds of one call: the minimum of several runs, in CPU time of the thread."""
+    """Return the microseconds of one call of `work`, in CPU time of the thread: the mean of the fastest run."""
     best = float("inf")
     for _ in range(REPEATS):
         begin = time.thread_time()

@@ -2,8 +2,8 @@
 
     python -m bench.plots bench/reports/DATE-NAME.json ...
 
-Each benchmark draws its plot with this module. A machine without matplotlib writes the report without a plot. This
-command then draws it on another machine.
+A benchmark that has a plot draws it with this module. A machine without matplotlib writes the report without a plot.
+This command then draws the plot on another machine.
 """
 
 import json
@@ -31,7 +31,7 @@ PLOTS = {
 
 
 def draw(report: Path) -> bool:
-    """Draw the plot beside the report. Return False without matplotlib."""
+    """Draw the plot into a file beside the report. Return False, and draw nothing, without matplotlib."""
     if find_spec("matplotlib") is None:
         return False
     document = json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))

@@ -43,11 +43,11 @@ NUM_BLOCKS = 1024
 BLOCK_SIZE = 16
 NUM_REQUESTS = 400
 Operation = tuple[str, int, int, int]
-"""Kind, sequence, and two numbers: a count of blocks or names, or a range."""
+"""Kind, sequence, and two numbers: a count of blocks or names and 0, or the range of blocks to name."""
 
 
 def record() -> dict[str, Any]:
-    """Record the scheduler's calls to its pool."""
+    """Run the load, and return the trace: the scheduler's calls to its pool, and the block names of each sequence."""
     drive = Drive(NUM_BLOCKS, max_num_seqs=32, max_model_len=2048)
     operations: list[Operation] = []
     _listen(drive, operations)
@@ -72,7 +72,7 @@ def record() -> dict[str, Any]:
 
 
 def _listen(drive: Drive, operations: list[Operation]) -> None:
-    """Record each use of the block tables, as operations of the pool."""
+    """Make each later use of the scheduler's block tables append an operation of the pool."""
     tables = drive.scheduler.tables
     match, start, extend = tables.match, tables.start, tables.extend
     name_full_blocks, release = tables.name_full_blocks, tables.release
@@ -106,7 +106,7 @@ def _listen(drive: Drive, operations: list[Operation]) -> None:
 
 
 def replay(trace: dict[str, Any]) -> int:
-    """Return the CPU time, in ns, of our pool and prefix cache for the whole trace."""
+    """Replay the trace on our pool and prefix cache, and return the CPU time in ns."""
     pool = BlockPool(trace["num_blocks"])
     cache = PrefixCache(pool)
     known = [[BlockName(bytes.fromhex(name)) for name in names] for names in trace["names"]]
@@ -146,8 +146,11 @@ def replay(trace: dict[str, Any]) -> int:
 
 
 def compare(trace: dict[str, Any], vllm_python: Path, repeats: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """Run both sides in turns on one core, so that drift of the machine affects both alike."""
-    if hasattr(os, "sched_setaffinity"):  # On Linux. The peer inherits it.
+    """Return the CPU times of our replays in ns, and the peer's answers.
+
+    Both sides run in turns on one core, so that drift of the machine affects both alike.
+    """
+    if hasattr(os, "sched_setaffinity"):  # On Linux. The peer inherits the core.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     script = Path(__file__).with_name("pool_vllm.py")
     with subprocess.Popen(

@@ -52,7 +52,7 @@ def neighbour(*, is_there: bool) -> Iterator[None]:
 
 
 async def measure(model: Path, repeats: int, folder: Path) -> dict[str, dict[int, list[Trial]]]:
-    """Return the trials by setting and spin count."""
+    """Run an engine with each spin count, alone and beside a busy program. Return trials by setting and count."""
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     settings = {
         "model": str(model),

@@ -120,7 +120,7 @@ async def sending(address: str, outcomes: Counter[str]) -> AsyncIterator[None]:
 
 
 async def other(address: str, number: int, until: float) -> list[float]:
-    """Return the waiting times of a short client for its first tokens, in ms."""
+    """Send short requests, one after another, until the time `until`. Return the ms to each first token."""
     waited = []
     async with AsyncClient(
         address, retries=0, timeout_seconds=CALL_SECONDS, tenant=f"other-{number}"
@@ -145,7 +145,7 @@ async def turn(address: str, seconds: float) -> Turn:
 
 
 async def measure(folder: Path, repeats: int, seconds: float) -> tuple[dict[str, list[Turn]], Counter[str]]:
-    """Return the turns by setting, and counts of the results of calls with long prompts."""
+    """Run all turns. Return them by setting, and counts of the results of calls with long prompts."""
     turns: dict[str, list[Turn]] = {"alone": [], "beside long prompts": []}
     outcomes: Counter[str] = Counter()
     model, secret = model_of_long_context(folder), secrets.token_hex(16)
@@ -190,7 +190,7 @@ def figures_of(turns: dict[str, list[Turn]], outcomes: Counter[str]) -> dict[str
 
 
 def later_ms(turns: dict[str, list[Turn]]) -> list[float]:
-    """Return how much later the median is beside long prompts, for each pair of turns."""
+    """Return by how many ms the median is later beside long prompts, for each pair of turns."""
     alone, beside = turns.values()
     return [
         median(after.first_ms) - median(before.first_ms) for before, after in zip(alone, beside, strict=True)

@@ -6,9 +6,9 @@ Owns how an operator's mistake looks, and the exit codes:
 - 1: the command failed or was interrupted.
 - 2: the command line or the configuration is wrong.
 
-Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale` and `status` need
-Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands that need more packages
-then say what to install.
+Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `status` and
+`doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands
+that need more packages then say what to install.
 """
 
 from collections import UserDict
@@ -72,7 +72,7 @@ class _Commands(click.Group):
 
 
 def _with_hint(error: BlockyardError) -> str:
-    """Return the error with the operator's next step: give a token, or search the logs for the request."""
+    """Return the error's text, with advice to give a token, or with the request's id to search logs for."""
     hint = ""
     if error.code is grpc.StatusCode.UNAUTHENTICATED:
         hint = f"\nThis cluster needs a token: set {TOKEN_VARIABLE}, or give --token-file (`blockyard token new`)."
@@ -82,7 +82,7 @@ def _with_hint(error: BlockyardError) -> str:
 
 
 def _with_start_hint(error: NoSuchClusterError, command: str | None) -> str:
-    """Return the error with the command that starts such a cluster, and with other ways that this command accepts.
+    """Return the error's text, with the command that starts such a cluster and with other ways that `command` accepts.
 
     `down` gets no hint: a cluster that does not exist needs no start before its end.
     """

@@ -132,7 +132,7 @@ def pythons_of(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def convert(python: Path, model: Path) -> Path:
-    """Convert the model for OpenVINO, into a folder beside it, unless that exists."""
+    """Return the folder of the model for OpenVINO, beside the model's own. Convert the model if it is missing."""
     into = model.with_name(f"{model.name}-openvino")
     if not (into / "openvino_model.xml").exists():
         script = Path(__file__).parent / "peers" / "openvino_convert.py"
@@ -212,7 +212,10 @@ def check_memory(available: int | None) -> None:
 async def _measure_workload(
     arguments: argparse.Namespace, workload: str, ready: dict[str, Running], vocab_size: int, results: Results
 ) -> None:
-    """Measure a workload, with a rotated order of systems in each repeat. The minimum repeats are never left out."""
+    """Measure a workload, with a rotated order of systems in each repeat, and add the trials to `results`.
+
+    Past --workload-seconds, no repeat beyond MIN_REPEATS starts.
+    """
     check_memory(available_bytes())
     draws = _draws(arguments, workload, vocab_size)
     results.about[workload] = describe(workload, draws[0])
@@ -249,7 +252,7 @@ def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> lis
 async def _run(
     name: str, requests: list[Request], ready: dict[str, Running], results: Results
 ) -> Trial | None:
-    """Run a system once. Return None if it fails.
+    """Run the requests on a system once, and return the trial. Return None if the system fails.
 
     A failed system is killed and left out from then on, and the report says so. Results of the others are kept.
     """
@@ -271,7 +274,7 @@ def device_name(device: str) -> str:
 
 
 def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
-    """Start, measure and end the systems for one data type."""
+    """Start, measure and end the systems for one data type. Return results with the machine's rates and rooflines."""
     with_weights = bool(pythons_of(arguments)) or arguments.served
     models = (arguments.models or scratch).absolute()
     model = model_folder(arguments.model, dtype, models, with_weights=with_weights).absolute()
@@ -322,7 +325,10 @@ def repeats_of(runs: dict[str, Results]) -> list[int]:
 
 
 def lost_of(runs: dict[str, Results]) -> str:
-    """Return our systems that did not start or failed. If there are any, the command fails after writing its report."""
+    """Return the names of our systems that did not start or failed, or "".
+
+    If there are any, the command fails after writing its report.
+    """
     return ", ".join(
         f"{name} in {dtype}"
         for dtype, results in runs.items()

@@ -24,7 +24,7 @@ from blockyard.worker.startup.warm_up import try_out
 
 BLOCK_SIZE = 16
 MIXED_STEP_SECONDS = 0.2
-"""Default of a worker."""
+"""Time that prompts may add to a step with decodes: a worker's default."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=BLOCK_SIZE, kv_dtype="bench")
 
@@ -44,7 +44,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     threads: int = 0
-    """0 leaves it to torch."""
+    """Number of torch's threads. 0 keeps torch's default."""
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -101,7 +101,7 @@ def build_engine(settings: EngineSettings) -> Engine:
 
 
 def backend_of(name: str, device: torch.device) -> Backend:
-    """Return a backend. Raise ValueError if it is not available."""
+    """Return the backend with a name such as `cpu` or `cpu-int8`. Raise ValueError if it is not available."""
     requested, _, linears = name.partition("-")
     return choose_backend(device, requested=requested, **({"linears": linears} if linears else {}))
 

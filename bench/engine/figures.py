@@ -39,7 +39,7 @@ class Results:
     about: dict[str, Figures] = field(default_factory=dict)
     """Description and token counts of each workload."""
     systems: dict[str, Figures] = field(default_factory=dict)
-    """Versions, notes and load time, or why it is absent."""
+    """Versions, notes and load time of each system, or why it is absent."""
     ours: tuple[str, ...] = ()
     """Our systems, including failed ones. Floors are for the first."""
     machine: Figures = field(default_factory=dict)
@@ -134,7 +134,10 @@ def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
 
 
 def _equal(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
-    """Return, for each system, the share of requests with the same first tokens as our first system."""
+    """Return, for each system, the share of requests with the same first tokens as our first system that ran.
+
+    If none of ours ran, the first peer takes its place.
+    """
     first = next((name for name in (*ours, *rows) if name in rows), None)
     if first is None:
         return {}

@@ -1,8 +1,8 @@
 """Roofline of a workload: all prompts at the matmul rate, then decode steps at their limit (bench/profile/roofline.py).
 
 Every unfinished request runs in each decode step. A prefix that all prompts share counts once, and only the last
-position of a prompt goes through the head. It is no strict upper bound: prompts beside decodes, CPU caches and numbers
-in 8 bits can exceed it.
+position of a prompt goes through the head. The roofline is no strict upper bound: prompts beside decodes, CPU caches
+and numbers in 8 bits can exceed it.
 
 Owns the arithmetic, and measuring the machine's rates in a process that ends before any system starts.
 """

@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Contents of a model's config.json."""
+    """Architecture and sizes of a model, from which its config.json follows."""
 
     architecture: str
     layers: int

@@ -78,7 +78,7 @@ class Running:
         self.load_seconds: float = hello["load_seconds"]
 
     async def run(self, requests: Sequence[Request]) -> Trial:
-        """Run the requests. Raise ValueError if tokens are missing, and SystemEnded."""
+        """Run the requests. Raise ValueError if tokens are missing, SystemEnded, and TimeoutError after RUN_SECONDS."""
         before = self._clock()
         answer = await _ask(
             self._process,
@@ -228,7 +228,7 @@ def _group(pid: int) -> int | None:
 def our_systems(
     settings: Settings, *, backends: Sequence[str], is_served: bool, is_unshared: bool
 ) -> list[System]:
-    """Return our engine on each backend, without a shared cache, and through worker, router and clients."""
+    """Return our engine on each backend, and on request without a shared cache and through worker and router."""
     settings = {**settings, "backend": backends[0], "shares": True}
     stored = settings.get("kv_cache_dtype", "auto")
     suffix = "" if stored == "auto" else f", KV in {stored}"
@@ -286,11 +286,11 @@ def with_preload(system: System, libraries: Sequence[str]) -> System:
 
 
 def tcmalloc() -> str | None:
-    """Return the path of Debian's libtcmalloc-minimal4, if it is installed."""
+    """Return the path of Debian's libtcmalloc-minimal4 or full libtcmalloc, or None if neither is installed."""
     paths = (Path(folder) / name for folder in LIBRARIES for name in TCMALLOC)
     return next((str(path) for path in paths if path.exists()), None)
 
 
 def _openmp(python: Path) -> str:
-    """Return the path of Intel's OpenMP, which vLLM's CPU build needs preloaded and whose wheels contain it."""
+    """Return the path of Intel's OpenMP, which vLLM's CPU build needs preloaded, in vLLM's environment, or ""."""
     return next((str(path) for path in python.parents[1].glob("lib*/**/libiomp5.so")), "")

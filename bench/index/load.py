@@ -39,7 +39,7 @@ def make_names(seed: int, count: int) -> Names:
 
 
 def prompt_of(cached: Names, seed: int) -> Names:
-    """Return a prompt of the cached blocks, followed by blocks that no worker holds."""
+    """Return the block names of a prompt: the cached ones, followed by names that no worker holds."""
     return (*cached, *make_names(seed + 1_000_000, PROMPT_BLOCKS - len(cached)))
 
 

@@ -32,7 +32,7 @@ class Spent:
     microseconds_by_command: dict[str, float] = field(default_factory=dict)
     """Sum over all calls of a command. A script's time contains that of the commands it calls."""
     script_microseconds: list[int] = field(default_factory=list)
-    """Times of the scripts, unordered."""
+    """Times of the single calls of scripts, unordered."""
 
 
 @asynccontextmanager

@@ -168,7 +168,7 @@ async def _check(index: RedisPrefixIndex, peer: LlmdIndex, prompt: Names, sharer
 
 
 def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Return the ratios of the pairs of turns."""
+    """Return the median, lowest and highest of the ratios theirs / ours, turn by turn."""
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     return {
         "median": round(median(ratios), 2),
@@ -211,7 +211,10 @@ async def _vary(
     has_host_cache: bool = False,
     value_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Measure one variation. With a host cache, each worker publishes its names for both tiers."""
+    """Measure one variation: bytes per block and look-up times.
+
+    With a host cache, each worker publishes its names for both tiers.
+    """
     await client.flushall()
     empty = await used_memory_bytes(client)
     index = RedisPrefixIndex(client, CLUSTER)

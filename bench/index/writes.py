@@ -38,7 +38,7 @@ from bench.index.sharing import LookUpTimes, time_lookups
 from bench.reporting import percentile
 
 EVICTIONS = 2000
-"""Evictions from llm-d's index, one block at a time."""
+"""Number of blocks that are evicted from llm-d's index, one at a time."""
 CALM_SECONDS = 1.0
 PAUSE_PER_CALL = 8.0
 """Pause of the resting writers after a batch, as a multiple of the batch's duration."""
@@ -99,7 +99,7 @@ async def _write_theirs(client: Redis, names_of_each: Sequence[Names]) -> Spent:
 
 
 async def _evict_theirs(client: Redis, names: Names) -> float:
-    """Return evicted blocks per second, one after another like the events of one pod."""
+    """Evict blocks one after another, like the events of one pod. Return evicted blocks per second."""
     peer, started = LlmdIndex(client), time.perf_counter()
     for name in reversed(names):
         await peer.evict(name, pod_entry(0))
@@ -117,7 +117,7 @@ def _rates(turns: Sequence[Spent], entries: int) -> dict[str, Any]:
 
 
 def _holds(turns: Sequence[Spent]) -> dict[str, Any]:
-    """Return the times for which one batch occupied Redis."""
+    """Return percentiles of the time for which one batch occupied Redis, in microseconds."""
     each = [microseconds for spent in turns for microseconds in spent.script_microseconds]
     return {
         "batch_p50_us": percentile(each, 0.5),
@@ -191,7 +191,7 @@ async def measure_effect_on_others(client: Redis, url: str, scale: WriteScale) -
 
 @asynccontextmanager
 async def _probe(url: str) -> AsyncIterator[dict[str, list[float]]]:
-    """Run the probe process. The yielded times are filled in at the end of the context."""
+    """Run the probe process. Yield times in microseconds, which are filled in at the end of the context."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

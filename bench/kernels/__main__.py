@@ -45,7 +45,7 @@ class Measured:
     machine: Machine
     rows: list[Row]
     skipped: int
-    """Number of cases that did not fit the memory."""
+    """Number of cases left out because they, or one measured in turns with them, did not fit the memory."""
     is_cut_short: bool
 
 
@@ -92,7 +92,7 @@ def _in_turns(every: Iterator[Case], only: str) -> Iterator[list[Case]]:
 
 
 def _others_over(own: list[float], together: list[Case], times: list[list[float]]) -> Row:
-    """Return the ratios of the other cases' times to its own, by kernel: the median over turns."""
+    """Return, by kernel, the times of the other cases divided by a case's own: the median over turns."""
     ratios = {
         case.kernel: round(median(other / mine for other, mine in zip(seconds, own, strict=True)), 4)
         for case, seconds in zip(together, times, strict=True)

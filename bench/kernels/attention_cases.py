@@ -28,9 +28,9 @@ def attention(
     stored: QuantisedName | None = None,
     window: int | None = None,
 ) -> Case:
-    """Make a case whose rows have `queries` queries each at the end of a context. `stored` chooses a pool in 8 bits.
+    """Make a case in which row i has `queries[i]` queries at the end of `context` tokens.
 
-    With a window, keys that no query of their row sees need not be read.
+    `stored` chooses a pool in 8 bits. With a window, keys that no query of their row sees need not be read.
     """
     item = bench.dtype.itemsize
     tokens, reach = sum(queries), min(window or context, context)
@@ -117,9 +117,10 @@ def shared_attention(
 
 
 def each_by_itself(plan: AttentionPlan, device: torch.device) -> AttentionPlan:
-    """Return the plan of the same decodes without work items for the shared prefix.
+    """Return a plan of the same decodes that reads the shared prefix once for each sequence.
 
-    CPU kernels find shared prefixes themselves, except under a window. There the plan has a window that hides no key.
+    CPU kernels find shared prefixes themselves, except under a window. So on a CPU the plan has a window that hides no
+    key.
     """
     alone = plan.of_last_queries()
     return alone if device.type == "cuda" else replace(alone, window=max(plan.context_lens))

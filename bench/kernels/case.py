@@ -11,7 +11,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One kernel at one shape. `make` allocates, and returns the call to be timed."""
+    """One kernel at one shape. `make` allocates, and returns the call to be timed.
+
+    `num_bytes` and `flops` are the least that the call must move and compute (cases.py).
+    """
 
     kernel: str
     model: str
@@ -19,7 +22,7 @@ class Case:
     num_bytes: int
     flops: int
     resident_bytes: int
-    """Memory that it needs."""
+    """Memory that the case needs, in bytes."""
     make: Callable[[], Callable[[], object]]
     turns: str = ""
     """Group name: consecutive cases with the same name are measured in turns."""

@@ -20,20 +20,20 @@ LONE_CONTEXT = "decode 1 x 32768"
 PREFILL_FLOOR_FLOPS = 400e12
 PREFILL_SHAPE = "prefill 8192"
 DECODE, PREFILL = "decode attention", "prefill attention"
-"""Kernels over pools in the data type."""
+"""Names of the kernels over pools in the model's data type, not in 8 bits."""
 CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
 CLIFF = 1.5
 """Maximum ratio of the time per sequence with 16 sequences to that with 8."""
 OTHERS_OVER_IT = "others_over_it"
-"""Key in a row: ratios of the times of calls measured in turns with it to its own time, by kernel."""
+"""Key in a row: times of the other kernels measured in turns with it, each divided by its own time."""
 CUT_SHORT = " **Cut short: later cases are missing, and floors are for the measured cases.**"
 Row = dict[str, Any]
 """Description of a case, its time, and its shares of the limits."""
 
 
 def floors_of(rows: list[Row], device: str) -> list[Floor]:
-    """Return the floors, which are goals for a large GPU."""
+    """Return the floors, which are goals for a large GPU. A CPU has none."""
     if device != "cuda":
         return []
     llama = [row for row in rows if row["model"] == "llama-3.1-8b"]

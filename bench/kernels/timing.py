@@ -29,7 +29,7 @@ class Machine:
     matmul_flops_per_second: float
 
     def faster(self, other: "Machine") -> "Machine":
-        """Return the higher of both measurements for each rate."""
+        """Return, for each rate, the higher one of this measurement and `other`."""
         return Machine(
             copy_bytes_per_second=max(self.copy_bytes_per_second, other.copy_bytes_per_second),
             matmul_flops_per_second=max(self.matmul_flops_per_second, other.matmul_flops_per_second),

@@ -66,7 +66,7 @@ def run_dynamo(
     prefill_load_scale: float = 1.0,
     **timing: Unpack[EngineTiming],
 ) -> PeerResult:
-    """Replay the trace once.
+    """Replay the trace once in Dynamo's simulator.
 
     Raise ValueError for a Python without Dynamo, an invalid trace, rejected settings, or requests that were not served.
     Raise OSError if the trace cannot be read.
@@ -84,7 +84,7 @@ def run_dynamo(
 
 
 def check_trace(text: str, trace_block_tokens: int) -> int:
-    """Check a trace and return its number of requests. Raise ValueError.
+    """Check a trace and return its number of requests. Raise ValueError if it is invalid.
 
     Dynamo accepts some traces that are rejected here, but gives them another meaning. It ignores ids beyond the
     prompt's end, and lines of one session wait for each other.

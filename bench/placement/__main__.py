@@ -157,9 +157,9 @@ def _findings(study: Study) -> Findings:
 
 
 def _peer(python: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Measure reuse by Dynamo's own simulator on the arrivals of each load and seed.
+    """Run Dynamo's own simulator on the arrivals of each load and seed. Return the reuse by load and router mode.
 
-    It counts reuse at first admission, as ours does, and also with hits after preemptions, which is Dynamo's headline.
+    Reuse is counted at first admission, as ours is, and also with hits after preemptions, which is Dynamo's headline.
     """
     profile, found = MockerProfile(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:

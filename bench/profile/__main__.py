@@ -76,11 +76,14 @@ class Decodes:
     parts: dict[int, Profile] = field(default_factory=dict)
     """Profiles with all parts measured, by number of sequences."""
     full_collections_ms: tuple[float, float] = (0.0, 0.0)
-    """Longest full collection with frozen objects, and without."""
+    """Longest full garbage collection with frozen objects, and without."""
 
 
 def decodes(engine: Engine, arguments: argparse.Namespace) -> Decodes:
-    """Measure all three kinds of profiles after one prefill. Objects are frozen, as in a worker."""
+    """Measure all three kinds of profiles for each number of sequences. Objects are frozen, as in a worker.
+
+    Further context lengths have only plain profiles.
+    """
     known = Decodes()
     num_steps = decode_steps(arguments.steps)
     first, *further = arguments.contexts
@@ -149,7 +152,7 @@ def _full_collections(known: Decodes) -> Figures:
 
 
 def _rooflines(engine: Engine, profiles: dict[tuple[int, int], Profile]) -> list[Figures]:
-    """Compare decode steps without measured parts with their roofline."""
+    """Measure the machine's rates, and return the time of each decode step beside its roofline."""
     runner: Any = engine.runner
     with torch.inference_mode():
         machine = measure_machine(runner.device, runner.dtype)

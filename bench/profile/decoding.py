@@ -79,7 +79,10 @@ def _drain(engine: Engine) -> None:
 
 
 def _start(engine: Engine, running: int) -> None:
-    """Prefill all sequences, without the limit that keeps the gaps of running decodes short."""
+    """Prefill all sequences, without the limit that keeps the gaps of running decodes short.
+
+    Raise RuntimeError if not all of them run after START_STEPS steps.
+    """
     scheduler, mixed_steps = engine.scheduler, engine.mixed_steps
     limit, mixed_steps.limit_tokens = mixed_steps.limit_tokens, None
     try:

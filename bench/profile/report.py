@@ -5,7 +5,7 @@ from typing import Any
 from bench.reporting import Floor
 
 MANY = 256
-"""Number of sequences for the floor of the scheduler's cost."""
+"""Number of running sequences at which the scheduler's cost has a floor."""
 PLAN_FLOOR_MS = 1.0
 NAMES_FLOOR = 0.01
 COLLECTION_FLOOR_MS = 5.0
@@ -13,9 +13,9 @@ STEP_FLOOR = 0.8
 STEP_MODEL = "llama-3.1-8b"
 """Model for which whole decode steps have a floor, on a GPU. For other models they are only figures."""
 STEP_SEQUENCES = 32
-"""Minimum number of sequences for this floor."""
+"""Minimum number of sequences in a step that counts for this floor."""
 WALKED = "python's own way"
-"""Name of Python's garbage collector without our freezing."""
+"""Label of runs in which Python's garbage collector visits all objects, because none are frozen."""
 Figures = dict[str, Any]
 
 
@@ -38,7 +38,7 @@ def floors_of(figures: Figures) -> list[Floor]:
 
 
 def _step_floors(figures: Figures) -> list[Floor]:
-    """Return one floor for each context length."""
+    """Return a floor for each context length of STEP_MODEL on a GPU. Other models and a CPU have none."""
     if figures["device"] != "cuda" or figures["model"] != STEP_MODEL:
         return []
     shares: dict[int, list[float]] = {}

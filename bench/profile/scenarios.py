@@ -68,7 +68,7 @@ def _one_by_one(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
-    """Measure the parts of this engine's steps."""
+    """Measure each part of the engine's steps inside the `with` block, down to each operation of the forward pass."""
     runner: Any = engine.runner
     is_cuda = runner.device.type == "cuda"
     watch = Stopwatch(torch.cuda.synchronize) if is_cuda else Stopwatch()
@@ -180,7 +180,7 @@ class Course:
 
 
 def whole_workload(engine: Engine, watch: Stopwatch, requests: Sequence[Request]) -> Course:
-    """Run all requests at once, without cache hits."""
+    """Run all requests at once, without cache hits, and return the times."""
     course = Course()
     watch.reset()
     with _collections(course.collections_ms):
@@ -219,7 +219,7 @@ def _collections(durations_ms: list[float]) -> Iterator[None]:
 
 
 def full_collections_ms(count: int) -> tuple[float, float]:
-    """Return the longest of `count` full garbage collections, in two ways: with frozen objects left out, and with them.
+    """Return the longest of `count` full garbage collections in ms: with frozen objects left out, and with them.
 
     The caller must have frozen its objects. They are frozen again at the end.
     """
@@ -232,7 +232,7 @@ def full_collections_ms(count: int) -> tuple[float, float]:
 
 
 def large_pool_collection_ms(*, running: int, context: int, count: int) -> float:
-    """Return the longest of `count` full collections while `running` sequences of `context` tokens decode.
+    """Return the ms of the longest of `count` full collections while `running` sequences of `context` tokens decode.
 
     Only the objects of scheduler, pool and prefix cache exist, frozen as in a worker. The model is simulated.
     """

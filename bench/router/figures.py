@@ -139,7 +139,7 @@ def _load(trials: Sequence[LoadTrial]) -> Figures:
 
 
 def throughput_shares(systems: Mapping[str, Sequence[LoadTrial]]) -> Figures:
-    """Return the shares of ours in ours without TLS, repeat by repeat: in tokens/s, and in tokens/s per core."""
+    """Return our throughput divided by ours without TLS, pair by pair: in tokens/s, and in tokens/s per core."""
     return {
         other: {
             name: _shares_of(

@@ -149,7 +149,7 @@ async def http_client(address: str, prompt: Callable[[int], str], num_tokens: in
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:
-    """Yield lists of complete events as they arrive."""
+    """Yield the complete server-sent events of each piece of an answer, as it arrives."""
     rest = b""
     async for part in content.iter_any():
         *events, rest = (rest + part).split(b"\n\n")

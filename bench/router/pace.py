@@ -31,7 +31,7 @@ class Stamps:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A running request."""
+    """A running request. `handle` is its number in the session with its router, or over HTTP its client's number."""
 
     handle: int
     num_tokens: int

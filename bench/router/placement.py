@@ -178,7 +178,7 @@ async def placement_bench(seed: int) -> AsyncIterator[PlacementBench]:
 async def tokenizing_times(
     model: str, prompt: Callable[[int], str], calls: int
 ) -> tuple[dict[str, list[float]], int]:
-    """Measure the hop to the tokenizer process and back, names included, for a text and for its token ids.
+    """Measure the hop to the tokenizer process and back, block names included, for a text and for its token ids.
 
     Return milliseconds by kind of prompt, and the number of tokens.
     """

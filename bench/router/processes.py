@@ -30,7 +30,7 @@ class Workers:
     def __init__(
         self, process: asyncio.subprocess.Process, ports: Sequence[int], secret: str = "", root: Path = ROOT
     ) -> None:
-        """Hold a process. With a secret it serves over TLS. `root` holds the code of workers and router."""
+        """Hold a process. With a secret, the workers serve over TLS. `root` has the code of workers and router."""
         self._process = process
         self.secret = secret
         self.root = root
@@ -60,7 +60,10 @@ async def running_workers(
 
 
 def code_of(root: Path) -> dict[str, str]:
-    """Return an environment in which `blockyard` is the package of this checkout, not the installed one."""
+    """Return an environment in which `blockyard` is the code of the checkout `root`.
+
+    For another checkout than this one, a link in it, .typing/blockyard, takes the place of the installed package.
+    """
     if root == ROOT:
         return dict(os.environ)
     package = root / ".typing" / "blockyard"
@@ -131,7 +134,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuClock:
-    """CPU seconds so far: of the measured processes and their descendants, and of the whole machine."""
+    """CPU seconds so far: of the measured processes, of the benchmark, and of the whole machine."""
 
     now: float
     """Seconds on the machine's monotonic clock."""

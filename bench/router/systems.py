@@ -43,7 +43,7 @@ class System:
     """Makes a client for requests with this number of output tokens."""
     workers: Workers
     pids: tuple[int, ...] = ()
-    """Processes of the router, whose CPU time is measured."""
+    """Process ids of the router, whose CPU time is measured. Empty without a router."""
     address: str = ""
     """Address of our router."""
     log: Path | None = None

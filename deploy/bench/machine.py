@@ -31,14 +31,14 @@ def machine() -> dict[str, Any]:
 
 
 def cpu(cpuinfo: str | None) -> dict[str, Any]:
-    """Parse the CPU's name, numbers and vector units from /proc/cpuinfo, or from None if there is no such file.
+    """Return the CPU's name, numbers and vector units from the text of /proc/cpuinfo. None: there is no such file.
 
-    Fields that the text lacks are empty.
+    A missing name is "unknown CPU"; other missing fields are empty.
     """
     if cpuinfo is None:
         return {"cpu": platform.processor() or "unknown CPU", "cpu_numbers": {}, "vector_units": []}
     fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():  # setdefault keeps the first processor: the others are like it
+    for line in cpuinfo.splitlines():  # Keeps the first processor: the others are like it.
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     return {

@@ -24,7 +24,9 @@ class Sample:
 
     number: int
     due: float
-    """Time at which it should have been sent. In an open loop, the plan's time; in a closed loop, `sent`."""
+    """Time at which it should have been sent: the plan's in an open loop, `sent` in a closed one.
+
+    A later turn of a chat is due in both when its pause after the answer before ends."""
     sent: float
     arrivals: list[float] = field(default_factory=list)
     """Times of the messages that contain tokens."""
@@ -37,7 +39,7 @@ class Sample:
     worker: str = ""
     migrations: int = 0
     error: str = ""
-    """Reason of its failure; "" if it finished."""
+    """Reason of the failure; "" if the request finished."""
 
     @property
     def ttft(self) -> float:

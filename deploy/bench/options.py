@@ -61,7 +61,10 @@ def bench_options(command: Command) -> Command:
 
 
 def taken(values: dict[str, Any]) -> BenchOptions:
-    """Remove the shared options from a command's arguments, and return them. Raise UsageError."""
+    """Remove the shared options from a command's arguments, and return them.
+
+    Raise UsageError for options that exclude each other, or need another one.
+    """
     objectives = Objectives(ttft_ms=values.pop("slo_ttft_ms"), tpot_ms=values.pop("slo_tpot_ms"))
     names = BenchOptions.__dataclass_fields__.keys() - {"objectives"}
     options = BenchOptions(objectives=objectives, **{name: values.pop(name) for name in names})
@@ -79,12 +82,12 @@ def taken(values: dict[str, Any]) -> BenchOptions:
 
 
 def lengths_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
-    """Make an option whose value is Lengths."""
+    """Return a decorator that adds an option whose value is Lengths."""
     return _parsed_option(flag, default, "TOKENS", f"{help_text}: {FORMS}.", parse_lengths)
 
 
 def range_option(flag: str, default: str, help_text: str) -> Callable[[Command], Command]:
-    """Make an option whose value is a pair: the lowest and the highest number."""
+    """Return a decorator that adds an option whose value is a pair: the lowest and the highest number."""
     return _parsed_option(flag, default, "LEAST-MOST", help_text, parse_range)
 
 

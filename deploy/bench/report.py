@@ -53,7 +53,7 @@ def result(
     *,
     own_policy: str,
 ) -> Result:
-    """Summarise the trials. `own_policy` names the router's policy, for trials that chose none."""
+    """Summarise the runs, given by policy. `own_policy` names the router's policy, for runs that chose none."""
     named = {policy or own_policy: parts for policy, parts in trials.items()}
     return Result(
         setting={**setting, "slo_ttft_ms": objectives.ttft_ms, "slo_tpot_ms": objectives.tpot_ms},

@@ -16,12 +16,12 @@ _PLAIN = (
     *("prompt_tokens", "planned_prompt_tokens", "output_tokens", "planned_output_tokens"),
     *("hit_rate", "predicted_hit_rate"),
 )
-"""Fields of a summary that its document contains unchanged."""
+"""Fields of a Summary that `as_dict` contains unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Samples of one run, and its duration from the first request to the last answer."""
+    """Samples of one run, and its duration from the start of sending to the last answer."""
 
     samples: Sequence[Sample]
     seconds: float

@@ -22,7 +22,7 @@ Endpoint = Literal["completions", "chat"]
 Send = Callable[[Sample], Awaitable[None]]
 """Sends one request and fills in its sample. A failure of the request goes into the sample; other errors are raised."""
 Ask = Callable[[PlannedRequest], Send]
-"""Prepares a request before its time is measured."""
+"""Makes the call for a request, before the request's time is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class OpenAITarget:
     """Force answers to exactly the planned length, by vLLM's field of this name."""
 
     async def max_model_len(self) -> int | None:
-        """Return the limit that vLLM, SGLang and Blockyard list beside the model's id."""
+        """Return the limit that vLLM, SGLang and Blockyard list beside the model's id, or None if it is not listed."""
         for model in await self.server.models():
             if model.get("id") == self.model and isinstance(max_model_len := model.get("max_model_len"), int):
                 return max_model_len

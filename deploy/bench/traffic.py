@@ -1,7 +1,8 @@
-"""Sends a plan to a target, and records when each message arrives. Does not own the summaries.
+"""Sends a workload to a target, and records when each message arrives. Does not own the summaries.
 
-Closed loop: a fixed number of sessions at once; the next one starts when one ends. Open loop: each session starts at
-its planned time, whatever the answers do. If the generator cannot keep up, `sent` is later than `due` in the samples.
+A session is one request, or the turns of one chat. Closed loop: a fixed number of sessions at once; the next one starts
+when one ends. Open loop: each session starts at its planned time, whatever the answers do. If the generator cannot keep
+up, `sent` is later than `due` in the samples.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ Session = Sequence[PlannedRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """Timing of the requests of a plan."""
+    """Timing of a workload's requests. `on_end` gets each sample when its request ends."""
 
     concurrency: int | None
     """Sessions at once. None means an open loop."""

@@ -1,7 +1,7 @@
-"""Series of runs on one target: warm-up first, then each policy in turn, each with an empty cache.
+"""Series of runs on one target: each policy in turn, round by round, with a warm-up before its first run.
 
-Owns the order, and keeping one run out of another's cached prefixes. Does not own sending (traffic.py) or the numbers
-(summaries.py).
+Owns the order. Keeps one run out of another's cached prefixes, unless both were given one salt. Does not own sending
+(traffic.py) or the numbers (summaries.py).
 """
 
 import secrets
@@ -20,7 +20,7 @@ Plan = Callable[[int], Workload]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Configuration of a benchmark."""
+    """Settings of a series of runs."""
 
     plan: Plan
     seed: int
@@ -42,9 +42,9 @@ Trials = dict[str, list[Traffic]]
 
 
 async def run_course(target: Target, course: Course) -> Trials:
-    """Run the benchmark. Raise ValueError if the workload does not fit the model.
+    """Run the benchmark, and return the traffic of each policy and round.
 
-    Errors of a target that does not answer are raised too.
+    Raise ValueError if the workload does not fit the model. Errors of a target that does not answer are raised too.
     """
     max_model_len = await target.max_model_len()
     found: Trials = {policy: [] for policy in course.policies or ("",)}

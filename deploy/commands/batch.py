@@ -114,7 +114,7 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
 
 
 def _own_url(cluster: str) -> str:
-    """Return the URL of the cluster's HTTP API. Raises ValueError for a cluster without one."""
+    """Return the URL of the cluster's HTTP API. Raise ValueError for a cluster without one."""
     remembered = state.load(cluster)
     if not remembered.gateways:
         raise ValueError(

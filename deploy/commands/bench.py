@@ -1,4 +1,4 @@
-"""`blockyard bench`: sends a synthetic load to a running cluster and prints the measurements.
+"""`blockyard bench`: sends a load to a running cluster, or to a server of OpenAI's API, and prints the measurements.
 
 Owns one command for each workload. deploy/bench/ owns sending and measuring.
 """
@@ -37,7 +37,7 @@ output_tokens = lengths_option("--output-tokens", "64", "Tokens in each answer")
 
 
 class _Workloads(click.Group):
-    """Adds a hint to the error for an unknown option: which workloads have an option of this name."""
+    """Group of the workloads. Adds to the error for an unknown option which workloads have it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -224,7 +224,7 @@ def _arrivals(options: BenchOptions, seed: int) -> Iterator[float]:
 
 
 def _concurrency(options: BenchOptions) -> int | None:
-    """Return the number of requests at once, or None for an open loop."""
+    """Return how many requests or chats run at once, or None for an open loop."""
     return options.concurrency or DEFAULT_CONCURRENCY if options.rate is None else None
 
 
@@ -297,7 +297,10 @@ async def _server(options: BenchOptions, stack: AsyncExitStack) -> tuple[Target,
 
 
 async def _about_cluster(client: AsyncClient) -> dict[str, Any]:
-    """Describe what ran. With a token that may not see the cluster, only the model is known."""
+    """Return the cluster's model, version, number of ready workers and policy.
+
+    With a token that may not see the cluster, only the model is known.
+    """
     try:
         info = await client.cluster_info()
     except AuthenticationError:

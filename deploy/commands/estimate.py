@@ -134,7 +134,7 @@ def doctor(model: str | None, redis_url: str | None, address: str | None, output
     Checks this machine and, with --address, the nodes of a Ray cluster. Exit code 1 if there is a problem."""
     looks = [doctors.examine(model, redis_url)]
     if address is not None:
-        # Check this first, because examining this machine takes seconds.
+        # Check this first: `examine` yields lazily, and examining this machine takes seconds.
         on_ray.check_lets_in(address)
         looks.append(doctors.examine_nodes(address, model, redis_url))
     findings = []

@@ -82,7 +82,7 @@ def chat(
 def _asking(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None
 ) -> Iterator[Callable[..., Iterable[Delta]]]:
-    """Yield Client.stream, with a line on stderr if the first delta takes long."""
+    """Yield a function like Client.stream that also prints a notice on stderr if the first delta takes long."""
     which = which_cluster(cluster, routers)
     with (
         connected(cluster, routers, timeout_seconds, tenant) as client,

@@ -1,4 +1,4 @@
-"""`blockyard serve`, `up`, `down`, `restart` and `scale`: the commands that start and stop processes.
+"""`blockyard serve`, `up`, `down` and `restart`: the commands that start and stop processes.
 
 Owns options and output. lifecycle/cluster.py and lifecycle/administration.py do the work, and lifecycle/dry_run.py
 does that of a dry run.
@@ -106,7 +106,7 @@ def _bring_up(options: UpOptions) -> state.ClusterState:
 
 
 def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
-    """Return a function that lists the ends and returns of workers and routers since its last call.
+    """Return a function that lists which workers and routers ended or came back since its last call.
 
     It lists nothing if the supervisor's log cannot be found.
     """
@@ -118,7 +118,7 @@ def incidents_of(started: state.ClusterState) -> Callable[[], Iterable[str]]:
 
 
 def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[str]] = tuple) -> None:
-    """Print incidents until another command has taken the cluster down. Raise RuntimeError if its Ray has ended."""
+    """Print incidents until another command has taken the cluster down. Raise RuntimeError if Ray has ended."""
     looks_without_ray = 0
     while _is_remembered(started):
         raise_if_asked()

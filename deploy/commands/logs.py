@@ -20,7 +20,7 @@ from blockyard.deploy.settings.options import cluster_option
 
 LOOK_SECONDS = 0.5
 FIND_SECONDS = 5.0
-"""How often `-f` looks for new processes."""
+"""Seconds after which `-f` looks for new processes again."""
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red")
 
 
@@ -69,7 +69,7 @@ def logs(
 
 
 class _Reading:
-    """Reads logs, and remembers how far it has read each."""
+    """Reads the logs of the chosen processes. Each call returns the lines since the last one."""
 
     def __init__(self, logs: Logs, worker: str | None, request_id: str | None) -> None:
         """Raise ValueError for a name that no process has."""

@@ -41,7 +41,10 @@ def _has_window() -> bool:
 
 
 def _open(url: str, directory: str | None) -> bool:
-    """Open the URL through a file of mode 0600, because every user of the machine can read a browser's arguments."""
+    """Open the URL in a browser, and return whether that worked.
+
+    The browser gets a file of mode 0600 that leads to the URL, because every user can read a program's arguments.
+    """
     door = Path(directory or state.home()) / DOOR_NAME
     try:
         door.unlink(missing_ok=True)

@@ -27,14 +27,20 @@ from rich.console import Console, RenderableType
 def connected(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
 ) -> Client:
-    """Make a client. Raise click's UsageError for an invalid address, tenant, token or certificate."""
+    """Return a client of `routers`, or of the cluster's routers if none are given.
+
+    Raise click's UsageError for an invalid address, tenant, token or certificate.
+    """
     addresses = addresses_of(cluster, routers)
     with wrong_values_are_usage():
         return Client(addresses, timeout_seconds=timeout_seconds, tenant=tenant, **client_connection())
 
 
 def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
-    """Return the given routers, or else the cluster's. Raises ValueError for a cluster that is still starting."""
+    """Return the addresses of the given routers, or else of the cluster's.
+
+    Raise ValueError for a cluster that is still starting, and NoSuchClusterError for an unknown one.
+    """
     try:
         addresses = list(routers or state.load(cluster).routers)
     except state.NoSuchClusterError as error:
@@ -49,7 +55,7 @@ def addresses_of(cluster: str, routers: Sequence[str]) -> list[str]:
 def asking(
     cluster: str, routers: tuple[str, ...], tenant: str | None = None, *, extra_seconds: float = 0.0
 ) -> Iterator[Client]:
-    """Yield the client of a command that answers soon. All its calls share the command's time budget.
+    """Yield a client for a command that must answer soon. All calls share the command's time budget.
 
     Once the budget and `extra_seconds` (for the command's own sleep) are used up, the process ends with an error.
     """
@@ -63,10 +69,10 @@ def asking(
 
 
 def server_at(url: str, timeout_seconds: float, *, is_ours: bool = False) -> OpenAIServer:
-    """Return the server of OpenAI's API at a URL, with the key and the TLS files that the command was given.
+    """Return a client of the OpenAI server at a URL, with the token and the TLS files that the command was given.
 
-    A Blockyard cluster gets the token of our commands instead of OPENAI_API_KEY. Raise click's UsageError for an
-    invalid URL, key or certificate.
+    Without --token-file, the key is OPENAI_API_KEY, or BLOCKYARD_TOKEN if the server `is_ours`. Raise click's
+    UsageError for an invalid URL, key or certificate.
     """
     with wrong_values_are_usage():
         parsed, given = ServerUrl.parse(url), client_connection()
@@ -92,7 +98,7 @@ def naming_workers(client: Client, worker: str | None) -> Iterator[None]:
 
 
 def which_cluster(cluster: str, routers: tuple[str, ...]) -> str:
-    """Return the options with which another command finds the same cluster, with a leading space."""
+    """Return the options with which another command finds this cluster, each after a space, or "" without any."""
     named = "" if cluster == "default" else f" --cluster {cluster}"
     return "".join(f" --router {router}" for router in routers) or named
 
@@ -109,7 +115,7 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Make a console for each use, because tests and pipes replace stdout.
+    """Return a new console for stdout, which a test may have replaced.
 
     If stdout is not a terminal, nothing is cut or folded. With FORCE_COLOR, rich takes a pipe for a terminal, so this
     checks stdout itself.

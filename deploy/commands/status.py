@@ -72,7 +72,7 @@ def _replicas(report: "SupervisorReport") -> list[dict[str, Any]]:
 def _cluster_info(
     remembered: state.ClusterState, seconds: float, connection: dict[str, Any]
 ) -> ClusterInfo | None:
-    """Return None while no router answers. The supervisor's report is still worth showing."""
+    """Return the routers' view of the cluster, or None if none answers: the supervisor's report is still shown."""
     try:
         addresses = list(remembered.routers)
         with Client(addresses, timeout_seconds=seconds, retries=0, **connection) as client:

@@ -157,12 +157,12 @@ def _show(drawn: str, entry: Entry, about: str, output: str) -> None:
 
 
 def append_entry(path: Path, entry: dict[str, Any]) -> None:
-    """Append an entry as change_file does, and create the file if it is missing."""
+    """Append an entry to the auth file, which is created if missing. `change_file` has the rules."""
     change_file(path, lambda document: replace(document, entries=[*document.entries, entry]), makes_file=True)
 
 
 def change_file(path: Path, change: Callable[[Document], Document], *, makes_file: bool = False) -> None:
-    """Change the file atomically, with one writer at a time, and keep its permissions.
+    """Replace an auth file by the result of `change`, atomically and with one writer at a time. Keep its permissions.
 
     Raise ValueError if the file is invalid before or after the change.
     """

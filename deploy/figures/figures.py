@@ -35,7 +35,7 @@ _BULKY = (list, tuple)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One number of ours. `textbook` is the number printed in textbooks, if there is one."""
+    """One number of ours, beside `textbook`, the number printed in textbooks, if there is one."""
 
     group: str
     name: str
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def difference(self) -> str:
-        """Direction in which ours differs, in words. "" if it agrees or there is no textbook number."""
+        """Direction in which ours differs from the textbook's, in words. "" if both agree, or without a textbook's."""
         if self.textbook is None or self.agrees:
             return ""
         return f"differs: {'above' if self.value > self.textbook else 'below'} the textbook"

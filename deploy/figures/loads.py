@@ -36,7 +36,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its prompt and its complete output."""
+        """Tokens of the prompt and of the complete output."""
         return len(self.prompt) + self.num_outputs
 
 
@@ -63,7 +63,7 @@ def random_tokens(chance: random.Random, count: int) -> tuple[int, ...]:
 def mixed(count: int, *, mean_steps_between: float = 0.0, seed: int = 0) -> list[Request]:
     """Make requests with prompts of 20 to 200 tokens that share nothing, and outputs that cycle 32, 128, 64, 256.
 
-    They arrive all at once, or as a Poisson process with `mean_steps_between`.
+    They arrive all at once, or, if `mean_steps_between` is above 0, as a Poisson process.
     """
     chance = random.Random(seed)
     requests, arrival = [], 0.0
@@ -77,7 +77,7 @@ def mixed(count: int, *, mean_steps_between: float = 0.0, seed: int = 0) -> list
 
 
 class Drive:
-    """Scheduler, and the loop around it."""
+    """Real scheduler with a simulated model. `step` plans and runs one step, with `plan` and `finish`."""
 
     def __init__(self, num_blocks: int, *, block_size: int = BLOCK_SIZE, **settings: Any) -> None:
         self.block_size = block_size
@@ -119,7 +119,7 @@ class Drive:
         return self.finish(self.plan())
 
     def sample(self, step: int) -> Sample:
-        """Count what the step holds while it runs, between `plan` and `finish`. Cached blocks count as free."""
+        """Return the counts of a step that runs: call it between `plan` and `finish`. Cached blocks count as free."""
         fill = self.block_fill()
         return Sample(
             step=step,
@@ -131,7 +131,7 @@ class Drive:
         )
 
     def block_fill(self) -> dict[BlockId, int]:
-        """Return the tokens in each block that running sequences hold. A shared block counts once."""
+        """Return the number of tokens in each block that running sequences hold. A shared block counts once."""
         fill: dict[BlockId, int] = {}
         for sequence in self.scheduler.running:
             for index, block in enumerate(sequence.block_table):

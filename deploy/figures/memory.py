@@ -1,4 +1,4 @@
-"""Figures of memory: the gain of paging over contiguous memory for each sequence.
+"""Figures of memory: the gain of paging over an engine that gives each sequence contiguous memory.
 
 Owns a small simulation of an engine that reserves contiguous memory, first fit, since this repository has no such
 engine. All paged figures come from the real scheduler and pool. Both engines take the same requests in order of
@@ -58,7 +58,7 @@ class _Admitted:
 
 
 class ContiguousEngine:
-    """Continuous batching over contiguous memory. `reserve` returns the number of slots for a request."""
+    """Continuous batching over contiguous memory. `reserve` returns how many slots to reserve for a request."""
 
     def __init__(self, requests: Iterable[Request], memory: int, reserve: Callable[[Request], int]) -> None:
         self.memory = ContiguousMemory(memory)
@@ -130,7 +130,7 @@ def _most_common(values: list[int]) -> int:
 
 
 class PagedEngine:
-    """Real scheduler, which gets the same stream of requests."""
+    """Real scheduler, which gets the same stream of requests as ContiguousEngine."""
 
     def __init__(self, requests: Iterable[Request], memory: int) -> None:
         self.drive = Drive(memory // BLOCK_SIZE, max_num_seqs=512)
@@ -170,16 +170,16 @@ class PagedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """Figures of sequences with a mean length of 258, where 2048 is the maximum."""
+    """Figures of sequences with a mean length of 258 tokens, where 2048 is the maximum."""
 
     num_sequences: int
     mean_tokens: float
     contiguous_utilisation: float
     paged_utilisation: float
     times_the_sequences: float
-    """Gain in sequences in the same memory, by the blocks that they need."""
+    """Sequences that fit in the memory of one contiguous sequence, by the blocks that they need."""
     times_the_sequences_run: float
-    """Gain in sequences that the scheduler runs at once. It keeps a block free for the next token of each."""
+    """The same, by the sequences that the scheduler runs at once. It keeps a block free for the next token of each."""
 
 
 def memory_figures(num_sequences: int = 50) -> MemoryFigures:
@@ -202,7 +202,7 @@ def memory_figures(num_sequences: int = 50) -> MemoryFigures:
 
 
 def _running_prompts(lengths: list[int], memory: int) -> Drive:
-    """Plan one step with as many prompts of these lengths as fit."""
+    """Return a Drive after it has planned one step, with as many prompts of these lengths as fit."""
     drive = Drive(
         memory // BLOCK_SIZE,
         max_model_len=MAX_LENGTH,
@@ -220,7 +220,10 @@ Cells = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentationFigures:
-    """Figures of one stream. Contiguous memory reserves what each request will need, as if lengths were known."""
+    """Figures of one stream of requests. Contiguous memory reserves what each will need, as if lengths were known.
+
+    `worst_...` are of the step with the most free tokens among those that refused a request for lack of one piece.
+    """
 
     memory: int
     num_requests: int
@@ -233,9 +236,9 @@ class FragmentationFigures:
     worst_largest_piece: int
     worst_wanted: int
     paged_free: int
-    """Free tokens in the pool at the same step. Every free block is usable."""
+    """Free tokens in the pool at `worst_step`. Every free block is usable."""
     paged_in_pieces: float
-    """Share of running sequences whose blocks are not contiguous, which costs nothing."""
+    """Share of sequences running at `worst_step` whose blocks are not contiguous, which costs nothing."""
     contiguous_cells: Cells
     paged_cells: Cells
 
@@ -278,7 +281,7 @@ def fragmentation_figures(memory: int = 4096, num_requests: int = 200) -> Fragme
 
 
 class _Seen:
-    """State of the paged engine during one step."""
+    """State of the paged engine during the step `wanted_step`."""
 
     def __init__(self) -> None:
         self.free = 0
@@ -294,7 +297,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivalFigures:
-    """Figures of one stream of arrivals on the same memory. Contiguous reserves the maximum, 2048, for each request."""
+    """Figures of one stream of arrivals on the same memory. Contiguous memory reserves 2048 tokens for each request."""
 
     memory: int
     num_requests: int
@@ -303,7 +306,7 @@ class ArrivalFigures:
 
     @property
     def mean_running(self) -> tuple[float, float]:
-        """Mean of running sequences while there was work: contiguous, paged."""
+        """Mean number of running sequences while there was work: contiguous, paged."""
         return mean(s.running for s in self.contiguous), mean(s.running for s in self.paged)
 
     @property

@@ -122,9 +122,10 @@ def dots(
     form: str = "{:,.0f}",
     look: Look | None = None,
 ) -> None:
-    """Draw a dot with its range and number for each row. The row's name is its label, and its look without `look`.
+    """Draw a dot with its range and number for each row. The row's name is its label.
 
-    A row has `lowest`, `median` and `highest`, or `p50` and `p99`. None is a row without a value.
+    Without `look`, each row has the look of its name (`look_of`). A row has `lowest`, `median` and `highest`, or `p50`
+    and `p99`. None is a row without a value.
     """
     for place, (name, row) in enumerate(rows.items()):
         if not row:
@@ -144,7 +145,7 @@ def dots(
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter("{x:,g}")
     elif any(rows.values()):
-        axes.set_xscale("log")  # An error if no row has a value.
+        axes.set_xscale("log")  # This would fail if no row had a value.
         axes.margins(x=0.1)
         plain_log(axes.xaxis)
 
@@ -160,13 +161,13 @@ def plain_log(axis: "Axis") -> None:
 
 
 def legend(figure: "Figure", axes: "Axes") -> None:
-    """Add a legend of `axes` above all panels."""
+    """Add a legend of the lines in `axes` above all panels of the figure."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper left", ncols=len(names))
 
 
 def save(figure: "Figure", path: Path, footer: str = "") -> None:
-    """Save a figure. `footer` names the machine, date and commit of its numbers."""
+    """Save a figure with a footer, which names the machine, date and commit of the numbers."""
     if footer:
         figure.supxlabel(footer, x=0.005, ha="left", fontsize=7, color=GREY)
     figure.savefig(path)

@@ -33,7 +33,7 @@ _SETTINGS_FOLDER = "MPLCONFIGDIR"
 
 
 def draw_figures(figures: Figures, folder: Path) -> list[Path]:
-    """Write the plots into `folder`, which is created if missing. Raise OSError."""
+    """Write the plots into `folder`, which is created if missing, and return their paths. Raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with _temporary_settings_folder():
         return _draw(figures, folder)

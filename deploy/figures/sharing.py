@@ -24,7 +24,7 @@ MIXED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotFigures:
-    """Share of (step, slot) pairs that yield a token, and the number of such slots in each step."""
+    """Shares of (step, slot) pairs that yield a token, and the numbers of slots that yield one in each step."""
 
     num_requests: int
     slots: int
@@ -37,7 +37,10 @@ class SlotFigures:
 
 
 def slot_figures(num_requests: int = 256, slots: int = 4) -> SlotFigures:
-    """Compare batching on outputs of 32, 128, 64 and 256 tokens in turn. A static batch runs until its longest ends."""
+    """Compare static and continuous batching on outputs of 32, 128, 64 and 256 tokens in turn.
+
+    A static batch runs until its longest output ends.
+    """
     outputs = [MIXED_OUTPUTS[number % len(MIXED_OUTPUTS)] for number in range(num_requests)]
     batches = [outputs[start : start + slots] for start in range(0, num_requests, slots)]
     static_busy = [sum(length > step for length in batch) for batch in batches for step in range(max(batch))]
@@ -138,9 +141,9 @@ def block_size_figures(block_size: int) -> BlockSizeFigures:
 
 
 def mixed_samples(block_size: int, *, num_requests: int = 320) -> list[Sample]:
-    """Return the steps of the mixed load with 32 requests at once.
+    """Return the counts of each step of the mixed load, with at most 32 requests at once.
 
-    Ends when no request waits any longer, so that the last requests, which leave slots empty, do not count.
+    The load ends when no request waits any longer, so that the last requests, which leave slots empty, do not count.
     """
     drive = Drive(16384 // block_size, block_size=block_size, max_num_seqs=MIXED_AT_ONCE, max_model_len=1024)
     for request in mixed(num_requests):

@@ -1,7 +1,7 @@
 """Sends a file of requests in OpenAI's batch format, and writes the answers to another file.
 
-Owns the format, and answering each line once. It writes output lines whole and one at a time. So the same command
-continues after an interruption. The calls to the server are in openai_server.py.
+Owns the format, and answering each line once. Output lines are written whole and one at a time, so that the same
+command continues after an interruption. The calls to the server are in openai_server.py.
 """
 
 import asyncio
@@ -173,7 +173,10 @@ async def run_batch(
 
 
 async def _answered(server: OpenAIServer, path: str, body: dict[str, Any]) -> Any:
-    """Send one request, with retries if the server is full or the connection breaks. Raise CallFailed."""
+    """Send one request and return its answer. Retry while the server is full (429, 503) or the connection breaks.
+
+    Raise CallFailed for another failure, or after the last retry.
+    """
     for pause in RETRY_PAUSES:
         try:
             return await server.post(path, body)

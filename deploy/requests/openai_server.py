@@ -137,7 +137,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def models(self) -> list[dict[str, Any]]:
-        """Return the server's descriptions of its models."""
+        """Return the server's descriptions of its models. Raise CallFailed if it lists none."""
         listed = await self.get("/v1/models")
         data = listed.get("data") if isinstance(listed, dict) else None
         models = [model for model in data if isinstance(model, dict)] if isinstance(data, list) else []
@@ -151,7 +151,7 @@ class OpenAIServer:
             return _json(await answer.read(), self.url)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Make a call whose answer is a stream, and yield its events."""
+        """Make a call whose answer is a stream, and yield its events. Raise CallFailed if it ends before [DONE]."""
         async with self._calling("POST", path, body) as answer:
             rest, is_done = b"", False
             async for piece in answer.content.iter_any():
@@ -228,7 +228,7 @@ def _refusal(status: int, text: bytes, url: ServerUrl) -> CallFailed:
 
 
 def _server_error(error: Any, status: int | None, url: ServerUrl) -> CallFailed:
-    """Make an error from OpenAI's form of one: an object with `message`, `code` and `type`."""
+    """Return an exception for an error in OpenAI's form: an object with `message`, `code` and `type`."""
     given = error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
     words = [given.get(name) for name in ("code", "type")]
     word = next((word for word in words if isinstance(word, str) and word and not word.isdigit()), "")

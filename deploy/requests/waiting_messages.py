@@ -15,7 +15,7 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import BlockyardError, Delta
 
 SILENCE_SECONDS = 3.0
-"""Time to the notice. Most first tokens arrive sooner, and people do not worry before it."""
+"""Time without a first token after which the notice is printed. Most first tokens arrive sooner."""
 
 
 def with_waiting_notice(
@@ -55,7 +55,7 @@ def with_waiting_notice(
 
 
 def waiting_line(workers: Iterable[cluster_pb2.Worker], which: str) -> str:
-    """Say what a request without an answer waits for."""
+    """Return a sentence on what a request without an answer waits for, and a command that shows more or helps."""
     known = list(workers)
     command = command_name()
     ready = [worker for worker in known if worker.state == cluster_pb2.WORKER_STATE_READY]

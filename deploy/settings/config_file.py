@@ -2,7 +2,7 @@
 
 Owns reading it. Refuses unknown keys, values of a wrong type and secrets, and names file, section and key. Does not own
 the settings (setting.py) nor the order in which flag, variable and file apply (click). Relative paths are relative to
-the file.
+the file's folder.
 """
 
 import difflib
@@ -17,9 +17,9 @@ from blockyard.deploy.settings.setting import VARIABLE_PREFIX, Command, Setting,
 
 CONFIG_VARIABLE = "BLOCKYARD_CONFIG"
 FILE_KEY = "blockyard.config_file"
-"""Key in click's context for the path of the file."""
+"""Key in click's context for the path of the configuration file."""
 Places = dict[tuple[str, str], Any]
-"""Values by section and key."""
+"""Values of settings, by section and key."""
 
 
 class ConfigError(click.UsageError):
@@ -27,7 +27,7 @@ class ConfigError(click.UsageError):
 
 
 def config_option(command: Command) -> Command:
-    """Add `--config`. It is read before the other options, which take their defaults from it."""
+    """Add `--config`. Its file is read before the other options, which take their defaults from it."""
     add = click.option(
         "-c",
         "--config",
@@ -42,7 +42,7 @@ def config_option(command: Command) -> Command:
 
 
 def known_settings(root: click.Command) -> dict[tuple[str, str], Setting]:
-    """Return the settings of every command below `root`, by section and key."""
+    """Return the settings of `root` and of every command below it, by section and key."""
     below = root.commands.values() if isinstance(root, click.Group) else ()
     found = {setting.place: setting for setting in settings_of(root)}
     for command in below:
@@ -51,7 +51,7 @@ def known_settings(root: click.Command) -> dict[tuple[str, str], Setting]:
 
 
 def read_config(path: Path, known: Mapping[tuple[str, str], Setting], context: click.Context) -> Places:
-    """Read and check a file. Raises ConfigError."""
+    """Return the values in a file. Raise ConfigError if it is unreadable, or for an unknown key or a wrong value."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
@@ -72,7 +72,7 @@ def read_config(path: Path, known: Mapping[tuple[str, str], Setting], context: c
 
 
 def check_environment(known: Iterable[Setting], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable that sets nothing: a misspelt one would be ignored silently."""
+    """Raise ConfigError for a variable BLOCKYARD_UP_* that sets nothing: a misspelt one would be ignored silently."""
     variables = {variable for setting in known for variable in setting.variables}
     for variable in environment:
         if variable.startswith(VARIABLE_PREFIX) and variable not in variables:
@@ -98,7 +98,7 @@ def _read_for(context: click.Context, option: click.Parameter, path: Path | None
 
 
 def _others_settings(command: click.Command, environment: Mapping[str, str]) -> set[str]:
-    """Return the variables that are not this command's. They belong to another command or to none.
+    """Return the variables BLOCKYARD_UP_* that set nothing of this command. They belong to another command or to none.
 
     Telling these two cases apart needs the import of all commands.
     """
@@ -160,7 +160,10 @@ def _shown(setting: Setting, value: Any) -> str:
 
 
 def _absolute(path: Path, setting: Setting, value: Any) -> Any:
-    """Return a path as an absolute one, relative to the configuration's folder. Other values stay as they are."""
+    """Return a path or a model's folder as an absolute path, resolved against the configuration file's folder.
+
+    A SIZE that is a number becomes text. Other values stay as they are.
+    """
     if not isinstance(value, str):
         return str(value) if setting.metavar == "SIZE" else value
     beside = path.resolve().parent / Path(value).expanduser()

@@ -1,7 +1,7 @@
 """Options of `up` that follow from the fields of EngineConfig, RouterConfig and the limits.
 
-Owns which of them are options, and under which section. Their flags, defaults and help are the fields' own
-(worker/config.py, router/config.py).
+Owns which fields are options, and in which section of the configuration file. Flags, defaults and help come from the
+fields (worker/config.py, router/config.py).
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from blockyard.worker.config import EngineConfig, WorkerLimits
 
 
 def engine_options(command: Command) -> Command:
-    """Add an option for each field of EngineConfig; `engine_config` takes them back."""
+    """Add an option for each field of EngineConfig; `engine_config` makes an EngineConfig of their values."""
     model_help = setting_field(EngineConfig, "model").description.help.removesuffix(".")
     # `up` itself reports a missing model: `config show` needs none.
     model = {"help": f"{model_help}, or `{DEMO_MODEL}`.", "required": False}
@@ -29,7 +29,10 @@ def limit_options(command: Command) -> Command:
 
 
 def engine_config(values: dict[str, Any]) -> EngineConfig:
-    """Take the engine's settings out of a command's arguments. Raises ValueError, and UsageError without a model."""
+    """Remove the engine's settings from a command's arguments, and return them.
+
+    Raise ValueError for a wrong setting, and UsageError without a model.
+    """
     if values["model"] is None:
         raise click.UsageError("Missing option '--model'.")
     tokenizer = values["tokenizer"]
@@ -42,7 +45,7 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
 
 
 def placement_options(command: Command) -> Command:
-    """Add the placement policy and its settings."""
+    """Add the options of the placement policy and its settings."""
     add_settings = field_setting(
         RouterConfig, "placement", "placement", key="prices", pairs_of=PlacementConfig
     )

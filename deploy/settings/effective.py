@@ -48,11 +48,11 @@ class Effective:
     source: str
     """Source of the value: flag, a variable's name, file, or default."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Default values of the names in a table."""
+    """Defaults by name, if the setting is a table. Otherwise empty."""
 
 
 def effective(context: click.Context) -> list[Effective]:
-    """Return the settings of the command that runs."""
+    """Return every setting of the command that runs, with its value and the source of the value."""
     found = []
     for setting in sorted(settings_of(context.command), key=_order):
         assert setting.name is not None
@@ -78,7 +78,10 @@ def as_document(settings: Iterable[Effective], context: click.Context) -> dict[s
 
 
 def effective_table(settings: Iterable[Effective], *, changed_only: bool = False) -> Table:
-    """Return a table with a line for each setting and each name in a table. `changed_only` leaves out defaults."""
+    """Return a table to print, with a line for each setting. A setting that is itself a table has a line for each name.
+
+    `changed_only` leaves out lines with a default value.
+    """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("setting", "value", "from"):
         table.add_column(heading, overflow="fold")
@@ -107,7 +110,10 @@ def _table_defaults(context: click.Context, setting: Setting) -> Mapping[str, An
 
 
 def example(settings: Iterable[Setting]) -> str:
-    """Return a file in which every setting is a comment with its default."""
+    """Return a configuration file in which every setting is a comment with its default.
+
+    A setting without a default shows an example value.
+    """
     lines = [
         "# Settings of Blockyard with their defaults. Remove the # of a line to change it.",
         f"# Used by --config FILE or {CONFIG_VARIABLE}. Flags take precedence, then the environment, then this file.",

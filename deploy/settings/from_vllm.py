@@ -1,6 +1,6 @@
 """vLLM's names of our settings, so that the options of a `vllm serve` line do the same here.
 
-Owns the names with the same meaning, the names of things that are always on here, and the reasons why others are
+Owns the names with the same meaning, the switches for what always holds here, and the reasons why others are
 refused. Pure, except for the command that reads them. docs/cli.md has the same table.
 """
 
@@ -36,7 +36,7 @@ HOLD_ALWAYS = frozenset(
         "--disable-uvicorn-access-log",
     )
 )
-"""Switches for things that are always on here; they are ignored."""
+"""Switches for what always holds here; they are ignored."""
 _ONE_GPU = (
     "a worker has one GPU, which must hold the whole model; --workers runs copies of it, one on each GPU"
 )
@@ -46,7 +46,7 @@ ONLY_ONE = {
     "--pipeline-parallel-size": _ONE_GPU,
     "-pp": _ONE_GPU,
 }
-"""Options that are refused above 1, with the reason."""
+"""Options that are refused with any value but 1, with the reason."""
 REFUSED = {
     "--api-key": "every user of a machine can read arguments: use `blockyard token new --auth-file FILE`, then "
     "--auth-file FILE",
@@ -70,7 +70,10 @@ class VllmCommand(GroupedCommand):
 
 
 def ours(arguments: Sequence[str]) -> list[str]:
-    """Return the same arguments with our names. Raises ValueError for an option whose meaning does not exist here."""
+    """Return the arguments with our names and values in place of vLLM's, without options that change nothing here.
+
+    Raise ValueError for an option that is refused.
+    """
     return list(_ours(list(arguments)))
 
 
@@ -102,7 +105,10 @@ def _ours(left: list[str]) -> Iterator[str]:
 
 
 def _values_of(option: str, left: list[str]) -> list[str]:
-    """Take an option's values out of the arguments after it. --served-model-name has several."""
+    """Remove an option's values from `left`, the arguments after it, and return them.
+
+    --served-model-name takes all values up to the next option, any other option at most one.
+    """
     most = len(left) if option == "--served-model-name" else 1
     values: list[str] = []
     while left and len(values) < most and not left[0].startswith("-"):

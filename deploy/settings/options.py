@@ -19,9 +19,9 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
 
 def model_path(model: str) -> str:
-    """Return a folder as an absolute path, since actors start elsewhere, and a hub name as it is.
+    """Return a model's folder as an absolute path, because Ray's actors start in another folder. Keep a hub name.
 
-    `demo` is the model in this package. Raises ValueError for a text that is neither a folder nor a hub name.
+    `demo` is the model in this package. Raise ValueError for a text that is neither a folder nor a hub name.
     """
     if model == DEMO_MODEL:
         return str(Path(__file__).parents[1].resolve() / "demo_model" / "checkpoint")
@@ -38,7 +38,10 @@ def model_path(model: str) -> str:
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """Append the revision to a hub model's name. Raises ValueError for a folder, which has none."""
+    """Return `NAME@REVISION`, or the model unchanged if `revision` is None.
+
+    Raise ValueError for a folder, which has no revisions, and for a name that contains a revision already.
+    """
     if revision is None:
         return model
     if Path(model).is_dir():
@@ -49,13 +52,16 @@ def at_revision(model: str, revision: str | None) -> str:
 
 
 def ray_address(address: str) -> str:
-    """Return the address. Raises ValueError for one that is not host:port."""
+    """Return the address unchanged. Raise ValueError if it is not host:port."""
     host_and_port(address)
     return address
 
 
 def served_names(model: str) -> tuple[str, ...]:
-    """Return the demo model's name, since its folder's name does not tell. Other models name themselves."""
+    """Return the name under which clients find the demo model, whose folder is called `checkpoint`.
+
+    Return () for another model: its folder's or hub name is its name.
+    """
     return (DEMO_MODEL,) if model == DEMO_MODEL else ()
 
 

@@ -1,7 +1,7 @@
 """Checks of a Redis that the operator names, before anything starts: its URL, its version and its content.
 
-Owns these checks, for `up`, its dry run and `doctor`. Does not own a private Redis (machine/redis_server.py). A URL may
-hold a password, so messages show it through `masked`.
+Owns these checks, for `up`, its dry run and `doctor`, and the claim by which an `up` holds its cluster's name there.
+Does not own a private Redis (machine/redis_server.py). A URL may hold a password, so messages show it through `masked`.
 """
 
 import asyncio
@@ -25,23 +25,28 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 3.0
 CLAIM_SECONDS = 120.0
-"""Lease of a cluster's name. The name stays refused for this time after an `up` is killed."""
+"""Lease of the claim by which an `up` holds its cluster's name.
+
+After that `up` is killed, another one of this name is refused for at most this time."""
 RENEW_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Answer of a server to the user of a URL."""
+    """Answer of a Redis server to one ping, as the user that the URL names."""
 
     version: ServerVersion | None = None
     problem: str = ""
     """Reason why it did not answer PONG; empty if it did."""
     is_refusal: bool = False
-    """The server runs and refuses this user, so that waiting does not help."""
+    """Whether the server runs and refuses this user, so that waiting does not help."""
 
 
 def look(url: str) -> Look:
-    """Ping a server once. The version comes from HELLO, which every user may call."""
+    """Ping a Redis server once, and return its version or the problem.
+
+    The version comes from HELLO, which every user may call.
+    """
     try:
         return asyncio.run(_look(url))
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
@@ -59,7 +64,10 @@ async def _look(url: str) -> Look:
 
 
 def check(options: "UpOptions") -> list[str]:
-    """Return warnings. Raises ValueError for a Redis that waiting cannot fix, and for a cluster name in use there."""
+    """Check the operator's Redis as workers and as routers reach it, and return warnings.
+
+    Raise ValueError if it refuses a user or the commands of workers, is too old, or has a cluster of this name.
+    """
     url = options.given_redis_url
     if url is None:
         return []
@@ -82,7 +90,10 @@ def check(options: "UpOptions") -> list[str]:
 
 
 def _refuse_name_in_use(url: str, cluster: str) -> None:
-    """Raise ValueError if a worker is registered under this name: it belongs to another cluster with another secret."""
+    """Raise ValueError if a worker is registered under this cluster name, or if Redis refuses the commands of workers.
+
+    Such a worker belongs to another cluster, which has another secret.
+    """
     try:
         others = asyncio.run(_directory(url, cluster))
     except PrefixIndexError as error:
@@ -102,8 +113,8 @@ def _refuse_name_in_use(url: str, cluster: str) -> None:
 def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
     """Hold the cluster's name on the workers' Redis, so that no other `up` of this name begins.
 
-    Yields a function that renews the claim and must be called regularly. Raises ValueError if another `up` is under
-    way. Claims nothing on a Redis that does not answer.
+    Yield a function that renews the claim and must be called regularly. Raise ValueError if another `up` is under
+    way. Without a given Redis, or on one that does not answer, nothing is claimed.
     """
     url, holder, renewed_at = options.given_redis_url, secrets.token_hex(8), -RENEW_SECONDS
     if url is None:
@@ -146,9 +157,9 @@ async def _directory(url: str, cluster: str) -> list[WorkerRecord]:
 
 
 def checked_redis_url(variable: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a callback for an option of a Redis URL that `variable` sets too.
+    """Return a click callback for an option that takes a Redis URL, and that the variable `variable` sets too.
 
-    It raises BadParameter for a text that is no Redis URL, and for a password on the command line.
+    The callback raises BadParameter for a text that is no Redis URL, and for a password on the command line.
     """
 
     def callback(context: click.Context, parameter: click.Parameter, url: Any) -> Any:

@@ -1,7 +1,7 @@
 """Options of a request, for `generate` and `chat`. They follow from the client's arguments.
 
 Owns how an option's text becomes an argument of the client. Names, types and help are GenerateArguments' own. An
-omitted option means the server's default. The server checks ranges.
+omitted option means the server's default, except that --max-tokens has its own. The server checks ranges.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ _OF_ONE_ANSWER = frozenset(
         *("cache_salt", "public_prefix", "request_id"),
     )
 )
-"""Arguments that `chat` does not take."""
+"""Arguments of `generate` that `chat` does not take."""
 _FLAGS = {
     "allowed_token_ids": "--allowed-token-id",
     "bad_token_ids": "--bad-token-id",
@@ -30,11 +30,11 @@ _FLAGS = {
     "include_stop_in_output": "--include-stop",
     "skip_special_tokens": "--skip-special-tokens/--keep-special-tokens",
 }
-"""Flags that are not the argument's name."""
+"""Flags that differ from the argument's name."""
 
 
 def sampling_options(command: Command) -> Command:
-    """Add the sampling options of one output, and the time limit."""
+    """Add the options that `generate` and `chat` share: sampling, tenant and time limit."""
     return _with_options(
         command,
         *_argument_options(_described() - _OF_ONE_ANSWER),
@@ -51,7 +51,7 @@ def sampling_options(command: Command) -> Command:
 
 
 def answer_options(command: Command) -> Command:
-    """Add the options of a single request beyond one plain output."""
+    """Add the options that only `generate` has, such as --n, --json-schema and --cache-salt."""
     return _with_options(command, *_argument_options(_OF_ONE_ANSWER))
 
 
@@ -86,7 +86,7 @@ def _logit_bias(context: click.Context, option: click.Parameter, pairs: tuple[st
 
 
 def _described() -> frozenset[str]:
-    """Return the client's arguments that have a text."""
+    """Return the names of the client's arguments that have a help text."""
     hints = get_type_hints(GenerateArguments, include_extras=True)
     return frozenset(name for name, hint in hints.items() if get_origin(hint) is Annotated)
 
@@ -97,7 +97,10 @@ def _argument_options(names: Iterable[str]) -> list[Callable[[Command], Command]
 
 
 def _argument_option(name: str, hint: Any, help: str) -> Callable[[Command], Command]:
-    """Return the option of an argument. Its value is None, or empty, where the option is not given."""
+    """Return a decorator that adds the option of a client's argument.
+
+    An option that is not given is None or empty, unless _SPECIAL has a default.
+    """
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     attributes: dict[str, Any] = {"default": None}
     if bool in kinds:
@@ -120,7 +123,7 @@ _SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "json_schema": {"is_flag": False, "type": str, "callback": text_or_file, "metavar": "TEXT|@FILE"},
 }
-"""Attributes of options whose text is not the argument itself."""
+"""Attributes of click options that do not follow from the argument's type."""
 
 
 def _with_options(command: Command, *adds: Callable[[Command], Command]) -> Command:

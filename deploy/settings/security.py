@@ -29,7 +29,7 @@ class SecurityOptions:
     session_tls: SessionTls | None = None
 
     def check(self) -> None:
-        """Check the files before anything starts. Raises ValueError if routers or workers could not use them."""
+        """Raise ValueError if routers or workers could not use the files, or if the auth file has no token."""
         if self.auth_file is not None and not TokenFile(self.auth_file).tokens:
             raise ValueError(
                 f"auth file {self.auth_file} has no token, so that no client could call the cluster: "
@@ -41,7 +41,7 @@ class SecurityOptions:
 
 
 def security_options(command: Command) -> Command:
-    """Add the options of `up`; `security` takes them back."""
+    """Add the options of tokens and TLS for `up`; `security` makes SecurityOptions of their values."""
     for flag, help in reversed(
         (
             (
@@ -66,7 +66,10 @@ def security_options(command: Command) -> Command:
 
 
 def security(values: dict[str, Any]) -> SecurityOptions:
-    """Take the options out of a command's arguments. Raises ValueError."""
+    """Remove the options of `security_options` from a command's arguments, and return them.
+
+    Raise ValueError if files that belong together are not all given.
+    """
     return SecurityOptions(
         auth_file=values.pop("auth_file"),
         tls=server_tls(values.pop("tls_cert"), values.pop("tls_key"), values.pop("tls_client_ca")),
@@ -77,9 +80,9 @@ def security(values: dict[str, Any]) -> SecurityOptions:
 
 
 def connection_options(command: Command) -> Command:
-    """Add the options to reach routers; `client_connection` reads them.
+    """Add --config and the options to reach routers, which `client_connection` reads.
 
-    Each has a variable too: BLOCKYARD_ and the option's name.
+    Each of them has a variable too, such as BLOCKYARD_TLS_CA for --tls-ca.
     """
     for flag, is_flag, help in reversed(
         (
@@ -109,7 +112,10 @@ def connection_options(command: Command) -> Command:
 
 
 def client_connection() -> dict[str, Any]:
-    """Return the arguments of Client from the current command's options. Raises ValueError."""
+    """Return the TLS and token arguments of Client, from the options of the command that runs.
+
+    Raise ValueError for a token file that cannot be used.
+    """
     given = click.get_current_context().meta.get(_CONNECTION, {})
     files = {name: given.get(f"tls_{name}") for name in ("ca", "cert", "key")}
     uses_tls = bool(given.get("tls")) or any(files.values())

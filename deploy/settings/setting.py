@@ -2,7 +2,7 @@
 
 Owns the names of settings. `setting("limits", "--max-requests")` is `max_requests` under `[limits]` of the file, and
 BLOCKYARD_UP_MAX_REQUESTS in the environment unless it has a variable of its own. Most settings follow from the fields
-of a settings class (`field_settings`, proto/runtime/settings.py). Options that `setting` does not make are of the
+of a settings class (`field_settings`, proto/runtime/settings.py). Options of another class than Setting are of the
 command line alone. Click takes the flag first, then the environment, the file, the default. Reads no file
 (config_file.py).
 """
@@ -19,7 +19,7 @@ VARIABLE_PREFIX = "BLOCKYARD_UP_"
 OTHERS = "Options"
 """Group of the options that have no other."""
 TESTS = "For tests"
-"""Group of the options that help hides."""
+"""Group of the options that `--help` does not show."""
 GROUPS: tuple[str, ...] = get_args(Group)
 """Groups of options, in the order of help and docs/cli.md."""
 _GROUP_OF_SECTION = {
@@ -45,7 +45,7 @@ OPEN_OPTIONS = frozenset(
         "db",
     )
 )
-"""Options of a Redis URL that are no secret."""
+"""Query options of a Redis URL that are no secret."""
 _URL = re.compile(r"(\w+://)(?:([^:@/?#]*)(:[^@]*)?@)?([^@?#]*)(\?.*)?")
 _KINDS = {"integer": "a whole number", "float": "a number", "boolean": "true or false"}
 
@@ -54,7 +54,7 @@ class Setting(click.Option):
     """Option of click with a section and a key in the configuration file.
 
     `pairs_of`: settings class whose fields are the names of NAME=VALUE; None if any name is allowed. `group`: one of
-    GROUPS; None takes the section's group.
+    GROUPS; None takes the section's group. `is_secret`: the value is a URL that is shown without its password.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Setting(click.Option):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Names of its environment variables."""
+        """Names of the environment variables that give the setting."""
         if self.envvar is None:
             return ()
         return (self.envvar,) if isinstance(self.envvar, str) else tuple(self.envvar)
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether it is a table in a file and NAME=VALUE on the command line."""
+        """Whether the setting is a table in a file and NAME=VALUE on the command line."""
         return self.multiple and self.metavar is not None and "=" in self.metavar
 
     @property
     def kind(self) -> str:
-        """Type of its value in words."""
+        """Type of the setting's value in words, such as `a whole number`."""
         if self.takes_pairs:
             return "a table of numbers"
         if isinstance(self.type, click.Choice):
@@ -132,13 +132,13 @@ def grouped(parameters: Iterable[click.Parameter]) -> Iterator[tuple[str, list[c
 
 
 def setting(section: str, *flags: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Return a click option that a configuration file may set too."""
+    """Return a decorator that adds a click option, which the environment and a configuration file may set too."""
     return click.option(*flags, cls=Setting, section=section, **attributes)
 
 
 @contextmanager
 def wrong_values_are_usage() -> Iterator[None]:
-    """Turn a ValueError inside into a mistake of the command line, with exit code 2."""
+    """Turn a ValueError inside the `with` block into click's UsageError, which ends with exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -146,7 +146,7 @@ def wrong_values_are_usage() -> Iterator[None]:
 
 
 def checked_by(check: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a callback that passes a value through `check`, and turns its ValueError into a bad parameter."""
+    """Return a click callback that returns `check(value)`, or None for None. A ValueError becomes BadParameter."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
         try:
@@ -162,7 +162,7 @@ def settings_of(command: click.Command) -> list[Setting]:
 
 
 def masked(url: str | None) -> str | None:
-    """Return a URL without its password, which may stand before the host or in the query.
+    """Return a URL with *** in place of its password, which may stand before the host or in the query.
 
     Query options are shown only if OPEN_OPTIONS has them. A text that is no URL is hidden as a whole.
     """
@@ -180,9 +180,10 @@ def masked(url: str | None) -> str | None:
 
 
 def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Return what adds an option for each described field of a settings class; `taken` reads them back.
+    """Return a decorator that adds an option for each described field of a settings class.
 
-    `special` has further attributes of single options, by field; `section` among them replaces the common one.
+    `taken` makes the class of their values. `special` has further attributes of single options, by field. A `section`
+    among them replaces the common one.
     """
 
     def add_all(command: Command) -> Command:
@@ -195,7 +196,7 @@ def field_settings(owner: Any, section: str, **special: Mapping[str, Any]) -> Ca
 
 
 def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callable[[Command], Command]:
-    """Return what adds the option of one field, with the flag, type, default and help of its description."""
+    """Return a decorator that adds the option of one field, whose description has flag, type, default and help."""
     member = setting_field(owner, name)
     return click.option(
         member.flag, name, cls=Setting, **{"section": section, **_attributes(member), **special}
@@ -203,13 +204,19 @@ def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callab
 
 
 def taken(owner: type[Owner], values: dict[str, Any]) -> Owner:
-    """Take a settings class out of a command's arguments. Raises what the class raises."""
+    """Remove the fields of a settings class from a command's arguments, and return the class made of them.
+
+    Raise what the class raises.
+    """
     settings_class: Any = owner
     return owner(**{member.name: values.pop(member.name) for member in setting_fields(settings_class)})
 
 
 def _attributes(member: SettingField) -> dict[str, Any]:
-    """Return the click attributes of a field. Choices are for texts alone; the class itself checks the rest."""
+    """Return the attributes of a field's click option.
+
+    Only text fields become a click.Choice. The settings class itself checks other values.
+    """
     description = member.description
     attributes: dict[str, Any] = {
         "help": description.help,

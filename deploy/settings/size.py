@@ -1,4 +1,4 @@
-"""Size of a model's KV cache in a memory budget, and what a worker takes with it, for `blockyard size`.
+"""Size of a model's KV cache in a memory budget, and memory of a worker that has this cache, for `blockyard size`.
 
 The sizes themselves are in kv_size.py.
 """
@@ -34,7 +34,7 @@ workers of a machine share. A larger model takes more, because its steps need mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """One worker's memory, with its KV cache in one budget."""
+    """Memory of one worker, whose KV cache fills a given budget."""
 
     model: str
     dtype: ChosenDataType
@@ -43,7 +43,7 @@ class ModelSize:
     weights_bytes: int
     """Size of the weights in `dtype`. A worker holds them beside the KV cache."""
     process_bytes: int | None
-    """Memory of the process beside them. None on a GPU, where the worker measures it at its start."""
+    """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
     memory_bytes: int | None
     """Memory of the machine or the GPU. None if unknown."""
@@ -54,7 +54,7 @@ class ModelSize:
 
     @property
     def left_bytes(self) -> int | None:
-        """Memory beside one worker. It is negative where that does not fit."""
+        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit."""
         return None if self.memory_bytes is None else self.memory_bytes - self.total_bytes
 
     def as_dict(self) -> dict[str, object]:
@@ -79,7 +79,7 @@ class ModelSize:
 
 
 def machine_memory_bytes() -> int:
-    """Read how much memory this machine has."""
+    """Return the bytes of physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -94,9 +94,9 @@ def size_model(
     max_model_len: int | None,
     memory_bytes: int | None = None,
 ) -> ModelSize:
-    """Return the size of a model's KV cache.
+    """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
-    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raises ValueError for a model
+    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raise ValueError for a model
     that the engine cannot run, or a context longer than the model's.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))

@@ -45,7 +45,7 @@ _PORT = click.IntRange(0, MAX_PORT)
 
 
 def _checked_host(host: str) -> str:
-    """Return a host as addresses have it. Raises ValueError."""
+    """Return a host, with brackets around an IPv6 address. Raise ValueError for an empty host or one with a port."""
     try:
         if not host or (":" in host and ip_address(without_brackets(host)).version != 6):
             raise ValueError
@@ -55,7 +55,7 @@ def _checked_host(host: str) -> str:
 
 
 def _text_of(file: str) -> str:
-    """Read a chat template. Raises ValueError."""
+    """Return the text of a chat template's file. Raise ValueError if it is too long or cannot be read."""
     try:
         content = Path(file).read_bytes()
         if len(content) > MAX_TEMPLATE_BYTES:
@@ -87,7 +87,7 @@ _OF_THE_CLUSTER = field_settings(
         "callback": checked_redis_url(ROUTER_REDIS_URL_VARIABLE),
     },
 )
-"""Adds the described fields of UpOptions, with click's types for files and ports, and with variables of their own."""
+"""Adds an option for each described field of UpOptions. The two Redis URLs have variables of their own."""
 _REVISION = setting(
     "cluster",
     "--revision",
@@ -136,16 +136,16 @@ _GROUPS = (
 
 
 def up_settings(command: Command) -> Command:
-    """Add all settings; `up_options` takes them back."""
+    """Add all settings of `up`; `up_options` makes UpOptions of their values."""
     for add in reversed(_GROUPS):
         command = add(command)
     return command
 
 
 def up_options(values: dict[str, Any], *, default_ports: Mapping[str, int | None] = UP_PORTS) -> UpOptions:
-    """Take all settings out of a command's arguments. Raises UsageError for a bad value.
+    """Remove all settings from a command's arguments, and return them. Raise UsageError for a bad value.
 
-    A port that was not asked for is the default one, or the next free one.
+    A port that the user did not give gets its default, and may move to the next free one.
     """
     with wrong_values_are_usage():
         return _up_options(values, default_ports)

@@ -32,14 +32,15 @@ JOINED: Group = "Existing Ray cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """The cluster to start. Fields without help are described in RouterConfig. Raises ValueError for bad values.
+    """The cluster to start. Raises ValueError for bad values.
 
-    A field with a help text is a setting of `up` (proto/runtime/settings.py).
+    A field with a help text is a setting of `up` (proto/runtime/settings.py). Other fields are described in
+    RouterConfig, or in the class that is their type.
     """
 
     engine: EngineConfig
     model_names: tuple[str, ...] = ()
-    """If empty, model_facts.py names the model."""
+    """Names for clients. If empty, the names follow from the model's folder or hub name (`served_names`)."""
     generation_config: GenerationConfig = "auto"
     chat_template: str | None = setting(
         None, help="File of a Jinja template for chats. Default: the tokenizer's own.", group="Model"
@@ -71,7 +72,7 @@ class UpOptions:
         "is every interface.",
         group=ADDRESSES,
     )
-    """An IPv6 address is in brackets."""
+    """Address without a port; an IPv6 address is in brackets."""
     router_port: int = setting(
         0,
         help="Port of gRPC. 0 takes a free one. Default: a free one; for `serve` "
@@ -125,7 +126,7 @@ class UpOptions:
         help="Redis of the prefix index. Default: a private one is started. A URL with a password comes only by the "
         "variable.",
     )
-    """Redis for workers, which write."""
+    """URL of the Redis to which workers write."""
     router_redis_url: str | None = setting(
         None,
         help="URL of the same Redis for routers, with a user that only reads (SECURITY.md). Default: --redis-url.",
@@ -165,8 +166,9 @@ class UpOptions:
 
     @property
     def exposure(self) -> str | None:
-        """A warning of what strangers may do. None if only the routers' own machines reach them, or if clients need a
-        token over TLS."""
+        """Warning of what strangers on the network may do.
+
+        None if only the routers' own machines reach them, or if clients need a token over TLS."""
         if is_loopback(self.host):
             return None
         if self.security.auth_file is None:
@@ -180,10 +182,10 @@ class UpOptions:
 
     @property
     def num_ports(self) -> int:
-        """Number of consecutive ports of each kind that the routers take."""
+        """Number of consecutive ports that the routers take for gRPC, and as many for HTTP."""
         return self.num_routers if self.separate_ports else 1
 
     @property
     def given_redis_url(self) -> str | None:
-        """URL of the operator's Redis. None: a private one is started."""
+        """URL of the operator's Redis, from the option or its variable. None: a private one is started."""
         return self.redis_url or configured_redis_url()

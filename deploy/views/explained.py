@@ -1,4 +1,4 @@
-"""View of `blockyard explain`: each candidate worker with the terms of its cost."""
+"""View of `blockyard explain`: each candidate worker with its estimated times and its cost."""
 
 from blockyard.deploy.views import views
 from blockyard.proto.v1 import cluster_pb2
@@ -15,7 +15,7 @@ _TERMS = (
     "total_ms",
     "cost",
 )
-"""Fields of a candidate, in the order in which they add up."""
+"""Fields of a candidate: the estimated times, their sum `total_ms`, and the `cost` that the policy compares."""
 
 
 def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:

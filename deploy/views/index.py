@@ -13,7 +13,10 @@ _STYLES = {"EXACT": "green", "DEGRADED": "yellow", "ABSENT": "red"}
 
 
 def derived(info: cluster_pb2.IndexInfo) -> dict[str, float | None]:
-    """Return ratios of the counts. A ratio is None if nothing was counted."""
+    """Return the bytes per name, the share of promised blocks that were stale, and the largest lag of any worker.
+
+    A ratio is None if nothing was counted.
+    """
     return {
         "bytes_per_name": _ratio(info.bytes, info.names),
         "stale_ratio": _ratio(info.stale_blocks, info.promised_blocks),
@@ -63,7 +66,10 @@ def _totals(info: cluster_pb2.IndexInfo) -> list[tuple[str, str]]:
 
 
 def _why_uncounted(info: cluster_pb2.IndexInfo) -> str:
-    """Return why the index was not counted, or "" if it was: then it has berths of the workers that publish."""
+    """Return why names, bytes and berths were not counted in Redis, or "" if they were.
+
+    A counted index has at least one berth, the integer by which a worker's incarnation stands in it.
+    """
     if info.live_berths or info.dead_berths:
         return ""
     if not info.workers:

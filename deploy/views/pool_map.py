@@ -51,7 +51,7 @@ def pool_counts(pool: cluster_pb2.BlockPool) -> str:
 
 
 def host_lines(pool: cluster_pb2.BlockPool) -> list[str]:
-    """Describe the worker's blocks in host memory. Empty if it has no host cache and has swapped nothing."""
+    """Return a line about the worker's blocks in host memory, or none without a host cache and without swaps."""
     load, parts = pool.load, []
     if pool.host_cache_blocks:
         size_bytes = pool.host_cache_blocks * pool.bytes_per_block

@@ -17,9 +17,9 @@ from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60
-"""Polls that the sparkline remembers."""
+"""Number of last polls whose rates the sparkline shows."""
 WIDE_COLUMNS = 100
-"""Width from which the less important columns are shown."""
+"""Width of a terminal, in columns, from which the lag and the reasons of states are shown."""
 BAR_CELLS = 8
 
 
@@ -42,9 +42,11 @@ class WorkerRow:
     running: int
     waiting: int
     kv_usage: float
-    """Share of its blocks that sequences hold."""
+    """Share of the worker's blocks that sequences hold."""
     hit_rate: float | None
-    """Share of prompt tokens read from the cache. None if there was no prompt at all."""
+    """Share of prompt tokens read from cached blocks since the poll before, or since the start if no prompt came since.
+
+    None if no prompt ever came."""
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     preemptions: int
@@ -67,7 +69,7 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     has_rate = before is not None and seconds > 0
 
     def rate(total: int, earlier: int) -> float:
-        # Counters decrease if two routers answer out of order, or if a new incarnation counts from 0.
+        # Counters decrease if two routers answer out of order.
         return max(total - earlier, 0) / seconds if has_rate else 0.0
 
     return WorkerRow(

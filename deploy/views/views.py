@@ -153,7 +153,7 @@ def _first_line(cluster: ClusterState) -> str:
 
 
 def cpus_lines(cluster: ClusterState) -> list[str]:
-    """Say how many CPUs each worker holds, which decides whether another one has room."""
+    """Return a line with the CPUs that each worker reserves, which decide whether another worker has room."""
     if not cluster.cpus_per_worker:
         return []
     return [f"CPUs       {cluster.cpus_per_worker:g} for each worker (see --cpus-per-worker)"]
@@ -185,7 +185,7 @@ def command_name() -> str:
 
 
 def dashboard_lines(cluster: ClusterState, *, signs_in: bool = False) -> list[str]:
-    """Say where the dashboard and the live page are. With `signs_in`, the page's URL contains its key."""
+    """Return lines on where the dashboard and the live page are. With `signs_in`, the page's URL contains its key."""
     if cluster.dashboard_url is None:
         return []
     token_path = cluster.ray_token_path
@@ -250,7 +250,7 @@ def status_view(
     info: cluster_pb2.ClusterInfo | None,
     nodes: Sequence["RayNode"],
 ) -> RenderableType:
-    """Show the cluster. Without a supervisor's report, show only what the routers know."""
+    """Return the view of `status`. Without a supervisor's report, it has only what the routers know."""
     num_workers = cluster.num_workers
     if report is not None:
         num_workers = sum(replica.kind == "worker" for replica in report.replicas)
@@ -265,7 +265,7 @@ def status_view(
 
 
 def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
-    """Return a table of the processes, with a column for the node if there are several nodes."""
+    """Return a table of the workers and routers, with a column for the node if there are several nodes."""
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
@@ -344,7 +344,7 @@ def finding_line(finding: Finding) -> Text:
 
 
 class FittingTable:
-    """Rows under headings.
+    """Table of rows under headings.
 
     If the terminal is too narrow, each row becomes a name and lines of `heading value`. A column that is cut would show
     no number at all.

@@ -15,7 +15,7 @@ class OpenVino:
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         self._handles: dict[int, tuple[Any, int]] = {}
-        """Handle and number of missing tokens of each request."""
+        """OpenVINO's handle of each request, and the number of tokens that are still missing."""
         self._next_id = 0
 
     def add(self, number: int, token_ids: list[int], max_tokens: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 HEAD_TOKENS = 16
-"""Kept tokens of each output: enough to see whether two systems computed the same."""
+"""Number of first tokens that are kept of each output, to see whether two systems computed the same."""
 Settings = dict[str, Any]
 
 
@@ -36,7 +36,7 @@ class Course:
     first: float | None = None
     last: float = 0.0
     longest_pause: float = 0.0
-    """Longest time between two of its tokens."""
+    """Longest time between two consecutive arrivals of tokens."""
     num_tokens: int = 0
     head: list[int] = field(default_factory=list)
 
@@ -61,7 +61,10 @@ class Stepper(Protocol):
 
 
 def drive(stepper: Stepper, requests: Sequence[Request]) -> list[Course]:
-    """Run the engine until all requests are done. Submit each request at its arrival, between two steps."""
+    """Run the engine until all requests are done, and return their times.
+
+    Each request is submitted at its arrival, between two steps.
+    """
     order = deque(sorted(range(len(requests)), key=lambda number: requests[number].arrival_seconds))
     courses: dict[int, Course] = {}
     num_open = 0

@@ -88,14 +88,17 @@ class ContinuousBatches:
 
 
 def batching_config(kind: Any, num_pages: int) -> Any:
-    """`kind` is transformers' ContinuousBatchingConfig, whose `page_size` was `block_size` up to 5.17."""
+    """Return a configuration of continuous batching. `kind` is transformers' ContinuousBatchingConfig.
+
+    Its `page_size` was called `block_size` up to 5.17.
+    """
     names = {field.name for field in fields(kind)}
     page_size = "page_size" if "page_size" in names else "block_size"
     return kind(**{page_size: PAGE_TOKENS}, num_blocks=num_pages, max_batch_tokens=MAX_BATCH_TOKENS)
 
 
 def _pages(config: Any, settings: Settings) -> int:
-    """Return the number of pages that take the bytes of the other systems' KV caches."""
+    """Return the number of pages that fit `kv_bytes`, the size of each system's KV cache."""
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return settings["kv_bytes"] // (values * ITEM_BYTES[settings["dtype"]] * PAGE_TOKENS)
 
@@ -113,7 +116,7 @@ def load(settings: Settings) -> Loaded:
     model.generation_config.eos_token_id = None
     if settings["batching"] == "static":
         return stepped(StaticBatches(model, settings["device"]), versions, "returns all tokens at the end")
-    # By default, it takes most of the machine's memory, which other systems use.
+    # By default, the KV cache takes most of the machine's memory, which other systems use.
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=16

@@ -25,7 +25,7 @@ class MockerProfile(HardwareProfile):
     speedup_ratio: float = 0.5
     max_model_len: int = 16_384
     mixed_step_seconds: float | None = None
-    """None, because it has no such limit."""
+    """None, because Dynamo's mock engine has no such limit."""
 
     @property
     def num_blocks(self) -> int:

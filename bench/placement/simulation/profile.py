@@ -118,7 +118,7 @@ class HardwareProfile:
         )
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Return the time of a prompt alone, for comparison."""
+        """Return the seconds that a prompt of `tokens` tokens takes alone, for comparison."""
         pairs = tokens * tokens / 2
         flops = 4.0 * self.num_layers * self.num_heads * self.head_dim * pairs
         matmul = 2 * self.parameters * tokens / self.matmul_flops_per_second
@@ -145,7 +145,7 @@ def _check_field(name: str, kind: object, value: Any) -> None:
 
 
 class RooflineRunner:
-    """Runner that spends the roofline's time of each step.
+    """Runner that computes nothing, and spends the roofline's time of each step in virtual time.
 
     An output's tokens count up from its request's seed. So the next request of a conversation can contain them without
     reading the output.
@@ -156,7 +156,7 @@ class RooflineRunner:
         self._clock = clock
 
     def warm_up(self) -> None:
-        """Do nothing."""
+        """Do nothing: a simulated model compiles nothing."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
         self._clock.spend(self._step_seconds(plan))

@@ -40,14 +40,14 @@ INDEX_SECONDS = 0.0005
 FIRST_ARRIVAL_SECONDS = 1.0
 """Start of arrivals, when every router knows every worker. Results count time from here."""
 DEADLINE_SECONDS = 86_400.0
-"""Long enough that no request is rejected or cut short."""
+"""Time limit of every request, long enough that none is rejected or cut short."""
 SAMPLE_SECONDS = 0.1
 SAMPLES_A_WINDOW = 10
 """Samples in a window of one second. Placement must not leave one worker idle and another crowded for a window."""
 CROWDED_SEQUENCES = 8
 """Running sequences from which a worker counts as crowded. It also does if any sequence waits."""
 ROOT = bytes(16)
-"""Root of the names of prompts in `ideal_reuse`."""
+"""Start of the chains of block names in `ideal_reuse`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Result:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Client of one request. Times are in seconds since the start; a token counts when the router has it."""
+    """Record of one request, as its client. Times are seconds since the start; a token counts when a router has it."""
 
     request: PlannedRequest
     arrived: float
@@ -120,7 +120,7 @@ class Record:
 
 
 class Simulation:
-    """Simulation of one run."""
+    """One run of a workload on a simulated cluster."""
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self._setup = setup

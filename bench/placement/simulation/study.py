@@ -21,7 +21,7 @@ from bench.placement.simulation.workloads import GENERATORS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A workload and its cluster. If `trace`, a path, is given, `rate` is the factor of its own pace."""
+    """A workload and its cluster. If `trace`, a path, is given, `rate` is the factor of the trace's own pace."""
 
     workload: str
     rate: float

@@ -18,7 +18,7 @@ def shared_prefix(
     question_tokens: int = 1200,
     output_tokens: int = 1000,
 ) -> Workload:
-    """Make requests of a random user each: the system prompt of the group, and the user's question, always the same."""
+    """Make requests of random users in random groups: the group's system prompt, then the user's only question."""
     chance, tokens = Random(f"shared prefix {seed}"), Tokens()
     systems = [tokens.run(system_tokens) for _ in range(groups)]
     questions = [[tokens.run(question_tokens) for _ in range(users)] for _ in range(groups)]

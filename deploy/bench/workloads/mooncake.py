@@ -33,7 +33,7 @@ class _Entry:
 
     @classmethod
     def of(cls, line: str) -> Self:
-        """Parse a line and ignore other keys. Raise ValueError if it is not in the format."""
+        """Parse a line, and ignore keys that the format does not have. Raise ValueError if it is not in the format."""
         try:
             found = json.loads(line)
         except json.JSONDecodeError as error:
@@ -74,7 +74,7 @@ def read_trace(
     speed: float = 1.0,
     max_request_tokens: int = MAX_REQUEST_TOKENS,
 ) -> Workload:
-    """Read the first `seconds` of a trace, replayed `speed` times as fast.
+    """Read a trace that is replayed `speed` times as fast, and only the first `seconds` of that replay if given.
 
     Raise ValueError with the line number for an invalid trace, and OSError.
     """

@@ -1,7 +1,7 @@
 """Generators of the workloads of `blockyard bench`. Pure and deterministic by seed.
 
-`arrivals` are the times in seconds at which requests or chats begin. A closed loop uses `at_once()` and sends when one
-of its sessions has ended. An open loop uses `at_rate()`. mooncake.py reads traces.
+`arrivals` are the times in seconds at which requests or chats begin. A closed loop uses `at_once()`, because it sends
+when one of its sessions has ended. An open loop uses `at_rate()`. mooncake.py reads traces.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def shared_prefix(
 
 
 def chats(arrivals: Iterator[float], seed: int, *, num_sessions: int, kind: Conversation) -> Workload:
-    """Make conversations of several turns. A turn waits for the answer before it, and its prompt contains it."""
+    """Make conversations of several turns. A turn waits for the answer before it, and contains that answer."""
     requests = conversations(kind, islice(arrivals, num_sessions), Random(f"chat {seed}"))
     low, high = kind.num_turns
     turns = counted(high, "turn") if low == high else f"{low}-{high} turns"
@@ -103,7 +103,7 @@ def warm_up(workload: Workload, num_requests: int) -> Workload:
 
 
 def sessions(workload: Workload) -> list[list[PlannedRequest]]:
-    """Return sessions, by the arrival of their first request. A session is a request and its chain of followers."""
+    """Return sessions, in the order of their first arrivals. A session is a request and its chain of followers."""
     by_number: dict[int, list[PlannedRequest]] = {}
     first: list[list[PlannedRequest]] = []
     for request in workload.requests:

@@ -24,12 +24,12 @@ class Run:
 class PlannedRequest:
     number: int
     arrival_seconds: float
-    """Arrival after the start, or, for a request that follows another, after that one's end."""
+    """Seconds from the start to the arrival, or, for a request that follows another, from that one's end."""
     prompt: tuple[Run, ...]
     output: Run
     session: str = ""
     follows: int | None = None
-    """Number of the request before it in its conversation."""
+    """Number of the request before this one in its conversation. None for the first."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -31,7 +31,7 @@ love support technology step baby computer type film tree source
 
 
 class Spelling:
-    """Spells runs as token ids. Drawn before any request is sent, so that it adds to no latency."""
+    """Spells runs as token ids, which are drawn before any request is sent, so that they add to no latency."""
 
     def __init__(self, requests: Iterable[PlannedRequest], *, vocab_size: int, seed: int | str) -> None:
         vocabulary = range(vocab_size)
