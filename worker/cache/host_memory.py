@@ -65,8 +65,10 @@ class HostCache:
     def store(
         self, name: BlockName, tenant: TenantId = NOBODY, *, parent: BlockName | None = None
     ) -> HostSlot | None:
-        """Return the slot for a block that the GPU is about to lose. None where it is here already, or nothing can be
-        evicted."""
+        """Take a slot for a block that the GPU is about to lose, and return it.
+
+        Return None where the name is here already, or nothing can be evicted.
+        """
         if name in self._slots:
             self._touch(name)
             return None
@@ -80,7 +82,7 @@ class HostCache:
         return slot
 
     def _touch(self, name: BlockName) -> None:
-        """Make it the most recently used name. Where a step is reading it, that happens at the step's end."""
+        """Make a name the most recently used. Where a step is reading it, that happens at the step's end."""
         if name not in self._reading:
             account = self._accounts[name]
             account.offered[name] = None
@@ -125,7 +127,7 @@ class HostCache:
                     self._touch(name)
 
     def clear(self) -> None:
-        """Drop all names: after a failed step it is unknown what was written."""
+        """Drop all names: for a flush, or after a failed step, when it is unknown what was written."""
         for name in tuple(self._slots):
             self._drop(name)
 
