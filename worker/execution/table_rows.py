@@ -36,12 +36,12 @@ class _Row:
 
 @dataclass(slots=True)
 class _Gathered:
-    """Row by row, the tables that the last step asked for."""
+    """The block tables that the last step asked for, one entry for each of its rows."""
 
     versions: list[object | None] = field(default_factory=list)
     """Versions of the block tables. None where the sequence has left since."""
     entries_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """Index of each one's row in the array, and the number of blocks written there."""
+    """Index of each table's row in the array, and the number of blocks written there."""
 
 
 class TableRows:

@@ -92,7 +92,7 @@ class IndexPublisher:
         anywhere_stored: Sequence[bytes] = (),
         anywhere_removed: Sequence[bytes] = (),
     ) -> None:
-        """Take a step's changes to the cache: removals leaf first, then additions root first.
+        """Add a step's changes of the cache to what is to be published: removals leaf first, additions root first.
 
         Cheap. Call it on the event loop.
         """
@@ -236,7 +236,7 @@ class IndexPublisher:
                 self._damaged()
 
     def _check(self) -> SpotCheck | None:
-        """Return some names to check.
+        """Return some names that the next renewal checks.
 
         None where the index cannot be expected to agree, or was found damaged just now.
         """

@@ -65,7 +65,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def read_rope_theta(raw: dict[str, Any]) -> float:
-    """Return the base of the frequencies."""
+    """Return the base of the rotary frequencies."""
     return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 

@@ -67,8 +67,10 @@ def choose_victim(
 def _last_resort(
     running: Items[Sequence], freeing_nothing: Items[tuple[Sequence, ...]], tables: BlockTables
 ) -> Victim | None:
-    """Return the youngest of `freeing_nothing`, or None where preempting all of them would not free any block
-    either."""
+    """Return the youngest of `freeing_nothing`.
+
+    Return None where all of them and the first of `running` would free no more than that first one alone.
+    """
     together = [*running[:1], *(sequence for sequences in freeing_nothing for sequence in sequences)]
     if tables.freed_by(together) <= tables.freed_by(running[:1]):
         return None

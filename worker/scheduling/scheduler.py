@@ -350,7 +350,8 @@ class Scheduler:
             budget -= todo
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence whose mask is there. Beams of a running search come first: it needs all."""
+        """Return the first waiting sequence that needs no mask first. Beams of a running search come first: it needs
+        all."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
