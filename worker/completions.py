@@ -62,7 +62,7 @@ class Completion:
 
 
 class GrowingOutput:
-    """One output while it grows."""
+    """Builds one output from the results of steps."""
 
     def __init__(
         self,

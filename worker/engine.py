@@ -192,8 +192,8 @@ class Engine:
             has_stepped = True
         if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
-            # A thread that sets it between the two calls has queued a command or made a mask before: the next step sees
-            # both.
+            # A thread that wakes this one between the two calls has queued its command or made its mask before that.
+            # The next step sees either.
             self._woken.clear()
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 

@@ -14,7 +14,7 @@ class Continuation:
 
     index: int
     token_ids: tuple[int, ...]
-    """At least one."""
+    """The tokens generated so far, at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class EngineRequest:
     priority: int = 0
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
-    """The tenant that its cached blocks are accounted to."""
+    """The tenant on whose account its cached blocks go, unless they extend another tenant's."""
     client: int = 0
     """The client whose turns the request's slow grammar masks take. 0 stands for no client in particular."""
     continuations: tuple[Continuation, ...] = ()
@@ -50,7 +50,7 @@ class SequenceOutput:
     request_id: RequestId
     index: int = 0
     token_ids: tuple[int, ...]
-    """One token, or all of a beam's at its end."""
+    """One token, or all of a beam's at its end. Empty where the request ends early."""
     token_offset: int
     """Number of the output's tokens generated before these."""
     cached_tokens: int

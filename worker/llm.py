@@ -157,7 +157,7 @@ class _Answer:
         self._prompt_logprobs: list[TokenLogprob] = []
 
     def is_finished(self, index: int) -> bool:
-        """Return whether one of its outputs has finished."""
+        """Return whether the prompt's output `index` has finished."""
         return self._outputs[index].finish_reason is not None
 
     def add(self, output: SequenceOutput) -> None:

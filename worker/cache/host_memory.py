@@ -58,7 +58,7 @@ class HostCache:
         return len(self._slots)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """Return the tenant of a name, or None where it is not here."""
+        """Return the tenant of a name, or None where host memory does not hold the name."""
         account = self._accounts.get(name)
         return None if account is None else account.tenant
 
@@ -111,7 +111,7 @@ class HostCache:
         return found
 
     def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
-        """Return the slots that the next step reads. They are kept until `done`."""
+        """Return the slots of these names, for the next step to read. No name is evicted until `done`."""
         for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
             self._accounts[name].offered.pop(name, None)

@@ -25,7 +25,7 @@ class Chunks:
     def look_at(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor) -> Self:
         """Check the hidden state of each row's last position. It sees all before it: where any is NaN, so is the last.
 
-        `last_positions` gives the index of that state, by index of the row.
+        `last_positions` gives the index of that state in Q, by index of the row.
         """
         last_LH = hidden_QH[upload(list(last_positions.values()), hidden_QH.device)]
         is_finite_L = torch.isfinite(last_LH).all(dim=-1)

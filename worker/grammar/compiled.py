@@ -32,7 +32,7 @@ MAX_LEXER_STATES = 20_000
 """Limit of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
 TRIAL_MASKS = 24
 SLOW_MASK_SECONDS = 0.005
-"""A thread's own time. A grammar with a slower mask keeps no step waiting until it has proved fast (masks.py)."""
+"""CPU time of a mask. A grammar with a slower one keeps no step waiting until it has proved fast (masks.py)."""
 PROOF_MASKS = 32
 """Number of consecutive fast masks that prove a slow grammar fast. It doubles each time that the grammar is slow
 again."""
@@ -134,7 +134,7 @@ class CompiledGrammar:
             self.is_slow = self._masks_to_prove > 0
 
     def hold_for_slow(self, times_slow: int) -> None:
-        """Treat it as though it had been found slow this many times."""
+        """Treat the grammar as slow, as though it had been found so this many times."""
         self.is_slow = True
         self.times_slow = min(times_slow, MAX_TIMES_SLOW)
         self._masks_to_prove = PROOF_MASKS << (self.times_slow - 1)

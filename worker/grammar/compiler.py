@@ -33,7 +33,7 @@ class CompilerConfig:
     """Memory that a trial process may take beyond what it has once its tokenizer is loaded."""
     start_timeout_seconds: float = 60.0
     max_waiting: int = 64
-    """Grammars that are compiled or wait for it. One client may have half of them."""
+    """Most grammars that are being compiled or wait for that. One client may have half as many waiting."""
     num_processes: int = 2
     cached_grammars: int = 64
     cached_source_bytes: int = 2**20

@@ -14,7 +14,7 @@ from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.sandbox import OUT_OF_MEMORY, first_line, grammar_line
 
 EXIT_SECONDS = 5.0
-"""Time for a process that has closed its output to end."""
+"""Time within which a process that has closed its output should end."""
 
 
 class TrialsUnavailable(RuntimeError):

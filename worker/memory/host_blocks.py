@@ -28,7 +28,7 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
 # A pinned allocation is rounded up to a power of two. This many bytes at a time, filled with whole slots, waste little.
 CHUNK_BYTES = 256 << 20
-# Blocks on their way, on the device. Enough that copies are large, little beside a pool.
+# Size of the staging buffer on the device. Enough that copies are large, little beside a pool.
 STAGING_BYTES = 64 << 20
 MEASURED_BLOCKS = 8
 MEASURED_ROUNDS = 4

@@ -24,7 +24,7 @@ class SequenceUpdate(NamedTuple):
     """None: the sequence has failed."""
     logprobs: tuple[TokenLogprob, ...] = ()
     has_no_choice: bool = False
-    """Whether it failed because the request's own limits forbid every token."""
+    """Whether the sequence failed because the request's own limits forbid every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class BeamsUpdate:
     """Result of a beam search that has ended."""
 
     sequence: Sequence
-    """One of its last beams."""
+    """One of the search's last beams."""
     hypotheses: tuple[Hypothesis, ...]
     """The best `n` finished beams, the best first."""
 

@@ -64,7 +64,8 @@ def _of_machine() -> int | None:
 
 
 def _of_control_group() -> int | None:
-    """Return what a control group of version 2 leaves, where it has a limit. Inactive file pages count as free."""
+    """Return the bytes that a control group of version 2 leaves, None without a limit. Inactive file pages count as
+    free."""
     try:
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())

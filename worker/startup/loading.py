@@ -166,7 +166,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:
-    """Return in words what besides the weights decides a block's content. Workers share prefixes where it is equal."""
+    """Return as text what besides the weights decides a block's content. Workers share prefixes where it is equal."""
     return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
 
 
@@ -220,7 +220,8 @@ def _overlaps(config: EngineConfig, runner: Runner) -> bool:
 
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
-    """Give the runner masks for grammars, and return them. Return None where llguidance is not installed."""
+    """Give the runner masks for grammars, and return them. Return None where the runner takes none, or
+    llguidance is not installed."""
     if not isinstance(runner, TorchRunner | SimulatedRunner):
         return None
     if find_spec("llguidance") is None:
