@@ -1,6 +1,6 @@
 """Every setting of a worker, with its unit, in frozen values.
 
-A field with a help text is an option of `python -m blockyard.worker`; those of EngineConfig and WorkerLimits are
+A field with a help text is an option of `python -m blockyard.worker`. The fields of EngineConfig and WorkerLimits are
 settings of `blockyard up` too (proto/runtime/settings.py).
 """
 

@@ -142,7 +142,7 @@ class PrefixCache:
         self.confirm_all((block,))
 
     def confirm_all(self, blocks: Iterable[BlockId]) -> None:
-        """Publish the names of those blocks that are unconfirmed, root first. Their step has run."""
+        """Publish the names of these blocks where they are unconfirmed, root first. Their step has run."""
         unconfirmed = self._unconfirmed
         for block in blocks:
             if block in unconfirmed:
@@ -165,7 +165,7 @@ class PrefixCache:
         return any(other != block and other not in self._unconfirmed for other in others)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
-        """Retract the names of those blocks that only one sequence holds, which is about to release them."""
+        """Retract the unconfirmed names of blocks that one sequence alone holds, before it releases them."""
         for block in self._unconfirmed.intersection(blocks):
             if self._pool.references(block) == 1:
                 self.retract(block)

@@ -122,7 +122,7 @@ class TorchRunner:
         self._stored_dtype = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
         self._verify_host_blocks = verify_host_blocks
         self._blocks_N2KPD = torch.empty(0)
-        """Blocks of all layers, layer after layer. The parts are `kv_pools`."""
+        """Blocks of all layers, layer after layer. `kv_pools` are views of it, one for each layer."""
         self.kv_pools: list[torch.Tensor] = []
         self.host_blocks: HostBlocks | None = None
         self._graphs: DecodeGraphs | None = None

@@ -36,7 +36,7 @@ class NetDifference(NetChanges[bytes]):
                 self.add(name)
 
     def restart(self) -> None:
-        """Make all that is held unpublished: the index knows nothing."""
+        """Mark all names that are held as unpublished: the index knows nothing."""
         self.added, self.removed = dict(self.held), {}
 
 
@@ -73,7 +73,7 @@ class TieredDifference:
         )
 
     def restart(self, *, publishes_anywhere: bool) -> None:
-        """Make all names unpublished: the index knows nothing under the new berth."""
+        """Mark all names as unpublished: the index knows nothing under the new berth."""
         self.publishes_anywhere = publishes_anywhere
         self.on_gpu.restart()
         self.anywhere.restart()

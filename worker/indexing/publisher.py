@@ -1,8 +1,9 @@
 """Index publisher: publishes this worker's blocks to the prefix index, outside the step loop.
 
-Owns the worker's berth, its lease and the batch in flight. Does not own the cache, the arithmetic of changes
-(net_difference.py), the connection, or what a router makes of the index. Nothing here may raise into the engine or make
-it wait. Without the index the worker keeps serving, and the difference is kept until the index is back.
+Owns the worker's berth (its number in the index), its lease and the batch in flight. Does not own the cache, the
+arithmetic of changes (net_difference.py), the connection, or what a router makes of the index. Nothing here may raise
+into the engine or make it wait. Without the index the worker keeps serving, and the difference is kept until the index
+is back.
 
     record() -> net difference -> batches of <= 512 names, one in flight -> the index
 
@@ -208,7 +209,7 @@ class IndexPublisher:
         )
 
     def _republish(self) -> None:
-        """Make everything unpublished: the index holds nothing under this berth."""
+        """Mark everything as unpublished, so that it is published again: the index holds nothing under this berth."""
         self._checks.restart()
         self._anywhere_checks.restart()
         self._difference.restart(

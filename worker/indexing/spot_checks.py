@@ -28,7 +28,7 @@ class SpotChecks:
         self._gone.extend(names)
 
     def restart(self) -> None:
-        """Begin anew under a new berth, to which nothing is published yet."""
+        """Forget the names to check: under a new berth nothing is published yet."""
         self._round.clear()
         self._gone.clear()
 

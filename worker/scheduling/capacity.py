@@ -11,7 +11,7 @@ from blockyard.worker.sequences.sequence import Sequence
 
 
 def most_blocks(sequence: Sequence, tables: BlockTables) -> int:
-    """Return the most blocks that a sequence, or its whole beam search, can ever hold."""
+    """Return the most blocks that a sequence (or its whole beam search) can ever hold, with `max_tokens` generated."""
     most = tables.blocks_for(sequence.prompt_length + sequence.sampling.max_tokens)
     shared = sequence.prompt_length // tables.block_size
     return shared + (most - shared) * sequence.group.width if sequence.group else most

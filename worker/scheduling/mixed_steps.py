@@ -32,8 +32,8 @@ class Rates:
 class MixedStepController:
     """Keeps the time that prompts add to a step with decodes near `target_seconds`.
 
-    After each mixed step the limit is scaled by the ratio of the target to the time that its prompts took, from half
-    to five quarters. That time is the step's, less the expected time of its decodes alone.
+    After each mixed step the limit is scaled by the ratio of the target to the time that its prompts took. The ratio is
+    kept between a half and five quarters. The prompts' time is the step's, less the expected time of its decodes alone.
     """
 
     def __init__(self, *, target_seconds: float | None = None, max_batched_tokens: int) -> None:

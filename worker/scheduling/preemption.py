@@ -24,6 +24,7 @@ class Victim:
 
     sequences: tuple[Sequence, ...]
     swaps: bool
+    """Whether their blocks are moved to host memory. Otherwise they are computed again."""
 
 
 def choose_victim(

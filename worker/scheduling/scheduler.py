@@ -110,7 +110,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
-        """Moves of steps in flight, by step."""
+        """Block moves of the steps in flight, by number of the step."""
         self._next_step = 0
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise ValueError(

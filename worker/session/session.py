@@ -89,7 +89,7 @@ class SessionService:
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
         self._has_stepped = asyncio.Event()
-        """Set when results of a step have arrived on the loop."""
+        """Set when results of a step have arrived on the event loop."""
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
         """Give the service its engine. The engine must call `on_step`."""
