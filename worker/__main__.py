@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def parse(arguments: list[str]) -> WorkerConfig:
-    """Read the worker's settings. Raises ValueError."""
+    """Return the worker's settings, from the command line and the environment. Raises ValueError."""
     parser = argparse.ArgumentParser(prog="python -m blockyard.worker", description=__doc__)
     add_arguments(parser, EngineConfig)
     add_arguments(parser, WorkerConfig)
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> WorkerConfig:
 async def serve(config: WorkerConfig) -> int:
     """Serve until SIGTERM or SIGINT, or until the worker fails, and return the exit code.
 
-    The first signal drains; a second signal ends the process at once.
+    The first signal drains the worker; a second signal ends the process at once.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ class StartedWorker:
     code: str
     """The code version that runs here."""
     dtype: str
-    """The data type of its computation, and the reason."""
+    """The data type of the model's computation, and why it was chosen."""
 
 
 class WorkerActor:
@@ -51,7 +51,7 @@ class WorkerActor:
         self._model = Path(config.engine.model).name
         self._config = config
         self._server: WorkerServer | None = None
-        """None until its libraries have been imported."""
+        """None until the server's libraries have been imported."""
         self._started: StartedWorker | None = None
         self._starts = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedWorker] | None = None
@@ -62,7 +62,7 @@ class WorkerActor:
         return f"{self._worker_id}({self._model})"
 
     async def whereabouts(self) -> tuple[str, int]:
-        """Return its node and its process id, by which a hanging one can be ended."""
+        """Return the actor's Ray node and its process id, by which a hanging actor can be ended."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def fetch_model(self) -> None:
@@ -70,7 +70,8 @@ class WorkerActor:
         await asyncio.to_thread(_fetch, self._config)
 
     async def start(self) -> StartedWorker:
-        """Start to serve. Idempotent: a supervisor that adopts a running worker calls it again."""
+        """Start to serve, and return the address and identity. Idempotent: a supervisor that adopts a running worker
+        calls it again."""
         if self._starting is None:
             self._starting = self._starts.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
@@ -85,12 +86,12 @@ class WorkerActor:
         raise RuntimeError("the engine has failed; the worker's log says why")
 
     async def is_draining(self) -> bool:
-        """Return whether it drains, whichever caller asked for it. An answer during the start shows that it is
+        """Return whether the worker drains, whoever asked for that. An answer during the start shows that it is
         alive."""
         return self._server is not None and self._started is not None and self._server.is_draining
 
     async def stop(self, grace_seconds: float) -> None:
-        """Drain, and leave routers and index. The caller ends the actor."""
+        """Stop the metrics, drain, and leave routers and index. The caller ends the actor."""
         await self._reports.aclose()
         if self._server is not None:
             await self._server.stop(grace_seconds)

@@ -62,7 +62,7 @@ class Completion:
 
 
 class GrowingOutput:
-    """One output while it grows."""
+    """Builds one output from the results of steps."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class GrowingOutput:
         """None while more may come. A stop string sets it before the engine knows."""
 
     def add(self, output: SequenceOutput) -> None:
-        """Take a step's result, at least one token, while the output is not finished."""
+        """Append a step's result, which has at least one token. The output must not have finished."""
         assert self.finish_reason is None
         piece = self._output.push(
             output.token_ids, is_last=output.finish_reason is not None, stop_token=output.stop_token

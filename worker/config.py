@@ -1,6 +1,6 @@
 """Every setting of a worker, with its unit, in frozen values.
 
-A field with a help text is an option of `python -m blockyard.worker`; those of EngineConfig and WorkerLimits are
+A field with a help text is an option of `python -m blockyard.worker`. The fields of EngineConfig and WorkerLimits are
 settings of `blockyard up` too (proto/runtime/settings.py).
 """
 
@@ -248,7 +248,7 @@ class WorkerConfig(WorkerLimits):
     worker_id: str = setting("worker-0", help="Name of the worker in its cluster.")
     cluster: str = setting("default", help="Name of the cluster.")
     cluster_secret: str = field(default="", repr=False)
-    """Secret of the cluster's routers and workers. Every session must show it."""
+    """Secret that the cluster's routers and workers share. It gives session certificates and proves the index entry."""
     session_tls: SessionTls | None = None
     """None: certificates derived from the cluster secret, or plaintext if there is no secret."""
     host: str = setting(
@@ -282,7 +282,7 @@ class WorkerConfig(WorkerLimits):
         below=math.inf,
     )
     log: LogConfig = field(default_factory=LogConfig)
-    """Logging of a Ray actor. A process of its own follows the environment."""
+    """Logging of the worker. A process of its own takes it from its options, or else from the environment."""
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -23,7 +23,7 @@ MAX_FAILURES_IN_A_ROW = 8
 its worker is restarted."""
 DEFAULT_AGEING_SECONDS = 10.0
 HELD_SECONDS = 0.05
-"""Longest wait of a step where all sequences are held. Then deadlines are checked again."""
+"""Longest wait of a step where all sequences wait for grammar masks. Then deadlines are checked again."""
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
 """A waiting request is shed once less than this share of its estimated prefill time is left. Not even a prefill twice
 as fast as measured would then meet its deadline."""
@@ -31,7 +31,7 @@ as fast as measured would then meet its deadline."""
 
 @dataclass(slots=True)
 class _Request:
-    """The unfinished part of a request."""
+    """A request that has not ended: how many of its outputs have not ended, and its deadline on the engine's clock."""
 
     num_outputs: int
     deadline: float | None
@@ -94,7 +94,10 @@ class Engine:
         return self.scheduler.has_work or self.steps.is_any_in_flight
 
     def submit(self, request: EngineRequest) -> RequestId:
-        """Queue a request. Raises CapacityError where it can never fit, ValueError for an empty prompt."""
+        """Queue a request, and return its id.
+
+        Raises CapacityError where it can never fit, ValueError for an empty prompt or continuations that do not fit it.
+        """
         if not 0 < request.prompt_length <= len(request.token_ids):
             raise ValueError(
                 f"a prompt of {request.prompt_length} tokens: it must have from 1 to the {len(request.token_ids)} given"
@@ -116,7 +119,10 @@ class Engine:
         return request_id
 
     def _sequences(self, request: EngineRequest, request_id: RequestId) -> list[Sequence]:
-        """Return one sequence that will fork, or one for each output where it is a replay."""
+        """Return the sequences of a request: one that forks later, or one for each of its `continuations`.
+
+        Raises ValueError for continuations that do not fit the request.
+        """
         now = self._clock()
         sampling = request.sampling
         if request.continuations and (
@@ -170,11 +176,11 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """Plan, run and commit one step, or start it and commit the one before. Where a step raises, its failing
-        requests end as FAILED.
+        """End late requests. Then plan, run and commit one step, or start it and commit the one before.
 
-        Where every sequence is held, it waits for `wake`, HELD_SECONDS at most, and returns no output. Raises
-        EngineFailed at the beginning of a step after MAX_FAILURES_IN_A_ROW.
+        Where a step raises, its failing requests end as FAILED. Where every sequence waits for a mask, this waits for
+        `wake`, HELD_SECONDS at most, and returns no output. Raises EngineFailed at the beginning of a step after
+        MAX_FAILURES_IN_A_ROW.
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
@@ -186,13 +192,13 @@ class Engine:
             has_stepped = True
         if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
-            # A thread that sets it between the two calls has queued a command or made a mask before: the next step sees
-            # both.
+            # A thread that wakes this one between the two calls has queued its command or made its mask before that.
+            # The next step sees either.
             self._woken.clear()
         return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
 
     def wake(self) -> None:
-        """End a step that waits: a sequence may no longer be held, or a command waits. Any thread may call this."""
+        """End the wait of a step: a mask may have been made, or a command waits. Any thread may call this."""
         self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
@@ -204,7 +210,7 @@ class Engine:
         return [output for update in ended.updates for output in self._outputs(update)]
 
     def _expire(self, now: float) -> list[SequenceOutput]:
-        """End requests past their deadline, and waiting ones that cannot meet it, before they cost any prefill."""
+        """End requests past their deadline, and waiting ones that cannot meet it. Return one result for each."""
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
         rate = self.mixed_steps.rates.prefill_tokens_per_second
         queued_tokens = 0
@@ -224,7 +230,7 @@ class Engine:
         expired: bool = False,
         has_no_choice: bool = False,
     ) -> SequenceOutput:
-        """End all of a request."""
+        """End all outputs of a request, and return the result without tokens that says so."""
         self.scheduler.cancel_request(request_id)
         del self._requests[request_id]
         return SequenceOutput(
@@ -279,7 +285,7 @@ class Engine:
         self._counters.cached_tokens += sequence.cached_tokens or 0
 
     def _end_output(self, request_id: RequestId) -> bool:
-        """Count one output less, and return whether it was the last."""
+        """Count one output of a request as ended, and return whether it was the last."""
         request = self._requests[request_id]
         request.num_outputs -= 1
         if not request.num_outputs:
@@ -310,7 +316,7 @@ class Engine:
         ]
 
     def flush(self) -> tuple[int, int]:
-        """Drop every cached block without references. Return how many on the device, and how many in host memory."""
+        """Drop all cached blocks. Return how many were dropped on the device, and how many in host memory."""
         host_cache = self.scheduler.host_cache
         num_host_blocks = 0 if host_cache is None else len(host_cache)
         if host_cache is not None:
@@ -318,7 +324,7 @@ class Engine:
         return self.cache.flush(), num_host_blocks
 
     def forget_history(self, *, keeps_rates: bool) -> None:
-        """Forget what ran so far, which was a trial. Measured rates may stay."""
+        """Reset the token counters after a trial, and unless `keeps_rates` the measured rates too."""
         self._counters = _Counters()
         if not keeps_rates:
             self.mixed_steps.forget_measurements()
@@ -345,7 +351,7 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             swaps=self.scheduler.num_swaps,
             host_cached_blocks=len(host_cache) if host_cache is not None else 0,
-            # Loading is half of the way there and back.
+            # Blocks take half of a round trip to come back.
             host_tokens_per_second=2 * rates.swap_blocks_per_second * self.scheduler.config.block_size,
         )
 

@@ -38,7 +38,7 @@ class EngineThread:
 
     @property
     def stalled_seconds(self) -> float:
-        """How long the current step or command has run. Any thread may ask."""
+        """Seconds for which the current step or command has run, 0 between them. Any thread may ask."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -46,13 +46,14 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_seconds: float | None = None) -> None:
-        """End the thread after the current step. Wait `timeout_seconds` for it at most."""
+        """End the thread after the current step, and wait for that at most `timeout_seconds`. None waits without
+        limit."""
         self._commands.put(None)
         self._engine.wake()
         self._thread.join(timeout_seconds)
 
     def call(self, command: Callable[[Engine], T]) -> "Future[T]":
-        """Run a command on the engine's thread, between steps."""
+        """Queue a command for the engine's thread, which runs it between steps. Return the future of its result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -89,8 +90,8 @@ class EngineThread:
             self._on_step(result, self._reported)
 
     def _run_commands(self) -> bool:
-        """Run the commands that are queued by now, and wait for one when there is no other work. Return False at the
-        end.
+        """Run the commands that are queued by now, and wait for one when there is no other work. Return False
+        once the thread must end.
 
         Commands that come meanwhile do not delay a step.
         """

@@ -14,7 +14,7 @@ class Continuation:
 
     index: int
     token_ids: tuple[int, ...]
-    """At least one."""
+    """The tokens generated so far, at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class EngineRequest:
     priority: int = 0
     """Lower is served earlier, and preempted later."""
     tenant: TenantId = NOBODY
-    """The tenant that its cached blocks are accounted to."""
+    """The tenant on whose account its cached blocks go, unless they extend another tenant's."""
     client: int = 0
-    """The client that gives its turn to its slow masks. 0 is no client in particular."""
+    """The client whose turns the request's slow grammar masks take. 0 stands for no client in particular."""
     continuations: tuple[Continuation, ...] = ()
     """The unfinished outputs of a replayed request that has several. `token_ids` is then the prompt alone."""
     grammar: object | None = None
@@ -50,17 +50,17 @@ class SequenceOutput:
     request_id: RequestId
     index: int = 0
     token_ids: tuple[int, ...]
-    """One token, or all of a beam's at its end."""
+    """One token, or all of a beam's at its end. Empty where the request ends early."""
     token_offset: int
-    """Tokens generated before these."""
+    """Number of the output's tokens generated before these."""
     cached_tokens: int
     state: SequenceState
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     expired: bool = False
-    """The deadline has passed or cannot be met."""
+    """Whether the request ended because its deadline has passed or cannot be met."""
     has_no_choice: bool = False
-    """The request's own restrictions left no token to choose."""
+    """Whether the request ended because its own limits forbid every token."""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Set with the first token of output 0."""
@@ -68,7 +68,7 @@ class SequenceOutput:
     """Set for a beam."""
     beam_score: float | None = None
     is_last: bool = False
-    """The request gets no more results."""
+    """Whether the request gets no more results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The load by which routers place, and which operators see. Counters are since the engine's start."""
+    """The load of an engine, by which routers place requests, and which operators see. Counters run from its start."""
 
     running: int
     waiting: int
@@ -100,4 +100,4 @@ class EngineLoad:
     host_cached_blocks: int
     """Names that host memory holds."""
     host_tokens_per_second: float
-    """Rate of blocks moved to host memory and back. 0 is unknown."""
+    """Tokens a second that host memory loads back to the device. 0 is unknown."""

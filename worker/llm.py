@@ -91,7 +91,7 @@ class LLM:
         return [answer.completion() for answer in answers.values()]
 
     def _complete(self, sampling: SamplingParams, stop: Sequence[str], ignore_eos: bool) -> SamplingParams:
-        """Return the sampling with the model's end-of-sequence tokens."""
+        """Check the sampling, and return it with the end-of-sequence tokens that apply. Raises ValueError."""
         if stop and sampling.beam_width:
             raise ValueError("a beam search takes no stop strings")
         ends = frozenset() if ignore_eos else sampling.eos_token_ids or self._model_ends
@@ -104,7 +104,7 @@ class LLM:
             raise ValueError(f"token ids must be below {self._loaded.model.vocab_size}")
 
     def _compile(self, grammar: Grammar, sampling: SamplingParams) -> CompiledGrammar:
-        """Compile in this process and without a time limit: no other request waits here."""
+        """Return the compiled grammar. Compile it in this process without a time limit: no other request waits here."""
         if self._loaded.masks is None:
             raise ValueError(
                 "this engine does not support structured output: it is simulated, or llguidance is not installed"
@@ -157,7 +157,7 @@ class _Answer:
         self._prompt_logprobs: list[TokenLogprob] = []
 
     def is_finished(self, index: int) -> bool:
-        """Return whether one of its outputs has finished."""
+        """Return whether the prompt's output `index` has finished."""
         return self._outputs[index].finish_reason is not None
 
     def add(self, output: SequenceOutput) -> None:

@@ -38,7 +38,8 @@ def worker_readings(
     stalled_seconds: float,
     is_draining: bool,
 ) -> Readings:
-    """Return the readings. `index` is None where the worker has no part in the index."""
+    """Return the value of every worker metric by its name. `index` is None where the worker has no part in the
+    index."""
     index = index or WorkerIndex(state=IndexState.INDEX_STATE_ABSENT)
     total_blocks = load.free_blocks + load.cached_blocks + load.used_blocks
     return {

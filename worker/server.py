@@ -57,7 +57,7 @@ LINGER_SECONDS = 0.1
 LAST_WORDS_SECONDS = 1.0
 """Time for routers to take what still waits for them."""
 HAND_OVER_SECONDS = 10.0
-"""Time for the current step when the grace is over. An engine that hangs must not keep its worker alive."""
+"""Time for the current step to end when the grace is over. An engine that hangs must not keep its worker alive."""
 NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
@@ -151,7 +151,7 @@ class WorkerServer:
 
     @property
     def dtype(self) -> str:
-        """The data type of its computation, and the reason."""
+        """The data type of the model's computation, and why it was chosen."""
         return str(self._loaded.dtype)
 
     @property
@@ -159,8 +159,10 @@ class WorkerServer:
         return self._administration.draining.is_on
 
     def _compile_grammar(self) -> CompileGrammar | None:
-        """Return the grammar compiler, if there is one. Its process starts with the first grammar: most workers never
-        need it."""
+        """Make the grammar compiler and return its function, or None where no output can follow a grammar.
+
+        The compiler's process starts with the first grammar: most workers never need it.
+        """
         if self._loaded.masks is None:
             return None
         self._grammars = GrammarCompiler(self._loaded.tokenizer_source)
@@ -233,8 +235,10 @@ class WorkerServer:
         )
 
     async def stop(self, grace_seconds: float | None = None) -> None:
-        """Drain, leave the index, end the sessions, then the engine. The grace is the config's unless another is
-        given."""
+        """Drain, leave the index, end the sessions, then the engine. A failed worker does not drain.
+
+        The grace is the config's unless another is given.
+        """
         if not self.failed.is_set():
             await self._drain(self.config.grace_seconds if grace_seconds is None else grace_seconds)
         await self._administration.draining.aclose()
@@ -268,7 +272,7 @@ class WorkerServer:
             await asyncio.sleep(LINGER_SECONDS)
 
     def stats(self) -> Readings:
-        """Return gauges and counters as of the last step, by name. Any thread may call this."""
+        """Return the value of every metric by its name. The load is that of the last step. Any thread may call this."""
         return worker_readings(
             self._service.load,
             self._index_part(),
@@ -300,7 +304,7 @@ class WorkerServer:
         self.failed.set()
 
     async def _log_load(self) -> None:
-        """Log one line each ten seconds in which something ran."""
+        """Log one line for each ten seconds in which something ran or waited."""
         before = self._service.load
         while True:
             await asyncio.sleep(LOG_LINE_SECONDS)
@@ -325,8 +329,10 @@ def load_line(before: EngineLoad, now: EngineLoad, seconds: float) -> str:
 
 
 def _refuse_openness(config: WorkerConfig) -> None:
-    """Refuse to serve without protection: a peer at the session port could read and change every request. Raises
-    ValueError."""
+    """Raise ValueError for a worker without protection that others can reach. Warn where only this machine can.
+
+    A peer at the session port could read and change every request.
+    """
     if config.session_tls is not None or config.cluster_secret:
         return
     if not is_loopback(config.host):

@@ -8,9 +8,9 @@ Every block is in exactly one of three states, and `free + cached + used == tota
 
 
 A cached block is evicted only once no block is free. The pool knows neither names nor tensors. The prefix cache marks
-the blocks that are worth keeping and their tenant, and is called at evictions. Which tenant gives up a block is decided
-in tenant_shares.py; among its blocks the least recently used one goes. All operations are O(1) a block, an eviction
-O(log tenants).
+the blocks that are worth keeping and their tenant, and the pool calls it at evictions. Which tenant gives up a block is
+decided in tenant_shares.py; among its blocks the least recently used one goes. All operations are O(1) a block, an
+eviction O(log tenants).
 """
 
 from collections import Counter, OrderedDict
@@ -32,7 +32,7 @@ class NoFreeBlocks(Exception):
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is reused."""
+    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is reused or flushed."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -45,7 +45,7 @@ class BlockPool:
         self._kept = bytearray(num_blocks)
         self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
         self._shares = TenantShares[BlockId]()
-        """Accounts of the kept blocks. Cached blocks are offered."""
+        """Accounts of the kept blocks by tenant. Those that are cached are offered for eviction."""
         self._no_account = Account[BlockId](NOBODY)
         self._accounts = [self._no_account] * num_blocks
         """The account of each block that is kept or just evicted. Without meaning for others."""
@@ -114,7 +114,7 @@ class BlockPool:
         return len(blocks)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Add a reference to blocks that are used or cached."""
+        """Add a reference to each of these blocks, which must be used or cached."""
         references, accounts = self._references, self._accounts
         num_taken = 0
         for block in blocks:
@@ -149,8 +149,8 @@ class BlockPool:
         self._num_used -= len(blocks) - num_left
 
     def keep(self, block: BlockId, tenant: TenantId = NOBODY) -> None:
-        """Mark a used block as worth finding again, on the tenant's account. Without references it is cached, not
-        free."""
+        """Mark a used block as worth finding again, on the tenant's account. Once it has no references, it is
+        cached, not free."""
         assert self._references[block], "only a used block can become worth keeping"
         assert not self._kept[block], "it is on an account already"
         self._kept[block] = 1

@@ -30,14 +30,17 @@ class Hits:
 
 @dataclass(slots=True)
 class Moves:
-    """The moves of one step, and what it holds until its end."""
+    """The block moves of one step, and what stays protected in host memory until the step ends."""
 
     to_host: dict[HostSlot, BlockId] = field(default_factory=dict)
     """Keyed by slot: a small host cache may evict a name in the same step in which it was to be stored."""
     from_host: list[tuple[HostSlot, BlockId]] = field(default_factory=list)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    """Pairs (source, destination)."""
     read_names: list[BlockName] = field(default_factory=list)
+    """Names that the step reads from the host cache."""
     read_slots: list[HostSlot] = field(default_factory=list)
+    """Slots that the step reads from the swap space."""
 
     def __bool__(self) -> bool:
         return bool(self.to_host or self.from_host or self.copies)
@@ -81,11 +84,14 @@ class BlockTables:
     # Growing
 
     def missing(self, sequence: Sequence, end: int) -> int:
-        """Return how many blocks are missing before positions up to `end` can be written."""
+        """Return how many blocks a sequence must take before positions below `end` can be written.
+
+        The copy of a half-filled block that it shares counts too. A negative number means that blocks are left over.
+        """
         return self.blocks_for(end) - len(sequence.block_table) + self._must_copy_tail(sequence)
 
     def _must_copy_tail(self, sequence: Sequence) -> bool:
-        """Return whether the block that is written next is half filled and other sequences read it too."""
+        """Return whether the block to be written next is half filled and shared with other sequences."""
         table, index = sequence.block_table.blocks, sequence.num_scheduled // self.block_size
         if index >= len(table):
             return False
@@ -93,7 +99,10 @@ class BlockTables:
         return references > 1 and references - self._copied[table[index]] > 1
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Take the missing blocks. Raises NoFreeBlocks, without side effect, where there are too few."""
+        """Take the missing blocks for positions below `end`, and plan the copy of a shared half-filled block.
+
+        Raises NoFreeBlocks, without side effect, where there are too few.
+        """
         copies = self._must_copy_tail(sequence)
         blocks = self.pool.allocate(max(0, self.missing(sequence, end)))
         if copies:
@@ -116,7 +125,10 @@ class BlockTables:
     # Finding and filling
 
     def match(self, sequence: Sequence) -> Hits:
-        """Return the cached blocks of its leading tokens. The last token is always computed, for its logits."""
+        """Return the cached blocks of a sequence's leading tokens, none where it wants its whole prompt computed.
+
+        The last token is always computed, for its logits.
+        """
         if sequence.wants_whole_prompt:
             return Hits([], [])
         usable = (len(sequence.tokens) - 1) // self.block_size
@@ -125,12 +137,15 @@ class BlockTables:
         return Hits(blocks, self.host_cache.match(names[len(blocks) :]) if self.host_cache else [])
 
     def resumes_from(self, sequence: Sequence, hits: Hits) -> bool:
-        """Return whether the swapped blocks join the hits on the GPU, and go beyond them."""
+        """Return whether the swapped blocks continue the hits on the GPU without a gap, and go beyond them."""
         swapped, num_found = sequence.swapped, len(hits.blocks)
         return swapped is not None and swapped.first_block <= num_found < self.blocks_for(swapped.num_tokens)
 
     def start(self, sequence: Sequence, hits: Hits) -> None:
-        """Give a sequence without blocks its hits, for which the pool must have room. Its counters move past them."""
+        """Give a sequence without blocks its hits and swapped blocks, and move its counters past them.
+
+        The pool must have room for those that are loaded from host memory.
+        """
         swapped = sequence.swapped
         resumes = self.resumes_from(sequence, hits)
         self.pool.share(hits.blocks)
@@ -159,12 +174,12 @@ class BlockTables:
         sequence.block_table.extend(blocks)
 
     def note_scheduled(self, sequence: Sequence) -> None:
-        """Name the blocks that are full by now. Positions have been scheduled, and all their blocks are there."""
+        """Name the full blocks and update `plain_until`, after positions were scheduled and their blocks taken."""
         self.name_full_blocks(sequence)
         sequence.plain_until = len(sequence.block_table) * self.block_size - 1
 
     def name_full_blocks(self, sequence: Sequence) -> None:
-        """Name each block once its last token is scheduled and known."""
+        """Give each unnamed block its name once its last token is scheduled and known."""
         size = self.block_size
         full = min(sequence.num_scheduled, len(sequence.tokens)) // size
         if full <= sequence.num_named:
@@ -209,22 +224,22 @@ class BlockTables:
     # Giving back
 
     def freed_by(self, sequences: Iterable[Sequence]) -> int:
-        """Return how many blocks lose their last reference without these sequences."""
+        """Return how many blocks would lose their last reference if these sequences gave theirs back."""
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         return sum(self.pool.references(block) == count for block, count in held.items())
 
     def num_shared(self, sequence: Sequence) -> int:
-        """Return how many leading blocks other sequences hold too."""
+        """Return how many leading blocks of a sequence other sequences hold too."""
         for index, block in enumerate(sequence.block_table):
             if self.pool.references(block) == 1:
                 return index
         return len(sequence.block_table)
 
     def release(self, sequence: Sequence) -> None:
-        """Give the blocks back. Blocks that no step has confirmed are not found again.
+        """Give a sequence's blocks back. Those that no step has confirmed lose their names, and are not found again.
 
-        The exception is an unconfirmed block that another sequence holds and confirms. So a child's name never outlives
-        its parent's.
+        Only an unconfirmed block that another sequence holds keeps its name. So a child's name never outlives its
+        parent's.
         """
         self.cache.retract_unshared(sequence.block_table)
         self.pool.release(sequence.block_table)
@@ -239,7 +254,7 @@ class BlockTables:
         assert not plain or plain.stop // self.block_size == len(sequence.block_table) - 1
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """Give the blocks back, and move those that only this sequence has to host memory.
+        """Give a sequence's blocks back, and plan to move those from the first that it alone holds to host memory.
 
         Returns False, and changes nothing, where host memory has no room.
         """
@@ -255,7 +270,7 @@ class BlockTables:
         return True
 
     def forget_swapped(self, sequence: Sequence) -> None:
-        """Free its host memory. Its tokens will be computed again."""
+        """Free a sequence's slots in the swap space. Its tokens will be computed again."""
         if sequence.swapped is not None:
             self.swap.release(sequence.swapped.slots)
             sequence.swapped = None
@@ -263,12 +278,13 @@ class BlockTables:
     # Steps
 
     def take_moves(self) -> Moves:
-        """Return what the planned step must move. Unless that is nothing, the caller must call `release_moves`."""
+        """Return what the planned step must move. Unless that is nothing, call `release_moves` when the step has
+        ended."""
         moves, self._moves = self._moves, Moves()
         return moves
 
     def release_moves(self, moves: Moves) -> None:
-        """Release what an ended step copied from and read from."""
+        """Release the sources of an ended step's copies, and the host memory that it read."""
         for source, _ in moves.copies:
             self._copied[source] -= 1
             if not self._copied[source]:

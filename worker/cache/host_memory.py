@@ -58,15 +58,17 @@ class HostCache:
         return len(self._slots)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """Return the tenant of a name, or None where it is not here."""
+        """Return the tenant of a name, or None where host memory does not hold the name."""
         account = self._accounts.get(name)
         return None if account is None else account.tenant
 
     def store(
         self, name: BlockName, tenant: TenantId = NOBODY, *, parent: BlockName | None = None
     ) -> HostSlot | None:
-        """Return the slot for a block that the GPU is about to lose. None where it is here already, or nothing can be
-        evicted."""
+        """Take a slot for a block that the GPU is about to lose, and return it.
+
+        Return None where the name is here already, or nothing can be evicted.
+        """
         if name in self._slots:
             self._touch(name)
             return None
@@ -80,7 +82,7 @@ class HostCache:
         return slot
 
     def _touch(self, name: BlockName) -> None:
-        """Make it the most recently used name. Where a step is reading it, that happens at the step's end."""
+        """Make a name the most recently used. Where a step is reading it, that happens at the step's end."""
         if name not in self._reading:
             account = self._accounts[name]
             account.offered[name] = None
@@ -109,7 +111,7 @@ class HostCache:
         return found
 
     def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
-        """Return the slots that the next step reads. They are kept until `done`."""
+        """Return the slots of these names, for the next step to read. No name is evicted until `done`."""
         for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
             self._accounts[name].offered.pop(name, None)
@@ -125,7 +127,7 @@ class HostCache:
                     self._touch(name)
 
     def clear(self) -> None:
-        """Drop all names: after a failed step it is unknown what was written."""
+        """Drop all names: for a flush, or after a failed step, when it is unknown what was written."""
         for name in tuple(self._slots):
             self._drop(name)
 

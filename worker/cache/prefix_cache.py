@@ -43,7 +43,7 @@ NO_CHANGES = CacheChanges(stored=(), removed=())
 
 
 class Lineage(NamedTuple):
-    """Facts on a named block, for operators."""
+    """Facts about a named block, for operators."""
 
     parent: BlockName | None
     """The name before its own in the chain. None for a prefix's first block."""
@@ -120,7 +120,7 @@ class PrefixCache:
     ) -> None:
         """Name a used block, on the account of `tenant`. Its last token has just been scheduled.
 
-        `is_indexed` says whether the index gets the name. It is the same for every copy.
+        `is_indexed` says whether the index gets the name. It is the same for every block with that name.
         """
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
@@ -133,7 +133,7 @@ class PrefixCache:
         self._pool.keep(block, tenant)
 
     def owner(self, name: BlockName) -> TenantId | None:
-        """Return the tenant of the block that was named first, or None where no block has the name."""
+        """Return the tenant of the first block that got this name, or None where no block has it."""
         block = self._blocks.get(name)
         return None if block is None else self._pool.owner(block)
 
@@ -142,7 +142,7 @@ class PrefixCache:
         self.confirm_all((block,))
 
     def confirm_all(self, blocks: Iterable[BlockId]) -> None:
-        """Publish the names of those blocks that are unconfirmed, root first. Their step has run."""
+        """Publish the names of these blocks where they are unconfirmed, root first. Their step has run."""
         unconfirmed = self._unconfirmed
         for block in blocks:
             if block in unconfirmed:
@@ -165,7 +165,7 @@ class PrefixCache:
         return any(other != block and other not in self._unconfirmed for other in others)
 
     def retract_unshared(self, blocks: Iterable[BlockId]) -> None:
-        """Retract the names of those blocks that only one sequence holds, which is about to release them."""
+        """Retract the unconfirmed names of blocks that one sequence alone holds, before it releases them."""
         for block in self._unconfirmed.intersection(blocks):
             if self._pool.references(block) == 1:
                 self.retract(block)

@@ -56,7 +56,7 @@ class TenantShares(Generic[Key]):
         return 0 if account is None else len(account.offered)
 
     def hold(self, tenant: TenantId) -> Account[Key]:
-        """Count one more thing of the tenant, in use."""
+        """Count one more thing in use by the tenant, and return its account."""
         account = self._accounts.get(tenant) or self._open(tenant)
         account.num_held += 1
         if self._alone is None:
@@ -64,7 +64,7 @@ class TenantShares(Generic[Key]):
         return account
 
     def drop(self, account: Account[Key]) -> None:
-        """Count one thing less, which the account no longer offers."""
+        """Count one thing less on the account. The caller has taken it out of `offered`."""
         account.num_held -= 1
         if not account.num_held:
             self._close(account)
@@ -72,7 +72,7 @@ class TenantShares(Generic[Key]):
             self._changed.add(account.tenant)
 
     def offers(self, account: Account[Key]) -> None:
-        """Note that the account offers more than before."""
+        """Note that something was added to the account's `offered`."""
         if self._alone is None:
             self._changed.add(account.tenant)
 
@@ -83,7 +83,7 @@ class TenantShares(Generic[Key]):
         return account is not None and bool(account.offered)
 
     def give(self) -> Key:
-        """Take the next thing to evict off its account. Something must be offered."""
+        """Take the next thing to evict off its account, and return it. Something must be offered."""
         account = self._alone
         if account is None:
             account = self._largest()

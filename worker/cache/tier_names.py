@@ -1,7 +1,7 @@
 """Names of blocks that are anywhere in a worker: in the GPU's pool, in host memory, or in both.
 
-The prefix index gets them under the worker's second berth. Counts the tiers that hold a name, and keeps the net
-changes since they were last taken.
+The prefix index gets them under the second number of the worker's berth. Counts the tiers that hold a name, and keeps
+the net changes since they were last taken.
 """
 
 from blockyard.worker.cache.net_changes import NetChanges

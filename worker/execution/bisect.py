@@ -34,7 +34,7 @@ Group = list[int]
 
 
 class NothingSucceeds(Exception):
-    """Every part of the step that was run raised. `num_failed_alone` parts of it raised alone."""
+    """Every part of the step that was run has raised. `num_failed_alone` of them could not be split."""
 
     def __init__(self, num_failed_alone: int) -> None:
         super().__init__(f"{num_failed_alone} parts of the step failed alone")
@@ -52,7 +52,7 @@ def execute(runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId],
 def in_halves(
     runner: Runner, plan: StepPlan, is_being_filled: Callable[[BlockId], bool], failure: Exception
 ) -> StepTokens:
-    """Run a step in halves after it has raised `failure`.
+    """Run a step in halves after it has raised `failure`, and return its tokens.
 
     Failing rows get FAILED_TOKEN. Rows that read a corrupted block of host memory get LOST_TOKEN. `is_being_filled`
     returns whether this step fills a block. Raises NothingSucceeds.
@@ -125,7 +125,7 @@ class _Halves:
         self._plan = plan
 
     def split(self, groups: list[Group]) -> None:
-        """Run the halves of groups that raised together."""
+        """Run each half of groups that raised together, and split it where it raises. A group alone has failed."""
         if len(groups) == 1:
             self.num_failed_alone += 1
             logger.error("the step fails for request %d", self._request(groups[0]))

@@ -1,6 +1,6 @@
 """Progress of capturing decode graphs: a bar on a terminal, else a log line now and then, and one log line at the end.
 
-Owns the look. It writes to stderr, which is not output, and needs only the standard library.
+Owns the look. It writes to stderr, so that standard output stays clean, and needs only the standard library.
 """
 
 import logging
@@ -15,7 +15,7 @@ WIDTH = 24
 LOG_EVERY = 8
 """Graphs between two log lines, where there is no terminal."""
 ERASE = "\r\x1b[K"
-"""Return to the begin of the line, and erase it."""
+"""Moves the cursor to the beginning of the line, and erases the line."""
 
 
 class CaptureProgress:

@@ -63,13 +63,13 @@ class Runner(Protocol):
     """The interface that an engine needs of a model, real or simulated."""
 
     def warm_up(self) -> None:
-        """Do everything that makes a first step slow. Call it before the pool holds anything."""
+        """Do all first-time work, so that the first step is not slow. Call it before the pool holds anything."""
         ...
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        """Return the new token of each row of the plan.
+        """Move the plan's blocks, compute its rows, and return the new token of each row.
 
-        It is NO_TOKEN where the row does not sample, FAILED_TOKEN where the logits were not finite, and NO_CHOICE
+        It is NO_TOKEN where the row does not sample, FAILED_TOKEN where its results were not finite, and NO_CHOICE
         where the request allows no token.
 
         A row's input may be the token that the step before sampled, although it is not committed yet. A step that
@@ -122,7 +122,7 @@ class TorchRunner:
         self._stored_dtype = self.dtype if kv_cache_dtype == "auto" else QUANTISED_DTYPES[kv_cache_dtype]
         self._verify_host_blocks = verify_host_blocks
         self._blocks_N2KPD = torch.empty(0)
-        """Blocks of all layers, layer after layer. The parts are `kv_pools`."""
+        """Blocks of all layers, layer after layer. `kv_pools` are views of it, one for each layer."""
         self.kv_pools: list[torch.Tensor] = []
         self.host_blocks: HostBlocks | None = None
         self._graphs: DecodeGraphs | None = None
@@ -237,7 +237,7 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
 
-        Raises ValueError if the model yields NaN: it would do so for every request.
+        Raises ValueError if the logits are not finite: no request could then be served.
         """
         fitting = min(len(self.kv_pools[0]) * self.block_size, self.config.max_position_embeddings)
         num_tokens = min(WARM_UP_PREFILL_TOKENS, fitting)
@@ -246,23 +246,24 @@ class TorchRunner:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
 
     def run_largest_step(self, num_tokens: int, num_sequences: int) -> None:
-        """Run the step that takes the most memory beside the pools. One block is enough for it."""
+        """Run the step that takes the most memory beside the pools. A pool of one block is enough for it."""
         longest = self.config.max_position_embeddings
         self._try(
             *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
         )
 
     def _try(self, *rows: ScheduledRow) -> list[int]:
-        """Run rows and leave nothing behind but what they wrote."""
+        """Run trial rows, forget their sequences, and return their tokens. What they wrote into blocks stays there."""
         tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
         self._forget(row.sequence.sequence_id for row in rows)
         self._newest = NewestTokens.none()
         return tokens
 
     def capture_decodes(self, sizes: GraphSizes, *, max_context_tokens: int) -> None:
-        """Launch decode steps of these sizes as graphs from now on.
+        """Capture decode steps of these sizes, and launch them as graphs from now on.
 
-        Call it once, before the pool holds anything. The backend must read only a plan's tensors.
+        Nothing is captured for a model with windows, or a step that cannot be recorded. Call it once, before the pool
+        holds anything. The backend must read only a plan's tensors.
         """
         if any(window is not None for window in self.config.layer_windows):
             logger.info("decode graphs: none, the model has layers with a window")
@@ -312,8 +313,8 @@ class TorchRunner:
     def _logits(
         self, rows: Sequence[ScheduledRow]
     ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], Chunks | None]:
-        """Return logits [S, V] of the rows that sample, prompt logprobs by index of the row, and which prompt chunks
-        hold NaN."""
+        """Return logits [S, V] of the rows that sample, prompt logprobs by index of the row, and the check of prompt
+        chunks for NaN."""
         if not rows:
             return torch.empty(0, self.config.vocab_size), {}, None
         inputs = self._inputs.prepare(rows, self._newest)
@@ -330,7 +331,7 @@ class TorchRunner:
         return self._decoder.logits(hidden_QH), scores, chunks
 
     def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
-        """Return the logprobs of the prompt's next tokens, computed a slice at a time."""
+        """Return the logprobs of the prompt tokens that follow these hidden states, computed a slice at a time."""
         num_top = row.sequence.sampling.prompt_logprobs or 0
         following = row.sequence.tokens[row.start + 1 : row.start + 1 + len(hidden_QH)]
         scores: list[TokenLogprob] = []

@@ -16,27 +16,30 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, RowExtr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """Rows of prompts that continue, and which of them are finite."""
+    """Rows that compute a chunk of a prompt and do not sample, and which of them gave finite values."""
 
     rows: tuple[int, ...]
     is_finite: Readback
 
     @classmethod
     def look_at(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor) -> Self:
-        """Check the last position of each row. It sees all before it: where any is NaN, so is the last."""
+        """Check the hidden state of each row's last position. It sees all before it: where any is NaN, so is the last.
+
+        `last_positions` gives the index of that state in Q, by index of the row.
+        """
         last_LH = hidden_QH[upload(list(last_positions.values()), hidden_QH.device)]
         is_finite_L = torch.isfinite(last_LH).all(dim=-1)
         return cls(rows=tuple(last_positions), is_finite=Readback(is_finite_L))
 
     def spoilt(self) -> frozenset[int]:
-        """Rows with NaN. Nothing computed on top of these may be found by others."""
+        """Return the rows with NaN or infinity. Other sequences may find nothing that was computed on top of these."""
         is_finite: list[bool] = self.is_finite.wait().tolist()
         return frozenset(row for row, finite in zip(self.rows, is_finite, strict=True) if not finite)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedStep:
-    """Implements `PendingStep`."""
+    """A step that has begun, with its results on their way to the host. Implements `PendingStep`."""
 
     rows: tuple[ScheduledRow, ...]
     drawing: Drawing | None

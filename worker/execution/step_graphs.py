@@ -1,8 +1,8 @@
 """Step graphs: decode steps of some batch sizes, launched as one graph instead of kernel by kernel.
 
-A graph reads static buffers (static_plan.py). A step is copied there, padded to the next available size, and the whole
-forward pass up to the last norm is replayed. Other steps run kernel by kernel: prompts, windows, and more rows than the
-largest size. Steps that read a shared prefix once for many decodes have graphs of their own.
+A graph reads static buffers (kernels/attention/static_plan.py). A step is copied there, padded to the next available
+size, and the whole forward pass up to the last norm is replayed. Other steps run kernel by kernel: prompts, windows,
+and more rows than the largest size. Steps that read a shared prefix once for many decodes have graphs of their own.
 
 On a GPU the sizes are a ladder, and all graphs are captured before the first request. On a CPU a graph is the recorded
 calls of its kernels. A padded row costs as much there as any other, so every number of rows is a size, captured at its
@@ -29,13 +29,13 @@ from blockyard.worker.model.decoder import Decoder
 GRAPH_BYTES = 8 << 20
 """Estimated memory of each graph beside its tensors."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
-"""Pairs (rows, step): up to this many rows the sizes grow by this step, beyond all by 32."""
+"""Pairs (rows, step): up to this many rows the sizes grow by this step, beyond the last pair by 32."""
 MAX_CPU_ROWS = 64
-"""Beyond it, the Python between the kernels is a small share of a step's time."""
+"""Largest graph on a CPU. With more rows, the Python between kernels is a small share of a step's time."""
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes 1, 2, 4, 8, 16, 24, ... up to `max_rows`, which is the last."""
+    """Return graph sizes in rows: 1, 2, 4, 8, 16, 24, ... up to `max_rows`, which is the last."""
     sizes = [size for size in (1, 2, 4) if size < max_rows]
     size = 8
     while size < max_rows:
@@ -185,7 +185,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], StepGraph] = {}
 
     def capture(self) -> None:
-        """Capture the graphs of the start, the largest first: the others reuse its memory.
+        """Capture the graphs of `at_start` and `shared_at_start`, the largest first: the others reuse its memory.
 
         All rows are padding: no block is written.
         """

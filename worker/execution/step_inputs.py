@@ -35,7 +35,8 @@ class StepInputs:
     wanted_Q: torch.Tensor
     """Indices in T: for each row the positions that score its prompt, then its last."""
     wanted_plan: AttentionPlan | None
-    """Attention plan of the wanted positions alone. None where all tokens are wanted, or it is not possible."""
+    """Attention plan of the wanted positions alone. None where all tokens are wanted, or where such a plan is
+    impossible or slower."""
     last_R: tuple[int, ...]
     """Indices in Q of each row's last position. The row samples from it, or it shows whether a chunk is finite."""
     num_scored: Mapping[int, int]
@@ -43,12 +44,13 @@ class StepInputs:
 
 
 class InputRows:
-    """State of one runner's sequences that is kept from step to step. Not thread-safe."""
+    """Makes the inputs of one runner's steps, and keeps its sequences' block tables from step to step. Not
+    thread-safe."""
 
     def __init__(
         self, *, block_size: int, num_kv_heads: int, group: int, device: torch.device, with_items: bool
     ) -> None:
-        """`with_items` says whether attention is computed in work items."""
+        """`group` is query heads a KV head. `with_items` says whether attention is computed in work items."""
         self._block_size = block_size
         self._num_kv_heads = num_kv_heads
         self._group = group
@@ -101,7 +103,7 @@ class InputRows:
         return tokens_T
 
     def forget(self, ended: Sequence[SequenceId]) -> None:
-        """Drop sequences that have left. Unknown ones are ignored."""
+        """Drop sequences that have ended. Unknown ones are ignored."""
         self._tables.forget(ended)
 
 

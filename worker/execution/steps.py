@@ -33,9 +33,9 @@ class EndedStep:
     seconds: float
     """Seconds in which the device worked on this step alone."""
     num_failed_alone: int = 0
-    """Requests with a part that failed, where nothing else succeeded."""
+    """Parts of the step that could not be split and raised, where nothing succeeded. 0 where anything did."""
     is_disturbed: bool = False
-    """A row failed, or a part was run again: what was computed on top of it does not count."""
+    """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Steps:
         return self._in_flight is not None
 
     def advance(self) -> Iterator[EndedStep]:
-        """Plan and start or run a step, and yield the steps that ended, the one in flight first.
+        """Plan a step and start or run it, and yield the steps that have ended, first the one that was in flight.
 
         Exhaust the iterator: a step is committed only after the results of the one before it were taken.
         """
@@ -120,7 +120,7 @@ class Steps:
         return _InFlight(plan=plan, started_at=started_at, pending=pending)
 
     def _end(self, step: _InFlight) -> EndedStep:
-        """Wait for a step and commit it. Every step before it is committed."""
+        """Wait for a step and commit it, run again in halves where it raised. Every step before it is committed."""
         began = max(step.started_at, self._last_end)
         try:
             tokens = step.result()

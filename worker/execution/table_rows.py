@@ -5,7 +5,8 @@ block now and then.
 
 Forks, copies and preemptions need no call here. Each row keeps the version of the block table that it was written from
 (sequences/block_table.py). Under one version only the last known block and those behind it are written again. A plain
-row with the version that stood at the same place in the step before is taken as it is: not even its length is read.
+row (ScheduledRow.is_plain) is taken as it is where the step before had the same version at the same place. Then not
+even its length is read.
 After a step of many sequences, little of what they own is in the CPU's caches.
 
 Pure bookkeeping in numpy. Shapes: R rows asked for, N rows there are, B blocks of a row.
@@ -36,12 +37,12 @@ class _Row:
 
 @dataclass(slots=True)
 class _Gathered:
-    """Row by row, the tables that the last step asked for."""
+    """The block tables that the last step asked for, one entry for each of its rows."""
 
     versions: list[object | None] = field(default_factory=list)
     """Versions of the block tables. None where the sequence has left since."""
     entries_2R: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
-    """Index of each one's row in the array, and the number of blocks written there."""
+    """Index of each table's row in the array, and the number of blocks written there."""
 
 
 class TableRows:

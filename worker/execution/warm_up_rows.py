@@ -19,7 +19,7 @@ _EVERY_OPTION = SamplingParams(
 
 
 def warm_up_row(number: int, num_tokens: int, block_size: int) -> ScheduledRow:
-    """Return a row over blocks from 0 on. No other row's sequence may have this `number`."""
+    """Return a row of `num_tokens` over blocks from 0 on. No other row's sequence may have this `number` as its id."""
     blocks = [BlockId(block) for block in range(-(-num_tokens // block_size))]
     return _row(number, num_tokens, blocks, SamplingParams(top_p=0.5))
 

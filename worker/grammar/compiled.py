@@ -26,13 +26,13 @@ from blockyard.worker.grammar.schema import prepared
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
-"""One bit a token, the lowest first."""
+"""One bit for each token, 1 where it is allowed, the lowest bit first."""
 
 MAX_LEXER_STATES = 20_000
 """Limit of one grammar: 12 MB and 40 ms in all, measured. A grammar that has used them up is built again."""
 TRIAL_MASKS = 24
 SLOW_MASK_SECONDS = 0.005
-"""A thread's own time. A grammar with a slower mask keeps no step waiting until it has proved fast (masks.py)."""
+"""CPU time of a mask. A grammar with a slower one keeps no step waiting until it has proved fast (masks.py)."""
 PROOF_MASKS = 32
 """Number of consecutive fast masks that prove a slow grammar fast. It doubles each time that the grammar is slow
 again."""
@@ -86,7 +86,8 @@ class Matcher:
         return all(self._matcher.consume_token(token) for token in tokens)
 
     def fill(self, mask_W: Mask) -> bool:
-        """Fill in what may come next. After a failure, return False and allow nothing."""
+        """Fill the mask with the tokens that may come next, and return True. After a failure allow none, return
+        False."""
         assert mask_W.flags["C_CONTIGUOUS"], "the library writes to its address"
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self.has_failed:
@@ -119,12 +120,13 @@ class CompiledGrammar:
         return not self.matcher().fill(self._empty_mask())
 
     def renew(self) -> None:
-        """Drop the states that its lexer has gathered. Existing matchers keep the old ones."""
+        """Build the grammar again, without the states that its lexer has gathered. Existing matchers keep them."""
         self._template = self._build()
         self.generation += 1
 
     def note_mask(self, seconds: float) -> None:
-        """Take the time of one mask."""
+        """Note the seconds that one mask took. A slow one makes the grammar slow, enough fast ones make it fast
+        again."""
         if seconds > SLOW_MASK_SECONDS:
             self.hold_for_slow(self.times_slow if self.is_slow else self.times_slow + 1)
         elif self.is_slow:
@@ -132,7 +134,7 @@ class CompiledGrammar:
             self.is_slow = self._masks_to_prove > 0
 
     def hold_for_slow(self, times_slow: int) -> None:
-        """Treat it as though it had been found slow this many times."""
+        """Treat the grammar as slow, as though it had been found so this many times."""
         self.is_slow = True
         self.times_slow = min(times_slow, MAX_TIMES_SLOW)
         self._masks_to_prove = PROOF_MASKS << (self.times_slow - 1)

@@ -33,7 +33,7 @@ class CompilerConfig:
     """Memory that a trial process may take beyond what it has once its tokenizer is loaded."""
     start_timeout_seconds: float = 60.0
     max_waiting: int = 64
-    """Grammars that are compiled or wait for it. One client may have half of them."""
+    """Most grammars that are being compiled or wait for that. One client may have half as many waiting."""
     num_processes: int = 2
     cached_grammars: int = 64
     cached_source_bytes: int = 2**20
@@ -45,7 +45,7 @@ class GrammarsBusy(TrialsUnavailable):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A grammar that is or was compiled."""
+    """A grammar that is being compiled, was compiled or was refused."""
 
     task: asyncio.Task[CompiledGrammar]
     turn: Turn
@@ -88,7 +88,7 @@ class _TrialSlot:
 
 
 class GrammarCompiler:
-    """Made, used and closed on one event loop. Starts its process with the first grammar, or with `start`."""
+    """Made, used and closed on one event loop. Its processes start with the first grammars, or one with `start`."""
 
     def __init__(self, source: TokenizerSource, config: CompilerConfig | None = None) -> None:
         self.config = config or CompilerConfig()
@@ -114,7 +114,8 @@ class GrammarCompiler:
     async def start(self) -> None:
         """Load the tokenizer here and in a trial process, so that the first grammar need not wait for it.
 
-        Raises ValueError for a model with outputs that cannot be constrained, TrialsUnavailable if there is no process.
+        Raises ValueError for a model with outputs that cannot be constrained, TrialsUnavailable if the process does not
+        start.
         """
         await self._ready_tokenizer()
         async with self._slots[0].lock:
@@ -130,7 +131,7 @@ class GrammarCompiler:
         return await self.compile(grammar, client)
 
     async def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
-        """Return the compiled grammar. It takes a turn of `client`.
+        """Return the compiled grammar. Unless it is cached, compiling it takes a turn of `client`.
 
         Raises GrammarError (the client's fault), GrammarsBusy, or TrialsUnavailable (ours).
         """
@@ -175,7 +176,7 @@ class GrammarCompiler:
         return entry.refused_until is not None and asyncio.get_running_loop().time() >= entry.refused_until
 
     def _finish(self, grammar: Grammar, entry: _Entry) -> None:
-        """Keep what is compiled and what is refused. Any other end says nothing about the grammar."""
+        """Keep what was compiled or refused, and drop any other end: that says nothing about the grammar."""
         self._rotation.end(entry.turn)
         error = None if entry.task.cancelled() else entry.task.exception()
         if isinstance(error, GrammarError):

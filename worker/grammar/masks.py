@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Follower:
-    """One output, and how far it is followed."""
+    """Follows one output through its grammar."""
 
     def __init__(self, grammar: CompiledGrammar) -> None:
-        """Begins with its first mask, in the thread that makes it."""
+        """The matcher is made with the first mask, in the thread that makes the mask."""
         self.grammar = grammar
         self.has_given_up = False
         self.ahead: _Ahead | None = None
@@ -65,7 +65,7 @@ class _Follower:
         return False
 
     def _can_begin_anew(self) -> bool:
-        """Return whether the failure was that all matchers of the grammar had used up the lexer's states."""
+        """Begin the output anew where the lexer's states were used up, and return whether they were."""
         if self._generation == self.grammar.generation:
             if not self.grammar.is_used_up:
                 return False
@@ -114,8 +114,7 @@ class Masks:
         """Guards `_to_make`."""
 
     def holds(self, sequence: EngineSequence) -> bool:
-        """Return whether a step would have to wait for this sequence's next mask. If so, that mask is now being
-        made."""
+        """Return whether a step would have to wait for a mask of this sequence. If so, one is now being made."""
         grammar = sequence.grammar
         if not isinstance(grammar, CompiledGrammar):
             return False

@@ -1,7 +1,7 @@
 """Rotation: round-robin between clients, for the next grammar to compile and the next slow mask to make.
 
-Each client has one grammar compiled at a time. So while there are two trial processes, no client waits for another
-one's grammars, however many or slow they are. Does not own the processes (compiler.py) or the masks (masks.py).
+Each client has one grammar compiled at a time. So one client's grammars, however many or slow, hold up one of the two
+trial processes and never both. Does not own the processes (compiler.py) or the masks (masks.py).
 `Rotation` is used on one event loop; `ClientQueue` knows no loop.
 """
 
@@ -20,7 +20,7 @@ class Turn:
     future: asyncio.Future[None]
     clients: set[int] = field(default_factory=set)
     client: int | None = None
-    """The client that has its turn. None before it came."""
+    """The client whose turn this is. None before the turn has come, and after its end."""
 
 
 class Rotation:

@@ -14,11 +14,11 @@ from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.sandbox import OUT_OF_MEMORY, first_line, grammar_line
 
 EXIT_SECONDS = 5.0
-"""Time for a process that has closed its output to end."""
+"""Time within which a process that has closed its output should end."""
 
 
 class TrialsUnavailable(RuntimeError):
-    """The trial process does not start. This says nothing about any grammar."""
+    """No trial process could be used, so the grammar was not tried. This says nothing about the grammar."""
 
 
 class TrialProcess:
@@ -31,7 +31,7 @@ class TrialProcess:
     async def start(
         cls, source: TokenizerSource, *, memory_bytes: int, timeout_seconds: float
     ) -> "TrialProcess":
-        """Start a process. Raises TrialsUnavailable."""
+        """Return a started process, whose tokenizer is loaded. Raises TrialsUnavailable."""
         # A new program, never a fork: a fork of a process that runs gRPC and torch threads may hang.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -66,8 +66,10 @@ class TrialProcess:
         return self._process.returncode is None
 
     async def check(self, grammar: Grammar, *, timeout_seconds: float) -> None:
-        """Compile a grammar there. Raises GrammarError for one that must not be compiled here; the process may then be
-        gone."""
+        """Compile a grammar in the trial process. Raises GrammarError for one that the worker must not compile.
+
+        The process may then be gone.
+        """
         try:
             async with asyncio.timeout(timeout_seconds):
                 answer = await self._ask(grammar_line(grammar))
@@ -88,7 +90,7 @@ class TrialProcess:
             raise GrammarError(problem)
 
     async def _ask(self, line: bytes) -> bytes:
-        """Return the answer. Empty if the process is gone."""
+        """Send a line, and return the answer. It is empty if the process is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(ConnectionError):
@@ -98,7 +100,7 @@ class TrialProcess:
         return b""
 
     async def end(self) -> None:
-        """Kill it and wait for its end, even where the caller is cancelled meanwhile."""
+        """Kill the process and wait for its end, even where the caller is cancelled meanwhile."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 self._process.kill()

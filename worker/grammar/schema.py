@@ -13,13 +13,13 @@ _PLAIN_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def prepared(schema: object) -> object:
-    """Return a prepared copy. `true`, which allows any value, becomes the equivalent object. Places keep their names
-    for `$ref`."""
+    """Return a prepared copy of a schema. `true`, which allows any value, becomes the equivalent object. Places keep
+    their names for `$ref`."""
     return {} if schema is True else _reduced(schema)
 
 
 def keys_of(schema: object) -> set[str]:
-    """Return the keys of every object in it, keywords or not."""
+    """Return the keys of every object in a schema, keywords or not."""
     keys = set[str]()
     waiting = [schema]
     while waiting:

@@ -1,6 +1,6 @@
 """Net difference between a worker's cache and what it has published to the prefix index, tier by tier. Pure.
 
-Owns the order that keeps every batch prefix-closed, and the names on the GPU among those anywhere. Does not send: see
+Owns the order that keeps every batch prefix-closed, and each name on the GPU listed as anywhere too. Does not send: see
 publisher.py.
 """
 
@@ -22,7 +22,7 @@ class NetDifference(NetChanges[bytes]):
         self.held: dict[bytes, None] = {}
 
     def record(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Take the changes of a step, removals first: a step evicts before it reuses.
+        """Add the changes of a step, removals first: a step evicts before it reuses.
 
         A name both removed and stored ends up held. Repeated reports change nothing.
         """
@@ -36,7 +36,7 @@ class NetDifference(NetChanges[bytes]):
                 self.add(name)
 
     def restart(self) -> None:
-        """Make all that is held unpublished: the index knows nothing."""
+        """Mark all names that are held as unpublished: the index knows nothing."""
         self.added, self.removed = dict(self.held), {}
 
 
@@ -73,7 +73,7 @@ class TieredDifference:
         )
 
     def restart(self, *, publishes_anywhere: bool) -> None:
-        """Make all names unpublished: the index knows nothing under the new berth."""
+        """Mark all names as unpublished: the index knows nothing under the new berth."""
         self.publishes_anywhere = publishes_anywhere
         self.on_gpu.restart()
         self.anywhere.restart()

@@ -1,8 +1,9 @@
 """Index publisher: publishes this worker's blocks to the prefix index, outside the step loop.
 
-Owns the worker's berth, its lease and the batch in flight. Does not own the cache, the arithmetic of changes
-(net_difference.py), the connection, or what a router makes of the index. Nothing here may raise into the engine or make
-it wait. Without the index the worker keeps serving, and the difference is kept until the index is back.
+Owns the worker's berth (its number in the index), its lease and the batch in flight. Does not own the cache, the
+arithmetic of changes (net_difference.py), the connection, or what a router makes of the index. Nothing here may raise
+into the engine or make it wait. Without the index the worker keeps serving, and the difference is kept until the index
+is back.
 
     record() -> net difference -> batches of <= 512 names, one in flight -> the index
 
@@ -92,7 +93,7 @@ class IndexPublisher:
         anywhere_stored: Sequence[bytes] = (),
         anywhere_removed: Sequence[bytes] = (),
     ) -> None:
-        """Take a step's changes to the cache: removals leaf first, then additions root first.
+        """Add a step's changes of the cache to what is to be published: removals leaf first, additions root first.
 
         Cheap. Call it on the event loop.
         """
@@ -208,7 +209,7 @@ class IndexPublisher:
         )
 
     def _republish(self) -> None:
-        """Make everything unpublished: the index holds nothing under this berth."""
+        """Mark everything as unpublished, so that it is published again: the index holds nothing under this berth."""
         self._checks.restart()
         self._anywhere_checks.restart()
         self._difference.restart(
@@ -236,7 +237,7 @@ class IndexPublisher:
                 self._damaged()
 
     def _check(self) -> SpotCheck | None:
-        """Return some names to check.
+        """Return some names that the next renewal checks.
 
         None where the index cannot be expected to agree, or was found damaged just now.
         """

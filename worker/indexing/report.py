@@ -14,7 +14,7 @@ _NO_ANSWER = (ErrorKind.TIMEOUT, ErrorKind.CONNECTION, ErrorKind.LOADING)
 
 
 def is_exact(state: PublisherState) -> bool:
-    """Return whether the index holds what the caches hold, except for the youngest changes."""
+    """Return whether the index is known to hold what the caches hold, except for the youngest changes."""
     return not shortcoming(state)
 
 

@@ -28,12 +28,12 @@ class SpotChecks:
         self._gone.extend(names)
 
     def restart(self) -> None:
-        """Begin anew under a new berth, to which nothing is published yet."""
+        """Forget the names to check: under a new berth nothing is published yet."""
         self._round.clear()
         self._gone.clear()
 
     def take(self, difference: NetDifference) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Return names that the index must hold, and names that it must not. No batch may be in flight."""
+        """Return names that the index must hold, and names that it must not. Call it while no batch is in flight."""
         if not self._round:
             self._round.extend(difference.held)
         held = _take(self._round, MAX_HELD)

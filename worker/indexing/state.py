@@ -19,10 +19,11 @@ class PublisherConfig:
     It leaves room for look-ups where many workers republish at once. It ends at the next renewal of the lease.
     """
     purge_seconds: float = 3.0
+    """Pause between two searches for the entries of dead workers."""
     purge_slice_seconds: float = 0.05
-    """Pause between two slices while a walk is under way."""
+    """Pause between two slices of a purge, while it walks over a dead worker's entries."""
     resync_jitter_seconds: float = 0.25
-    """Spreads the workers that all notice at once that the index lost its memory."""
+    """Longest random delay of a new registration. It spreads workers that all notice a lost index at once."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
     call_timeout_seconds: float = 2.0
@@ -44,7 +45,7 @@ class PublisherState:
     lag_seconds: float
     """Age of the oldest change that the index has not confirmed. 0 when it knows everything."""
     is_resyncing: bool
-    """The index does not know yet all that the caches held when the berth was taken."""
+    """Whether the index does not know yet all that the caches held when the berth was taken."""
     last_error: ErrorKind | None
     """None once a call has succeeded again."""
     num_errors: int

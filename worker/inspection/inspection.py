@@ -32,7 +32,7 @@ DEFAULT_PAGE_SIZE = 100
 
 
 class Inspection:
-    """The calls on one engine. `request_ids` returns, on the engine's thread, the clients' ids of the engine's
+    """Serves the calls on one engine. `request_ids` returns, on the engine's thread, the clients' ids of the engine's
     requests."""
 
     def __init__(self, *, hello: Hello, request_ids: Callable[[], Mapping[RequestId, str]]) -> None:

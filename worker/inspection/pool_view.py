@@ -1,7 +1,7 @@
 """Pool view: a worker's block pool as messages.
 
-`take_snapshot` and `block_messages` run on the engine's thread between two steps, and copy what they need. The rest
-runs on other threads, where it delays no step.
+`take_snapshot`, `block_messages` and `blocks_found` run on the engine's thread between two steps, and copy what they
+need. The rest may run on other threads, where it delays no step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,7 @@ def take_snapshot(engine: Engine) -> PoolSnapshot:
 
 
 def pool_message(snapshot: PoolSnapshot, *, worker_id: str, incarnation: str) -> BlockPool:
-    """Return the whole pool, run-length encoded in block order."""
+    """Return the message of the whole pool, with runs of equal blocks in block order."""
     load = snapshot.load
     return BlockPool(
         worker_id=worker_id,
@@ -90,7 +90,7 @@ def _runs(snapshot: PoolSnapshot) -> list[BlockRun]:
 def block_messages(
     engine: Engine, blocks: Iterable[BlockId], request_ids: Mapping[RequestId, str]
 ) -> list[Block]:
-    """Return blocks of the pool with name and holders. Call it on the engine's thread.
+    """Return messages of these blocks with name and holders. Call it on the engine's thread.
 
     Each request appears once, however many of its outputs hold the block.
     """

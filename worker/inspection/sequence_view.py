@@ -24,7 +24,8 @@ STATES = {
 def sequence_page(
     engine: Engine, after: int, count: int, request_ids: Mapping[RequestId, str]
 ) -> tuple[list[SequenceInfo], int | None]:
-    """Return the first `count` sequences with ids above `after`, and the id after which the next page begins.
+    """Return the first `count` running or waiting sequences with ids above `after`, and the id after which the next
+    page begins.
 
     That id is None on the last page.
     """
@@ -38,7 +39,7 @@ def sequence_page(
 def one_sequence(
     engine: Engine, sequence_id: int, request_ids: Mapping[RequestId, str]
 ) -> list[SequenceInfo]:
-    """Return the sequence with its block table, or nothing once it has ended."""
+    """Return the message of one sequence with its block table, in a list that is empty once it has ended."""
     for sequence in _sequences(engine):
         if sequence.sequence_id == sequence_id:
             message = _message(sequence, request_ids)

@@ -16,7 +16,7 @@ class Meter(Protocol):
     """Readings of a device's memory, in bytes."""
 
     def taken(self) -> tuple[int, int]:
-        """Return what all processes use of the whole device, and its size."""
+        """Return what all processes use of the device, and the device's size."""
         ...
 
     def reserved(self) -> int:
@@ -32,7 +32,7 @@ class Meter(Protocol):
         ...
 
     def peak(self) -> int:
-        """Return the most that tensors used at once."""
+        """Return the most that tensors used at once since `forget_peak`."""
         ...
 
 
@@ -72,7 +72,7 @@ class MemoryUse:
     resident: int
     """Weights, and whatever else stays from step to step."""
     step: int
-    """Used by the largest step on top of that."""
+    """Used by the largest step on top of `resident`."""
 
     def for_pool(self, utilization: float, *, later: int) -> int:
         """Return what `utilization` of the device leaves for the pool. `later` bytes are used after the pool is made.
@@ -97,7 +97,7 @@ class MemoryUse:
 
 
 def measure(meter: Meter, largest_step: Callable[[], object]) -> MemoryUse:
-    """Run the largest step twice. What the first run leaves behind is resident, not the step's."""
+    """Run the largest step twice, and return the memory that it takes. What the first run leaves is resident."""
     largest_step()
     meter.forget_peak()
     resident = meter.allocated()

@@ -28,7 +28,7 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
 # A pinned allocation is rounded up to a power of two. This many bytes at a time, filled with whole slots, waste little.
 CHUNK_BYTES = 256 << 20
-# Blocks on their way, on the device. Enough that copies are large, little beside a pool.
+# Size of the staging buffer on the device. Enough that copies are large, little beside a pool.
 STAGING_BYTES = 64 << 20
 MEASURED_BLOCKS = 8
 MEASURED_ROUNDS = 4
@@ -69,7 +69,7 @@ class HostBlocks:
         self._checksums: dict[HostSlot, int] | None = {} if verify else None
 
     def save(self, pairs: Sequence[tuple[BlockId, HostSlot]]) -> None:
-        """Copy blocks to host slots. Slots are distinct."""
+        """Copy blocks to host slots, which are distinct."""
         for piece in self._pieces(sorted(pairs, key=lambda pair: pair[1])):
             rows = self._pool_rows([block for block, _ in piece])
             staged = self._staging_GL2KPD[: len(piece)].flatten(0, 1)
@@ -97,7 +97,7 @@ class HostBlocks:
             self._blocks_N2KPD.index_copy_(0, rows, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
 
     def measure(self) -> float:
-        """Return the blocks a second of a round trip, save and load, on the first slots and blocks.
+        """Measure the round trip, save and load, of the first blocks, and return its speed in blocks a second.
 
         Blocks keep their content. Slots are overwritten, so nothing may be in them yet.
         """
@@ -118,7 +118,7 @@ class HostBlocks:
         return [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
 
     def _pool_rows(self, blocks: Sequence[BlockId]) -> torch.Tensor:
-        """Return the row of each block in each layer, block by block."""
+        """Return the indices in N of each block's layers, block by block."""
         layers_L = np.arange(self._block_shape_L2KPD[0]) * self._num_blocks
         return upload((np.array(blocks, dtype=np.int64)[:, None] + layers_L).reshape(-1), self._device)
 

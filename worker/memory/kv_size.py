@@ -12,7 +12,7 @@ SCALE_BYTES = 4
 
 
 def stored_dtype(kv_cache_dtype: KVCacheDtype, dtype: str) -> str:
-    """Return the name of the stored data type, for a model that computes in `dtype`."""
+    """Return the name of the data type of stored keys and values, for a model that computes in `dtype`."""
     return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
@@ -28,7 +28,7 @@ def bytes_per_block(
 
 
 def blocks_in_budget(budget_bytes: int, block_bytes: int) -> int:
-    """Return the whole blocks that fit. None fit if the budget is negative."""
+    """Return how many whole blocks fit. None fit if the budget is negative."""
     return max(0, budget_bytes // block_bytes)
 
 

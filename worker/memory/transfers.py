@@ -16,7 +16,7 @@ import torch
 def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the values on the device, in a numpy array's data type; integers of any other sequence as int64.
 
-    A CPU's tensor is that array itself.
+    On a CPU the tensor shares a contiguous array's memory.
     """
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -32,7 +32,7 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json")
-"""Only the files that say whether a model can be run."""
+"""Files that say whether a model can be run, without its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ModelConfig:
     attention_bias: bool
     """Whether queries, keys and values have a bias (Qwen2, and models that say so)."""
     attention_out_bias: bool
-    """Whether the projection after attention has one too (models that say so, never Qwen2)."""
+    """Whether the projection after attention has a bias too (models that say so, never Qwen2)."""
     qk_norm: bool
     """Whether each head's query and key are normalised before the rotation (Qwen3)."""
     tie_word_embeddings: bool
@@ -68,7 +68,7 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read config.json and, for the end-of-text ids, generation_config.json.
+    """Return the config from config.json and, for the ids of special tokens, generation_config.json.
 
     Raises UnsupportedModelError for a model this engine cannot run, ValueError for a file it cannot read.
     """
@@ -128,7 +128,8 @@ def _load_config(folder: Path) -> ModelConfig:
 
 
 def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """Find the local folder of a model (proto/naming/model_files.py). Raises ValueError where there is none."""
+    """Return the local folder of a model, downloaded if need be (proto/naming/model_files.py). Raises ValueError where
+    there is none."""
     return model_files.resolve_model(name_or_path, patterns=patterns, ignored=HUB_IGNORED_PATTERNS)
 
 

@@ -33,7 +33,7 @@ def choose_dtype(
     deterministic: bool = False,
     simulated: bool = False,
 ) -> ChosenDataType:
-    """Choose a data type. `has_bfloat16` is whether the CPU multiplies it.
+    """Return the data type to compute in, and why. `has_bfloat16` says whether the CPU multiplies bfloat16.
 
     "auto" is the checkpoint's own type where the device multiplies it, else float32, which holds every bfloat16 and
     float16 exactly. Raises ValueError for deterministic mode in anything but float32.
@@ -56,7 +56,7 @@ def choose_dtype(
 def dtype_of(
     engine: EngineConfig, model: ModelConfig, *, on_cpu: bool, has_bfloat16: bool | None = None
 ) -> ChosenDataType:
-    """Choose a worker's data type from its settings. `has_bfloat16` None looks at this machine. Raises ValueError."""
+    """Return a worker's data type from its settings. With `has_bfloat16` None, ask this machine. Raises ValueError."""
     return choose_dtype(
         engine.dtype,
         model.dtype,

@@ -59,7 +59,7 @@ class Decoder:
         """Return the last layer's normalised output [S, H] for the tokens at the indices `rows_S`. None: of all.
 
         `tokens_T` are at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. With `rows_plan`, the
-        attention of these rows alone, the last layer computes no others.
+        attention plan of these rows alone, the last layer computes no other rows.
         """
         weights, eps = self._weights, self._config.rms_norm_eps
         # The first norm leaves the residual as it is. The following ones add each block's output to it.

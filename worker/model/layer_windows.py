@@ -45,7 +45,7 @@ def _uniform(raw: dict[str, Any], num_layers: int, window: int | None) -> list[i
 
 
 def _qwen_windows(raw: dict[str, Any], num_layers: int) -> list[int | None]:
-    # Qwen keeps a window in its file and switches it off beside it.
+    # Qwen's config.json names a window even where use_sliding_window switches it off.
     window = _window(raw) if raw.get("use_sliding_window", False) else None
     kinds = _layer_types(raw, num_layers)
     if kinds is None:

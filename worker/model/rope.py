@@ -65,7 +65,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def read_rope_theta(raw: dict[str, Any]) -> float:
-    """Return the base of the frequencies."""
+    """Return the base of the rotary frequencies."""
     return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 
@@ -77,7 +77,7 @@ def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> Rope
     rope = _rope(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     _refuse_unknown(raw, rope, kind)
-    # The key's own place wins over the one beside the other keys, as in transformers.
+    # The top level of config.json wins over the object with the other keys, as in transformers.
     stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = int(stated or max_position_embeddings)
     match kind:

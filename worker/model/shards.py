@@ -97,8 +97,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is computed from the rest. Old exports store rotary frequencies, and some the tied
-    head."""
+    """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, or a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

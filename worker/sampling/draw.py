@@ -64,7 +64,7 @@ def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSear
 
 
 def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
-    """Return numbers [D, N]. A forking row numbers its outputs; any other row has one, with its sequence's number."""
+    """Return numbers [D, N]. A row that forks counts its outputs from 0. Any other row takes its sequence's index."""
     num_outputs_D1 = batch.num_outputs_S[rows_D][:, None]
     output_1N = np.arange(batch.num_columns)[None]
     index_DN = np.where(num_outputs_D1 > 1, output_1N, batch.params_S["index"][rows_D][:, None])

@@ -20,5 +20,5 @@ class GrammarMasks(Protocol):
         ...
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Drop sequences that have left. Unknown ones are ignored."""
+        """Drop sequences that have ended. Unknown ones are ignored."""
         ...

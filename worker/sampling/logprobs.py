@@ -25,7 +25,8 @@ class BatchLogprobs:
     top_logprobs_LW: list[list[float]]
 
     def of_row(self, row: int, *, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """Return the row's first tokens, each with the row's most probable ones."""
+        """Return the logprobs of the row's first `num_tokens` tokens, each with the row's `num_top` most probable
+        ones."""
         most_probable = zip(self.top_tokens_LW[row], self.top_logprobs_LW[row], strict=True)
         top = tuple(most_probable)[:num_top]
         columns = zip(self.tokens_LN[row], self.logprobs_LN[row], self.ranks_LN[row], strict=True)
@@ -33,9 +34,9 @@ class BatchLogprobs:
 
 
 def token_logprobs(logits_LV: torch.Tensor, tokens_LN: torch.Tensor) -> BatchLogprobs:
-    """Return the log-probabilities of tokens.
+    """Return the log-probabilities and ranks of tokens, and the most probable tokens of each row.
 
-    It always looks for the maximum number of most probable tokens: among equals, which ones are found may depend on how
+    Always look for the maximum number of most probable tokens: among equals, which ones are found may depend on how
     many are sought.
     """
     logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
@@ -53,7 +54,7 @@ def token_logprobs(logits_LV: torch.Tensor, tokens_LN: torch.Tensor) -> BatchLog
 
 
 def score(logits_LV: torch.Tensor, tokens: Sequence[int], *, num_top: int) -> tuple[TokenLogprob, ...]:
-    """Return the log-probability of one token in each row."""
+    """Return the log-probability of one token in each row, with the row's `num_top` most probable ones."""
     if not tokens:
         return ()
     tokens_L1 = torch.tensor(tokens, dtype=torch.int64, device=logits_LV.device)[:, None]

@@ -54,7 +54,7 @@ class Drawing:
     batch: Batch
 
     def result(self) -> StepTokens:
-        """Wait for the device, and return the tokens."""
+        """Wait for the device, and return the tokens and the other results that rows ask for."""
         tokens: list[list[int]] = self.on_host.wait().tolist()
         extras: dict[int, RowExtras] = {}
         if self.logits_SV is not None and self.edited_SV is not None:
@@ -100,8 +100,7 @@ class Sampler:
         in_flight: InFlight,
         apply_masks: ApplyMasks | None = None,
     ) -> Drawing:
-        """Draw one token a row, and what else it asks for, by index in `rows`. At least one row is given, and all
-        sample.
+        """Begin to draw the tokens of each row, and what else it asks for. At least one row is given, and all sample.
 
         The token is FAILED_TOKEN where the logits hold NaN or infinity, and NO_CHOICE where the request leaves no
         token. Do not write `logits_SV` before the result is taken, where a row asks for more than tokens.
@@ -161,7 +160,7 @@ def _choose(
 
 
 def _drawn_at_once(logits_SV: torch.Tensor) -> int:
-    """Return how many rows to draw at once: all, except on a CPU."""
+    """Return how many rows to draw at once: all on a GPU, as many as suit the caches and threads of a CPU."""
     if logits_SV.device.type != "cpu":
         return len(logits_SV)
     return max(LEAST_DRAWN_AT_ONCE, torch.get_num_threads(), DRAWN_AT_ONCE // logits_SV.shape[1])

@@ -91,7 +91,7 @@ class Batch:
         return below
 
     def column(self, name: str, rows_X: Ids, device: torch.device) -> torch.Tensor:
-        """Return [X, 1] in fp32."""
+        """Return one parameter of these rows on the device, [X, 1] in fp32."""
         values_X = self.params_S[name][rows_X].astype(np.float32)
         return upload(values_X, device)[:, None]
 
@@ -117,7 +117,7 @@ class SamplingState:
         return len(self._slots)
 
     def gather(self, rows: Sequence[ScheduledRow], in_flight: InFlight) -> Batch:
-        """Return the step's rows. Counts of rows that penalise are brought to the state before the step."""
+        """Return the batch of a step's rows. Bring the counts of rows that penalise to the state before the step."""
         slots_S = np.array([self._slot_of(row.sequence) for row in rows], dtype=np.int64)
         positions_S = np.array([row.end for row in rows], dtype=np.int64)
         params_S = self._columns[slots_S]
@@ -132,7 +132,7 @@ class SamplingState:
         )
 
     def note_drawn(self, batch: Batch, tokens_S: torch.Tensor, usable_S: torch.Tensor) -> None:
-        """Count what the step has drawn, although it is not committed yet."""
+        """Count the tokens that the step has drawn in rows that penalise, although they are not committed yet."""
         rows_P = np.flatnonzero(batch.params_S["counts_row"] != NO_COUNTS)
         if not len(rows_P):
             return

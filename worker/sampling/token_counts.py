@@ -43,7 +43,7 @@ class TokenCounts:
         self._outputs_CV[row] = self._count(output)
 
     def add(self, rows_P: npt.NDArray[np.int64], tokens_P: torch.Tensor, usable_P: torch.Tensor) -> None:
-        """Count one more token of each row, where there is one. Nothing is read back from the device."""
+        """Count one more output token of each row where it is usable. Nothing is read back from the device."""
         index_P = upload(rows_P, tokens_P.device)
         self._outputs_CV.index_put_((index_P, tokens_P), usable_P.to(torch.int32), accumulate=True)
 

@@ -11,14 +11,14 @@ from blockyard.worker.sequences.sequence import Sequence
 
 
 def most_blocks(sequence: Sequence, tables: BlockTables) -> int:
-    """Return the most blocks that a sequence, or its whole beam search, can ever hold."""
+    """Return the most blocks that a sequence (or its whole beam search) can ever hold, with `max_tokens` generated."""
     most = tables.blocks_for(sequence.prompt_length + sequence.sampling.max_tokens)
     shared = sequence.prompt_length // tables.block_size
     return shared + (most - shared) * sequence.group.width if sequence.group else most
 
 
 def blocks_soon(sequence: Sequence, tables: BlockTables) -> int:
-    """Return the blocks for all its tokens, and one for each output or beam into which it is about to fork."""
+    """Return how many blocks a sequence needs for its known tokens, and one for each further output or beam to fork."""
     forks = sequence.num_outputs - 1
     if sequence.group is not None and not sequence.num_generated:
         forks = sequence.group.width - 1
@@ -26,7 +26,7 @@ def blocks_soon(sequence: Sequence, tables: BlockTables) -> int:
 
 
 def reserved_blocks(running: Items[Sequence], tables: BlockTables) -> int:
-    """Return how many more blocks the reserved sequences may take."""
+    """Return how many more blocks the running sequences with `is_reserved` may take, beyond those that they hold."""
     return sum(
         max(0, most_blocks(sequence, tables) - _blocks_held(sequence))
         for sequence in running
@@ -41,12 +41,15 @@ def _blocks_held(sequence: Sequence) -> int:
 
 
 def protected_blocks(sequence: Sequence, tables: BlockTables, most: int) -> int:
-    """Return how many cached blocks of other tenants this sequence must leave alone, `most` at the most."""
+    """Return how many cached blocks of other tenants this sequence must leave alone, at most `most`."""
     return min(most, tables.pool.num_cached_by_others(sequence.tenant)) if most else 0
 
 
 def seq_slots(sequence: Sequence, running: Items[Sequence]) -> int:
-    """Return how many of max_num_seqs it would add to the running ones. It counts all its future forks."""
+    """Return how many slots of max_num_seqs a waiting sequence would take, all its future forks included.
+
+    It is 0 for a beam of a search that already runs.
+    """
     if sequence.group is None:
         return sequence.num_outputs
     return 0 if any(other.group is sequence.group for other in running) else sequence.group.width
@@ -67,10 +70,10 @@ def fits(
     is_reserved: bool,
     max_protected: int,
 ) -> bool:
-    """Return whether it fits beside what running prompts still need and one block for each decode.
+    """Return whether the pool has room for a sequence, beside what running prompts still need and a block a decode.
 
-    Blocks that are found in the cache need no room. With `is_reserved` there must be room for all blocks that it can
-    ever need. Up to `max_protected` blocks that other tenants have cached do not count as room.
+    Its cached blocks, `hits`, need no room. With `is_reserved` there must be room for all blocks that it can ever need.
+    Up to `max_protected` blocks that other tenants have cached do not count as room.
     """
     if is_reserved and any(
         other.is_reserved and other.group is sequence.group is not None for other in running

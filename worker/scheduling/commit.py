@@ -21,26 +21,27 @@ class SequenceUpdate(NamedTuple):
 
     sequence: Sequence
     token: int | None
+    """None: the sequence has failed."""
     logprobs: tuple[TokenLogprob, ...] = ()
     has_no_choice: bool = False
-    """The sequence ended because the limits of its request left no token to choose."""
+    """Whether the sequence failed because the request's own limits forbid every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamsUpdate:
-    """A beam search has ended."""
+    """Result of a beam search that has ended."""
 
     sequence: Sequence
-    """One of its last beams."""
+    """One of the search's last beams."""
     hypotheses: tuple[Hypothesis, ...]
-    """The finished beams, the best first."""
+    """The best `n` finished beams, the best first."""
 
 
 Update = SequenceUpdate | BeamsUpdate
 
 
 class StepCommit:
-    """Applies rows to the sequences of one scheduler."""
+    """Applies the results of rows to the sequences of one scheduler."""
 
     def __init__(self, queues: Queues, tables: BlockTables, *, max_model_len: int) -> None:
         self._queues = queues
@@ -48,7 +49,10 @@ class StepCommit:
         self._max_model_len = max_model_len
 
     def commit(self, row: ScheduledRow, token: int, extras: RowExtras) -> list[Update]:
-        """Return what one row brought. A sequence that has ended meanwhile only gives back what it held."""
+        """Apply a row's token and extras to its sequence, and return the updates.
+
+        A sequence that has ended meanwhile takes no token. Its blocks go back once no step in flight computes it.
+        """
         sequence = row.sequence
         sequence.num_in_flight -= 1
         sequence.num_computed = row.end
@@ -96,7 +100,7 @@ class StepCommit:
     def _commit_forks(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[Update]:
-        """Fork a sequence at its first token, into one sequence for each of `tokens`."""
+        """Fork a sequence into one for each of `tokens`, the first tokens of its outputs, and give each its token."""
         assert len(tokens) == sequence.num_outputs
         sequence.num_outputs = 1
         outputs = [sequence, *(self._queues.fork(sequence, index) for index in range(1, len(tokens)))]
@@ -117,9 +121,9 @@ class StepCommit:
         return []
 
     def _go_on(self, group: BeamGroup, following: list[NextBeam]) -> None:
-        """Continue a search with its new beams. A parent becomes its own first child.
+        """Continue a search with the `following` beams, and end those of its beams that have no child.
 
-        The other children are forked from it before any token is added.
+        A parent becomes its own first child. The other children are forked from it before any token is added.
         """
         parents: set[SequenceId] = set()
         beams: list[Sequence] = []
@@ -139,7 +143,7 @@ class StepCommit:
         )
 
     def fail(self, row: ScheduledRow) -> list[Update]:
-        """End the sequence of a row after its step raised. Nothing that the step computed is kept or found again."""
+        """End the sequence of a row after its step raised. No block that the step computed is published."""
         row.sequence.num_in_flight -= 1
         if row.sequence.is_over:
             self._queues.release_if_idle(row.sequence)

@@ -31,17 +31,17 @@ class DecodeTimes:
         """Keyed by the bit length of the number of decodes."""
 
     def observe(self, decodes: int, seconds: float) -> None:
-        """Take the time of a step with `decodes` rows, at least one, and no prompt."""
+        """Add the time of a step with `decodes` rows (at least one) and no prompt to the moving averages."""
         measured = self._measured.setdefault(decodes.bit_length(), _Measured(float(decodes), seconds))
         measured.decodes += self._smoothing * (decodes - measured.decodes)
         measured.seconds += self._smoothing * (seconds - measured.seconds)
         measured.mixed_steps = 0
 
     def wants_measuring(self, decodes: int) -> bool:
-        """Count a mixed step with this many decodes, and return whether they should be measured alone.
+        """Count a mixed step with this many decodes, and return whether the next step should decode without prompts.
 
-        That is so where about as many were never measured alone, or not for MEASURED_FOR_STEPS mixed steps. A step
-        without prompts is then worth its time. While prompts wait, no other step would measure it.
+        It should where about as many decodes were never measured alone, or not for MEASURED_FOR_STEPS mixed steps.
+        While prompts wait, no other step would measure them.
         """
         measured = self._measured.get(decodes.bit_length())
         if measured is None:
@@ -52,7 +52,7 @@ class DecodeTimes:
     def expected(self, decodes: int) -> float:
         """Return the expected seconds of a step that only decodes, 0.0 before any was measured.
 
-        Between two measurements it interpolates linearly. Beyond them it scales the nearest one by the square root of
+        Between two measurements the time is interpolated. Beyond them the nearest one is scaled by the square root of
         the ratio of decodes: the geometric mean of no growth and proportional growth.
         """
         known = sorted(self._measured.values(), key=lambda measured: measured.decodes)

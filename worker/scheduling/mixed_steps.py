@@ -10,30 +10,30 @@ from blockyard.worker.scheduling.decode_times import DecodeTimes
 from blockyard.worker.sequences.step_plan import StepPlan
 
 SMOOTHING = 0.2
-"""Weight of the newest step in what is measured."""
+"""Weight of the newest step in each moving average."""
 MIN_MEASURED_PREFILL_TOKENS = 64
-"""A smaller prefill measures the overhead of a step, not the rate."""
+"""Prompt tokens of a step whose rate counts. With fewer, the overhead of the step would be measured."""
 FIRST_CHUNK_TOKENS = 256
-"""The limit before the first mixed step was measured."""
+"""The limit in prompt tokens before the first mixed step was measured."""
 MIN_CHUNK_TOKENS = 16
-"""The lowest limit, so that prompts always make progress."""
+"""The lowest limit in prompt tokens, so that prompts always make progress."""
 
 
 @dataclass(slots=True)
 class Rates:
-    """Measured speeds of one engine. 0 is unknown."""
+    """Measured speeds of one engine. 0 means not measured yet."""
 
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     swap_blocks_per_second: float = 0.0
-    """Blocks moved to host memory and back."""
+    """Blocks that go to host memory and come back: one round trip counts once."""
 
 
 class MixedStepController:
     """Keeps the time that prompts add to a step with decodes near `target_seconds`.
 
-    After each mixed step the limit shrinks or grows by the ratio of the target to the time that its prompts took. That
-    time is the step's, less the expected time of its decodes alone.
+    After each mixed step the limit is scaled by the ratio of the target to the time that its prompts took. The ratio is
+    kept between a half and five quarters. The prompts' time is the step's, less the expected time of its decodes alone.
     """
 
     def __init__(self, *, target_seconds: float | None = None, max_batched_tokens: int) -> None:
@@ -41,21 +41,24 @@ class MixedStepController:
         self.rates = Rates()
         self.decode_times = DecodeTimes(smoothing=SMOOTHING)
         self.limit_tokens = None if target_seconds is None else FIRST_CHUNK_TOKENS
-        """Prompt tokens of one step that also decodes. None: the token budget alone limits them."""
+        """Most prompt tokens of a step that also decodes. None: the token budget alone limits them."""
         self._target_seconds = target_seconds
         self._max_batched_tokens = max_batched_tokens
         self._measures_decodes = False
         """Whether the next step that decodes takes no prompt, so that its decodes are measured alone."""
 
     def prefill_budget(self, budget: int, *, has_decodes: bool) -> int:
-        """Return how many of `budget` tokens the step that is planned may spend on prompts. Call it once a step."""
+        """Return how many of `budget` tokens the step that is planned may spend on prompts. Call it once a step.
+
+        It is 0 where the decodes of this step are to be measured alone.
+        """
         measures_decodes, self._measures_decodes = self._measures_decodes, False
         if not has_decodes or self.limit_tokens is None:
             return budget
         return 0 if measures_decodes else min(budget, self.limit_tokens)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Take the time of a step that succeeded. A time of 0 or less is ignored."""
+        """Update rates, decode times and limit from the time of a step that succeeded. Ignore a time of 0 or less."""
         prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         decodes = sum(row.num_tokens == 1 for row in plan.rows)
         if seconds <= 0:
@@ -75,7 +78,7 @@ class MixedStepController:
     def _limit(self, prefill: int, seconds: float) -> None:
         """Adjust the limit to the `seconds` that `prefill` tokens took, which grow with the context before them.
 
-        They may be negative: the decodes alone were expected to take longer than the whole step.
+        `seconds` is negative where the decodes alone were expected to take longer than the whole step.
         """
         if self.limit_tokens is None or self._target_seconds is None:
             return

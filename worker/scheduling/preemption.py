@@ -24,6 +24,7 @@ class Victim:
 
     sequences: tuple[Sequence, ...]
     swaps: bool
+    """Whether their blocks are moved to host memory. Otherwise they are computed again."""
 
 
 def choose_victim(
@@ -36,7 +37,8 @@ def choose_victim(
 ) -> Victim | None:
     """Return the least urgent victim, and among equals the one with the lowest cost for each block that it frees.
 
-    Ties go to the youngest. `running` is in order of rank. Three kinds of sequences are never chosen:
+    None means that nothing can be preempted. Ties go to the youngest. `running` is in order of rank. Three kinds of
+    sequences are never chosen:
 
     - the first of all, so that something always makes progress;
     - one with room set aside for all blocks that it can ever need;
@@ -66,7 +68,10 @@ def choose_victim(
 def _last_resort(
     running: Items[Sequence], freeing_nothing: Items[tuple[Sequence, ...]], tables: BlockTables
 ) -> Victim | None:
-    """Return the youngest of those that free nothing alone, where they and the first free something together."""
+    """Return the youngest of `freeing_nothing`.
+
+    Return None where all of them and the first of `running` would free no more than that first one alone.
+    """
     together = [*running[:1], *(sequence for sequences in freeing_nothing for sequence in sequences)]
     if tables.freed_by(together) <= tables.freed_by(running[:1]):
         return None
@@ -86,8 +91,10 @@ def _units(running: Items[Sequence]) -> Iterator[tuple[Sequence, ...]]:
 def _cost(
     sequences: Items[Sequence], tables: BlockTables, mode: PreemptionMode, rates: Rates
 ) -> tuple[float, bool]:
-    """Return the seconds to restore the sequences, and whether by swapping. While nothing is measured, tokens or
-    blocks."""
+    """Return the seconds to restore the sequences, and whether by swapping.
+
+    While a rate is unknown, return the number of tokens or blocks in place of seconds.
+    """
     tokens = sum(recompute_tokens(sequence, tables) for sequence in sequences)
     recompute = tokens / (rates.prefill_tokens_per_second or 1.0)
     # Beams share most of their blocks with each other. Little is private to one beam, so they are recomputed.
@@ -106,6 +113,6 @@ def _cost(
 
 
 def recompute_tokens(sequence: Sequence, tables: BlockTables) -> int:
-    """Return the tokens to compute again: all but the leading blocks that other sequences hold too."""
+    """Return how many tokens a preemption would compute again: all but leading blocks that other sequences hold too."""
     shared_tokens = tables.num_shared(sequence) * tables.block_size
     return sequence.num_computed - min(sequence.num_computed, shared_tokens)

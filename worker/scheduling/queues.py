@@ -36,7 +36,7 @@ class Queues:
         return bool(self._leaving)
 
     def wait(self, sequence: Sequence) -> None:
-        """Queue a new sequence, or one that was running."""
+        """Put a sequence, new or no longer running, among the waiting ones in order of rank."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if sequence.is_reserved:
@@ -47,7 +47,7 @@ class Queues:
     def run(self, sequence: Sequence) -> None:
         """Move a waiting sequence, or a fork that never waited, to the running ones.
 
-        The caller has decided `is_reserved`.
+        The caller sets `is_reserved` of the sequence before.
         """
         if sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
@@ -57,7 +57,10 @@ class Queues:
             self.reserved.append(sequence)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
-        """Return a new running sequence with all that its parent has."""
+        """Start a running sequence with the tokens of its parent and shared blocks, and return it.
+
+        `index` is the output of the request that it becomes.
+        """
         is_beam = parent.group is not None
         child = Sequence(
             sequence_id=SequenceId(next(self._fork_ids)),
@@ -86,7 +89,7 @@ class Queues:
         return child
 
     def leave(self, sequence: Sequence, state: SequenceState) -> None:
-        """End a sequence. Its blocks go back at once, or with the step that still computes it."""
+        """End a sequence in `state`. Its blocks go back at once, or with the step that still computes it."""
         is_running = sequence.state is not SequenceState.WAITING
         (self.running if is_running else self.waiting).remove(sequence)
         if is_running and sequence.is_reserved:
@@ -103,7 +106,7 @@ class Queues:
             self._tables.release(sequence)
 
     def of_request(self, request_id: RequestId, index: int | None) -> list[Sequence]:
-        """Return all that is left of a request, or of one of its outputs."""
+        """Return the waiting and running sequences of a request, or of one of its outputs."""
         return [
             sequence
             for sequence in (*self.waiting, *self.running)
@@ -111,18 +114,18 @@ class Queues:
         ]
 
     def ended(self) -> tuple[SequenceId, ...]:
-        """Return the sequences that have left since `forget_ended`."""
+        """Return the ids of the sequences that have ended since the last `forget_ended`."""
         return tuple(self._ended)
 
     def forget_ended(self) -> None:
         self._ended.clear()
 
     def report_ended_again(self, ended: tuple[SequenceId, ...]) -> None:
-        """Report these as ended again: the step that reported them may never have begun."""
+        """Add these to `ended` again: the step whose plan had them may never have begun."""
         self._ended += ended
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        """Raise AssertionError where block tables, counters, names and reference counts disagree. O(blocks)."""
         tables = self._tables
         pool = tables.pool
         holders = [0] * pool.num_blocks

@@ -10,9 +10,10 @@ may be in flight while the next is planned:
     scheduled  [ ========================= ]  planned below num_scheduled, at most two steps ahead
 
 Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode. Waiting
-sequences follow in order of rank, each admitted once its whole uncached prompt fits. When blocks run out, a running
-sequence is preempted (preemption.py): its blocks are swapped to host memory or recomputed. After `max_preemptions`
-preemptions a sequence is admitted only with room for all that it can ever need, and is never preempted again.
+sequences follow in order of rank, each admitted once the pool has room for its whole uncached prompt. When blocks run
+out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later. After
+`max_preemptions` preemptions a sequence is admitted only with room for all that it can ever need, and is never
+preempted again.
 
 A request with several outputs runs as one sequence until its first token, and then forks. Beams fork and end as their
 search decides (sequences/beams.py). Owns the queues and the counters of sequences. Has no tensors, clocks or I/O.
@@ -75,7 +76,7 @@ class CapacityError(ValueError):
 
 
 class Scheduler:
-    """Queues over one pool. Not thread-safe: the engine's thread owns it."""
+    """Plans and commits the steps of one engine. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self, config: SchedulerConfig, *, num_blocks: int, mixed_steps: MixedStepController | None = None
@@ -104,12 +105,12 @@ class Scheduler:
         self._queues = Queues(self.tables)
         self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
         self.must_wait_for_mask: Callable[[Sequence], bool] | None = None
-        """Return whether a sequence must wait for its grammar's mask. No step computes it meanwhile, so a plan may be
-        empty although there is work."""
+        """Returns whether a sequence must wait for its grammar's mask. No step computes the sequence meanwhile, so a
+        plan may be empty although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self._moves: dict[int, Moves] = {}
-        """Moves of steps in flight, by step."""
+        """Block moves of the steps in flight, by number of the step."""
         self._next_step = 0
         if config.max_num_batched_tokens < config.max_num_seqs:
             raise ValueError(
@@ -137,15 +138,17 @@ class Scheduler:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Return the known tokens that are not yet scheduled, beyond the one that each decode computes next.
+        """Return how many known tokens are still to be computed. Routers estimate a new request's wait by this number.
 
-        Waiting sequences count with the tokens that were not cached at their submit. Placement waits for those.
+        A waiting sequence counts its tokens that were not cached at its submit. A running one counts those beyond the
+        token that its next decode computes.
         """
         waiting = sum(uncached_tokens(sequence) for sequence in self.waiting)
         return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises CapacityError where it can never fit."""
+        """Queue a new sequence, and begin its beam search if it wants one. Raises CapacityError where it can never
+        fit."""
         longest = sequence.prompt_length + sequence.sampling.max_tokens
         if longest > self.config.max_model_len:
             raise CapacityError(f"{longest} tokens asked for, {self.config.max_model_len} fit the context")
@@ -161,14 +164,15 @@ class Scheduler:
         self._queues.wait(sequence)
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
-        """End a sequence in any state. Its blocks go back at once, or with the step that still computes it."""
+        """End a sequence that has not ended yet. Its blocks go back at once, or with the step that still computes
+        it."""
         if not sequence.is_over:
             self._queues.leave(sequence, state)
 
     def cancel_request(self, request_id: RequestId, index: int | None = None) -> int:
         """End all outputs of a request, or one, and return how many sequences ended.
 
-        An output cannot be ended alone before its request forks, or in a beam search. Then nothing happens.
+        An output cannot be ended alone before its request forks, or in a beam search. Then the result is 0.
         """
         ending = self._queues.of_request(request_id, index)
         if index is not None and any(sequence.group or sequence.num_outputs > 1 for sequence in ending):
@@ -180,7 +184,7 @@ class Scheduler:
     # Planning
 
     def plan(self) -> StepPlan:
-        """Choose the next step's rows and take their blocks. A plan without `has_work` is not to be run."""
+        """Choose the next step's rows and take their blocks. Do not run a plan without `has_work`."""
         assert len(self._moves) < 2, "at most one step may be in flight while another is planned"
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
@@ -256,7 +260,7 @@ class Scheduler:
     ) -> int:
         """Schedule `num_tokens` more positions, and preempt others if necessary. Return `num_tokens`, or 0.
 
-        It returns 0 where the blocks cannot be had, also because the sequence itself has been preempted.
+        It returns 0 where there are no blocks to be had, or where the sequence itself is or becomes preempted.
         """
         if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
             return 0
@@ -277,8 +281,9 @@ class Scheduler:
         return num_tokens
 
     def _available(self, sequence: Sequence) -> int:
-        """Return how many blocks this sequence may take: not those reserved for others, nor their protected cached
-        blocks.
+        """Return how many blocks this sequence may take.
+
+        Blocks reserved for other sequences are left out, and the protected cached blocks of other tenants.
 
         The first sequence of all may take protected blocks, so that something always makes progress.
         """
@@ -322,7 +327,7 @@ class Scheduler:
     # Admission
 
     def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
-        """Admit waiting sequences in order, while budget, sequence slots and blocks last."""
+        """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last."""
         while budget > 0 and self.waiting:
             sequence = self._next_waiting()
             if sequence is None:
@@ -345,8 +350,8 @@ class Scheduler:
             budget -= todo
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that is not held. Beams of a running search come first: it needs all of
-        them."""
+        """Return the first waiting sequence that needs no mask first. Beams of a running search come first: it needs
+        all."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
@@ -357,7 +362,10 @@ class Scheduler:
         return None
 
     def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
-        """Return whether it fits. A request alone always does: `submit` and the constructor have checked that."""
+        """Return whether the pool has room for a waiting sequence.
+
+        A request alone always fits: `submit` and the constructor have checked that.
+        """
         group = sequence.group
         if not self._queues.is_any_leaving and all(
             group is not None and other.group is group for other in self.running
@@ -376,9 +384,10 @@ class Scheduler:
     # Committing
 
     def commit(self, plan: StepPlan, step: StepTokens) -> list[Update]:
-        """Take what a step sampled. Every plan that has work must be committed or failed, in order.
+        """Apply what a step sampled, and return the updates of its sequences.
 
-        Rows that lost a block wait again, and compute it.
+        Every plan that has work must be committed, failed or abandoned, in order. A sequence that lost a block of host
+        memory waits again, and computes it.
         """
         self._end_step(plan)
         updates: list[Update] = []
@@ -391,7 +400,7 @@ class Scheduler:
         return updates
 
     def _lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
-        """Drop the content of these slots of host memory, which the rows needed."""
+        """Drop what these slots of host memory held, and make the sequences of `rows`, which needed it, wait again."""
         if self.host_cache is not None:
             self.host_cache.drop(slots)
         for row in rows:
@@ -400,20 +409,20 @@ class Scheduler:
         self._take_back(rows)
 
     def fail(self, plan: StepPlan) -> list[Update]:
-        """End every sequence of a step that raised. Nothing that the step computed is found again.
+        """End every sequence of a step that raised. No block that the step computed is published.
 
-        Where it moved blocks to or from host memory, all cached blocks there are dropped. A slot that cannot be read
-        would fail every later request that hits it.
+        Where it moved blocks to or from host memory, all cached and swapped blocks there are dropped. A slot that
+        cannot be read would fail every later request that hits it.
         """
         self._end_step(plan)
         self._distrust_host_memory(plan)
         return [update for row in plan.rows for update in self._step_commit.fail(row)]
 
     def abandon(self, plan: StepPlan, *, moved: bool) -> None:
-        """Take back a step that was planned on one which has failed. Its sequences wait, and compute again what is not
-        found.
+        """Discard a step that was planned on one which has failed. Its sequences wait again, and recompute what is
+        not cached.
 
-        Unless its blocks are sure to have `moved`, all cached blocks in host memory are dropped, as after a failure.
+        Unless its blocks are sure to have `moved`, host memory is dropped as `fail` does.
         """
         self._end_step(plan)
         self._queues.report_ended_again(plan.ended)
@@ -422,7 +431,8 @@ class Scheduler:
         self._take_back(plan.rows)
 
     def _take_back(self, rows: Collection[ScheduledRow]) -> None:
-        """Make the sequences of rows that do not count wait again, and with a beam all of its search."""
+        """Release the sequences of rows whose results do not count, and queue them again. With a beam goes its
+        search."""
         for row in rows:
             row.sequence.num_in_flight -= 1
             if row.sequence.is_over:
@@ -446,7 +456,7 @@ class Scheduler:
             self.tables.release_moves(self._moves.pop(plan.step))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where tables, counters, names and references disagree. O(blocks)."""
+        """Raise AssertionError where block tables, counters, names and reference counts disagree. O(blocks)."""
         self.pool.check_invariants()
         self.cache.check_invariants()
         if self.host_cache is not None:
@@ -463,7 +473,7 @@ def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
 
 
 def uncached_tokens(sequence: Sequence) -> int:
-    """Return how many tokens a waiting sequence will compute before its next one, as known at its submit."""
+    """Return how many tokens a waiting sequence must compute first: those not swapped, or not cached at its submit."""
     if sequence.swapped is not None:
         return max(1, len(sequence.tokens) - sequence.swapped.num_tokens)
     return len(sequence.tokens) - sequence.cached_at_submit

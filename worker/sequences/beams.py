@@ -1,7 +1,7 @@
 """Beam search over sequences that the scheduler runs: which beams continue, which are finished, when the search ends.
 
-Pure bookkeeping of scores. A beam's row brings its most probable next tokens. Once every running beam has brought its
-own, `advance` returns the next beams. Does not own sequences' blocks or tokens: the scheduler forks and drops them.
+Pure bookkeeping of scores. A beam's row brings its most probable next tokens. Once every running beam has brought
+them, `advance` returns the next beams. Does not own sequences' blocks or tokens: the scheduler forks and drops them.
 
 The rules are those of transformers (`GenerationMixin._beam_search` of version 5), so the results are equal. Of the
 continuations of all beams, the best `beam_width` may finish. The best `beam_width` that do not end continue.
@@ -15,11 +15,11 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, Sequence
 
 Candidate = tuple[int, float]
-"""A token, and its log-probability after a beam."""
+"""A token, and its log-probability as the next one of a beam."""
 
 
 def num_candidates(sampling: SamplingParams) -> int:
-    """Return how many tokens of each beam a step considers: enough that `beam_width` of them do not end."""
+    """Return how many next tokens of each beam a step considers: enough that `beam_width` of them do not end."""
     return sampling.beam_width + len(sampling.eos_token_ids | sampling.stop_token_ids)
 
 
@@ -72,7 +72,7 @@ class BeamGroup:
         self._candidates.clear()
 
     def advance(self) -> list[NextBeam]:
-        """Return the beams that continue. None are left where the search has ended."""
+        """Finish the beams that end, and return those that continue: none where the search has ended."""
         ranked = sorted(
             (
                 NextBeam(beam, token, self._logprobs[beam.sequence_id] + logprob)

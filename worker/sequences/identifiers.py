@@ -25,15 +25,15 @@ HostSlot = NewType("HostSlot", int)
 
 
 NOBODY = TenantId(0)
-"""The tenant of requests without one. They share as one tenant."""
+"""The tenant of all requests that name none. They share as one tenant does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedBlocks:
-    """The blocks of a preempted sequence in host memory, from `first_block` on."""
+    """Blocks of a preempted sequence that lie in host memory."""
 
     first_block: int
-    """Blocks before it were shared. They are found again by name, or not at all."""
+    """Index of the first swapped block. Blocks before it were shared, and are found again by name or not at all."""
     slots: tuple[HostSlot, ...]
     num_tokens: int
-    """Tokens that were computed."""
+    """Number of the sequence's tokens that were computed before the preemption."""

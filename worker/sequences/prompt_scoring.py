@@ -3,11 +3,11 @@
 from blockyard.worker.sequences.step_plan import ScheduledRow
 
 SCORED_AT_ONCE = 256
-"""Positions with logits held at once. 2,048 positions over a vocabulary of 128k would take 1 GiB."""
+"""Positions whose logits are held in memory at once. 2,048 positions over a vocabulary of 128k would take 1 GiB."""
 
 
 def scored_positions(row: ScheduledRow) -> range:
-    """Return the positions with logits that score the prompt's next token."""
+    """Return the row's positions whose logits score the next prompt token. None score without prompt logprobs."""
     if not row.sequence.wants_whole_prompt:
         return range(0)
     return range(row.start, min(row.end, row.sequence.prompt_length - 1))

@@ -50,7 +50,7 @@ class SamplingParams:
     beam_width: int = 0
     """0 samples. Otherwise a beam search, which is greedy: it ignores temperature and seed, and takes no filters."""
     length_penalty: float = 1.0
-    """Beams are ranked by logprob / tokens ** length_penalty."""
+    """Beams are ranked by cumulative logprob / generated tokens ** length_penalty."""
     early_stopping: EarlyStopping = "heuristic"
     logprobs: int | None = None
     """Number of most probable tokens to report beside each sampled one. 0: only its own. None: no logprobs."""
@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on the tokens before."""
+        """Whether any penalty makes the choice depend on earlier tokens."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 

@@ -44,7 +44,7 @@ _OVER = (SequenceState.FINISHED, SequenceState.CANCELLED, SequenceState.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token before temperature, penalties and filters."""
+    """Log-probability of one token, before masks, penalties, temperature and filters."""
 
     token_id: int
     logprob: float
@@ -56,7 +56,7 @@ class TokenLogprob:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One running output, or one beam.
+    """One output of a request, or one beam. Before its first token it stands for all outputs of the request.
 
     Counters are token positions from 0: `num_computed <= num_scheduled <= len(tokens) + steps in flight`. KV is valid
     for positions below `num_computed`. A step in flight computes up to `num_scheduled`.
@@ -66,7 +66,7 @@ class Sequence:
     tokens: "array[int]"
     """The prompt, then the generated tokens (also those from before a replay), as `token_array` makes it."""
     prompt_length: int
-    """Tokens that the client sent. The tokens behind them are output."""
+    """Number of prompt tokens. The tokens behind them are output."""
     sampling: SamplingParams
     names: list[BlockName]
     """The root's name, then one for each full block known so far: names[i + 1] names block i."""
@@ -89,7 +89,7 @@ class Sequence:
     num_outputs: int = 1
     """Outputs into which this sequence will fork at its first token. 1 once it has forked."""
     group: "BeamGroup | None" = None
-    """The beam search that it belongs to."""
+    """The beam search that it belongs to. None without one."""
     grammar: object | None = None
     """The grammar of structured output, in the runner's form."""
 
@@ -109,9 +109,9 @@ class Sequence:
     num_in_flight: int = 0
     """Steps planned and not yet committed that compute this sequence."""
     cached_at_submit: int = 0
-    """Tokens that were cached at its submit: an estimate of what it will reuse."""
+    """Tokens of the sequence that were cached at its submit: an estimate of what it will reuse."""
     cached_tokens: int | None = None
-    """Prompt tokens reused at the first admission. None before it."""
+    """Prompt tokens that the first admission found in the cache. None before it."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
     num_preemptions: int = 0
@@ -122,7 +122,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     deadline: float | None = None
-    """Time on the engine's clock, in seconds."""
+    """Time on the engine's clock in seconds, after which the request ends. None: it never expires."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -130,7 +130,7 @@ class Sequence:
 
     @property
     def wants_whole_prompt(self) -> bool:
-        """Whether the prompt must be computed even where it is cached, for its logits."""
+        """Whether the prompt must be computed even where it is cached, because the request wants its logprobs."""
         return self.sampling.prompt_logprobs is not None and not self.num_generated
 
     @property

@@ -9,20 +9,21 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, TokenLogprob
 
 NO_TOKEN = -1
-"""Token of a row that does not sample."""
+"""Stands for the token of a row that does not sample."""
 
 
 FAILED_TOKEN = -2
-"""Token of a row with logits that were not finite."""
+"""Stands for the token of a row that failed: it raised alone, or its results were not finite."""
 
 
 NO_CHOICE = -3
-"""Token of a row where the request leaves no token to choose."""
+"""Stands for the token of a row whose request forbids every token, by its grammar or its token lists."""
 
 
 LOST_TOKEN = -4
-"""Token of a row that was not computed, because a block that it reads was lost. It is computed again without that
-block."""
+"""Stands for the token of a row that was not computed, because host memory lost a block that it reads.
+
+The sequence waits again, and computes that block."""
 
 
 class ScheduledRow(NamedTuple):
@@ -62,7 +63,7 @@ class StepPlan:
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
     """Pairs (source, destination). Destinations are distinct, and none is a source."""
     ended: tuple[SequenceId, ...] = ()
-    """Sequences that have left since the last plan. Their state may be dropped."""
+    """Sequences that have ended since the last plan. The runner may drop their state."""
 
     @property
     def has_work(self) -> bool:
@@ -75,7 +76,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExtras:
-    """Results of a row beyond one token."""
+    """Results of a row beyond its first token."""
 
     tokens: tuple[int, ...] = ()
     """Where the sequence forks: the tokens of its outputs from the second on."""
@@ -96,4 +97,4 @@ class StepTokens:
     extras: dict[int, RowExtras] = field(default_factory=dict)
     """Keyed by index of the row. Most rows have none."""
     lost_slots: frozenset[HostSlot] = frozenset()
-    """Slots that do not hold what was saved there."""
+    """Slots of host memory that do not hold what was saved there."""

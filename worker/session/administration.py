@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Administration:
-    """The calls on one worker. `index` is set once there is a publisher."""
+    """Serves the calls on one worker. `index` is the publisher, None where the worker has none."""
 
     def __init__(self, *, service: SessionService, engine: EngineThread) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class Administration:
         }
 
     def _update_index(self, is_draining: bool) -> None:
-        """Withdraw a draining worker from the index, so that it attracts no request."""
+        """Withdraw a draining worker from the index, so that it attracts no request. Restore it when it resumes."""
         if self.index is not None and is_draining:
             self.index.withdraw()
         elif self.index is not None:

@@ -22,17 +22,20 @@ logger = logging.getLogger(__name__)
 
 LEAST_DEADLINE_SECONDS = 0.001
 CompileGrammar: TypeAlias = Callable[[StructuredOutput, int], Awaitable[object]]
-"""Compiles a grammar for the engine. The number is the client that gives its turn.
+"""Compiles a grammar for the engine. The number is the client in whose turn that is done.
 
 Raises ValueError for what cannot be compiled within its limits, and GrammarsBusy where too many wait. The client sees
 only the text of a GrammarError.
 """
 Refuse: TypeAlias = Callable[[RejectReason, str], object]
-"""Takes the reason, and a sentence on it for the client, which may be empty."""
+"""Takes the reason of a refusal, and a sentence about it for the client, which may be empty."""
 
 
 class Compiling:
-    """The waiting requests of one router. Used on one event loop."""
+    """The requests of one router that wait for a grammar, by handle: the router's number of a request.
+
+    Used on one event loop.
+    """
 
     def __init__(self, compile_grammar: CompileGrammar | None) -> None:
         """Without `compile_grammar` every grammar is refused."""
@@ -56,7 +59,10 @@ class Compiling:
         then: Callable[[EngineRequest], object],
         refuse: Refuse,
     ) -> None:
-        """Call `then` with the request and its grammar, or `refuse`. After a cancel, call neither."""
+        """Compile `wanted` in the background. Then call `then` with the request and its grammar, or `refuse`.
+
+        After a cancel, call neither.
+        """
         assert handle not in self._tasks
         work = self._run(request, wanted, client, then, refuse)
         task = self._tasks[handle] = self._owner.start(work, name="wait for a grammar")
@@ -79,7 +85,7 @@ class Compiling:
         await self._owner.aclose()
 
     def afterwards(self, handle: int, call: Callable[[], object]) -> None:
-        """Call at once, or when this handle no longer waits."""
+        """Call `call` once the request of this handle no longer waits, at once where it does not."""
         if handle in self._tasks:
             self._tasks[handle].add_done_callback(lambda _: call())
         else:
@@ -106,7 +112,8 @@ class Compiling:
             then(compiled)
 
     async def _compiled(self, request: EngineRequest, wanted: StructuredOutput, client: int) -> EngineRequest:
-        """Return the request with its grammar and the time it has left. Raises Refused and GrammarError."""
+        """Return the request with its compiled grammar and the rest of its deadline. Raises Refused and
+        GrammarError."""
         if self._compile_grammar is None:
             raise GrammarError("this worker does not support structured output")
         clock = asyncio.get_running_loop().time

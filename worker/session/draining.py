@@ -36,7 +36,7 @@ class Draining:
         self._is_final = False
         self._until = math.inf
         self._grace: asyncio.Timeout | None = None
-        """Set while running requests may finish."""
+        """The timer of the grace period, while it runs. None before and after."""
         self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         self._moved: asyncio.Future[int | None] | None = None
@@ -83,7 +83,7 @@ class Draining:
         logger.info("resumed: new requests are accepted")
 
     async def aclose(self) -> None:
-        """End a drain that is incomplete. Its callers wait on: cancel them first."""
+        """End a drain that is incomplete. Cancel its callers first: they would wait for ever."""
         await self._tasks.aclose()
 
     def _begin(self, until: float) -> "asyncio.Future[int | None]":

@@ -1,4 +1,4 @@
-"""Outbox: what waits to be sent to one router. Outputs of its requests are merged until it takes them.
+"""Outbox: what waits to be sent to one router. Outputs of its requests are merged until the router takes them.
 
 It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
 drain state, and at most one rejection a request. Pure; one event loop owns it.
@@ -29,7 +29,7 @@ split."""
 MAX_DETAIL_CHARACTERS = 200
 
 _Key = tuple[int, int]
-"""A request's handle, and the index of its output."""
+"""A request's handle (the router's number of it), and the index of one of its outputs."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Row:
 
 
 class Outbox:
-    """Takes results of steps, and returns messages."""
+    """Takes the results of steps for one router, and returns messages to it."""
 
     def __init__(self) -> None:
         self._rows: dict[_Key, _Row] = {}
@@ -83,7 +83,7 @@ class Outbox:
         self._pong: Pong | None = None
         self._is_draining: bool | None = None
         self.reported: EngineLoad | None = None
-        """The load in the last message."""
+        """The load in the last message that had one."""
 
     def add(self, handle: int, output: SequenceOutput) -> None:
         """Merge a step's results of one output into what waits. Tokens are sent before their request's failure."""
@@ -94,7 +94,7 @@ class Outbox:
         row.add(output)
 
     def fail(self, handle: int, reason: RejectReason) -> None:
-        """End a request that ran. The tokens that it has so far are sent before."""
+        """Report that a request which ran has ended for this reason. Its tokens so far are sent before."""
         self._failed[handle] = reason
 
     def tell_draining(self, is_draining: bool) -> None:

@@ -16,7 +16,7 @@ from blockyard.worker.session.outbox import Outbox
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """Messages that wait for one router, and its requests by handle."""
+    """One router's stream: the messages that wait for it, and its requests by handle, the router's number of each."""
 
     compiling: Compiling
     requests: dict[int, RequestId] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The router of a request, and its ids there."""
+    """The router of a request, and the handle and id by which that router knows the request."""
 
     link: Link
     handle: int

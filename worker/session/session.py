@@ -61,7 +61,7 @@ class _BadMessage(Exception):
 
 
 class SessionService:
-    """EngineService over one engine thread. Made and used on one event loop."""
+    """Implements the gRPC service EngineService over one engine thread. Made and used on one event loop."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class SessionService:
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
         self._has_stepped = asyncio.Event()
-        """Set when the engine has done something."""
+        """Set when results of a step have arrived on the event loop."""
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
         """Give the service its engine. The engine must call `on_step`."""
@@ -116,7 +116,10 @@ class SessionService:
         return grpc.method_handlers_generic_handler(name, methods)
 
     def set_draining(self, is_draining: bool) -> None:
-        """Report the drain state to all routers. Requests that wait for their grammar go back: they have not begun."""
+        """Refuse new requests from now on, or accept them again, and tell all routers.
+
+        A drain rejects the requests that wait for their grammar, which have not begun.
+        """
         if is_draining is self.is_draining:
             return
         self.is_draining = self._hello.is_draining = is_draining
@@ -126,7 +129,7 @@ class SessionService:
                 link.reject(handle, RejectReason.REJECT_REASON_DRAINING)
 
     async def until_idle(self) -> None:
-        """Wait until no request runs or waits here. While draining, no new one comes."""
+        """Wait until the engine has no request that runs or waits. While draining, no new one comes."""
         while True:
             self._has_stepped.clear()
             if not await asyncio.wrap_future(self._engine.call(lambda _: bool(self._routes))):
@@ -136,7 +139,7 @@ class SessionService:
                     await self._has_stepped.wait()
 
     async def hand_over(self) -> int:
-        """End all requests as DRAINING, each after its tokens so far. Return how many routers place elsewhere."""
+        """End all requests as DRAINING, each after its tokens so far. Return how many: routers place them elsewhere."""
         return await asyncio.wrap_future(self._engine.call(self._end_all))
 
     def _end_all(self, engine: Engine) -> int:
@@ -167,7 +170,7 @@ class SessionService:
         return {key: route.request_id for key, route in self._routes.items()}
 
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
-        """Send a step's results to the routers. The engine's thread calls this."""
+        """Queue a step's results for the routers. The engine's thread calls this."""
         news = []
         for output in result.outputs:
             route = self._routes.get(output.request_id)
@@ -284,7 +287,10 @@ class SessionService:
         return self._engine_request(submit)
 
     def _submit(self, link: Link, submit: Submit, request: EngineRequest | None = None) -> None:
-        """Start a request on the engine's thread. `request` is its content, where it was checked before."""
+        """Submit a request on the engine's thread, or reject it.
+
+        `request` is the checked content of `submit`. Where it is None, the engine's thread checks it.
+        """
 
         def run(engine: Engine) -> None:
             try:
@@ -318,7 +324,7 @@ class SessionService:
         self._routes[request_id] = Route(link, submit.handle, submit.request_id)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
-        """Return the content of a submit. Raises Refused."""
+        """Return the checked content of a submit. Raises Refused."""
         try:
             return engine_request(
                 submit,

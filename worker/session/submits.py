@@ -22,7 +22,7 @@ MAX_LIST = {
     **{name: COUNTS[name] for name in ("stop_token_ids", "bad_token_ids", "logit_bias", "allowed_token_ids")},
     "eos_token_ids": 64,
 }
-"""Maximum entries of each list."""
+"""Maximum entries of each list, by its field."""
 MAX_CONTINUATIONS = 4096
 """More than any engine has sequence slots, which are the real bound."""
 _EARLY_STOPPING: dict[int, EarlyStopping] = {
@@ -42,7 +42,8 @@ class Refused(Exception):
 
 
 def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_model_len: int) -> EngineRequest:
-    """Return the request without its compiled grammar. Raises ValueError for what none of our routers would send."""
+    """Return the request of a submit, without its compiled grammar. Raises ValueError for what none of our routers
+    would send."""
     _check_lengths(submit, block_size, max_model_len)
     token_ids = unpack_tokens(submit.token_ids)
     if not token_ids:
@@ -112,7 +113,7 @@ def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _named_tokens(sampling: EngineSampling) -> Iterator[Sequence[int]]:
-    """Yield every token id in it. Each becomes an index into the logits."""
+    """Yield the lists of token ids in the sampling. Each id becomes an index into the logits."""
     yield sampling.stop_token_ids
     yield sampling.eos_token_ids
     yield sampling.allowed_token_ids
@@ -151,6 +152,6 @@ def _sampling(sampling: EngineSampling) -> SamplingParams:
 
 
 def _check_structured(sampling: EngineSampling) -> None:
-    """Check that the output ends where the grammar is complete, and nowhere else."""
+    """Raise ValueError for a structured output without a kind, with beams, or with min_tokens."""
     if sampling.beam_width or sampling.min_tokens or not sampling.structured_output.WhichOneof("kind"):
         raise ValueError("a structured output needs a kind, and takes no beams and no min_tokens")

@@ -1,12 +1,12 @@
 """Faults that a simulated engine commits on purpose, for tests. Off unless asked for.
 
-`--simulated-fault TOKEN:KIND` commits one whenever a step has a prompt row with the token. The real engine refuses the
-option. The kinds are:
+`--simulated-fault TOKEN:KIND` commits one whenever a step has a row of a sequence with the token in its prompt. The
+real engine refuses the option. The kinds are:
 
 - `raise` fails the step
 - `nan` fails the row alone, as non-finite logits do
 - `exit` ends the process
-- `hang` never returns
+- `hang` sleeps for an hour
 """
 
 import os
@@ -45,7 +45,10 @@ class SimulatedFault:
         return cls(token=int(token), kind=kinds[kind])
 
     def strike(self, rows: Sequence[ScheduledRow]) -> frozenset[int]:
-        """Commit the fault, and return the rows that yield nothing. Raises InjectedFault, or does not return."""
+        """Commit the fault if any row triggers it. Return the indices of the rows that fail.
+
+        Raises InjectedFault, ends the process, or sleeps, as the kind says.
+        """
         struck = frozenset(index for index, row in enumerate(rows) if self._is_marked(row))
         if struck:
             match self.kind:
@@ -60,6 +63,6 @@ class SimulatedFault:
         return struck
 
     def _is_marked(self, row: ScheduledRow) -> bool:
-        """Return whether the row's part of the prompt holds the token. Generated tokens may be any, so they do not
+        """Return whether the prompt of the row's sequence holds the token. Generated tokens may be any: they do not
         count."""
         return self.token in row.sequence.tokens[: row.sequence.prompt_length]

@@ -20,7 +20,7 @@ class SimulatedGrammars:
         self._vocab_size = vocab_size
 
     def chosen(self, rows: Sequence[ScheduledRow], drawn: Sequence[list[int]]) -> list[list[int]]:
-        """Return an allowed token for each drawn one, of each row."""
+        """Return the tokens of each row, each drawn one replaced by one that the row's grammar allows."""
         logits_SV = torch.zeros(len(rows), self._vocab_size)
         self._masks.start(rows)
         self._masks.apply(logits_SV, rows)
@@ -34,7 +34,7 @@ class SimulatedGrammars:
 
 
 def _next_allowed(allowed_V: torch.Tensor, token: int) -> int:
-    """Return the next allowed token from `token` on. After the last comes the first."""
+    """Return the first allowed token from `token` on, which wraps around. NO_CHOICE where none is allowed."""
     allowed = allowed_V.nonzero().flatten()
     if not len(allowed):
         return NO_CHOICE

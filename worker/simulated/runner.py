@@ -41,7 +41,7 @@ class _Later:
 
 
 class SimulatedRunner:
-    """Implements `Runner`. `sleep` may move a virtual clock instead of waiting."""
+    """Implements `StartingRunner`. `sleep` may move a virtual clock instead of waiting."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SimulatedRunner:
         return _Later(self, plan)
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        """Wait as long as the step would take. Blocks move in no time."""
+        """Wait as long as the step would take, and return its tokens. Blocks move in no time."""
         if self.grammars is not None:
             self.grammars.forget(plan.ended)
         if not plan.rows:

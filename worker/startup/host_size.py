@@ -18,8 +18,10 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def size_host_memory(config: EngineConfig, device: torch.device, block_bytes: int) -> HostSize:
-    """Return the sizes. Raises ValueError for more than the machine has. The simulated engine needs no memory for
-    them."""
+    """Return how many blocks host memory is to hold. Raises ValueError for more than the machine has memory for.
+
+    The simulated engine is not refused: its blocks take no memory.
+    """
     takes_memory = config.engine == "model"
     available = available_bytes() if takes_memory else None
     size = host_size(
@@ -48,7 +50,7 @@ def _swap_bytes(config: EngineConfig, device: torch.device, available: int | Non
 
 
 def available_bytes() -> int | None:
-    """Return the memory that is available without swapping, or None where the system does not say."""
+    """Return the bytes of memory that are available without swapping, or None where the system does not say."""
     known = [number for number in (_of_machine(), _of_control_group()) if number is not None]
     return min(known) if known else None
 
@@ -62,7 +64,8 @@ def _of_machine() -> int | None:
 
 
 def _of_control_group() -> int | None:
-    """Return what a control group of version 2 leaves, where it has a limit. Inactive file pages count as free."""
+    """Return the bytes that a control group of version 2 leaves, None without a limit. Inactive file pages count as
+    free."""
     try:
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())

@@ -57,7 +57,7 @@ class LoadedEngine:
     tokenizer_fingerprint: str
     dtype: ChosenDataType
     kv_dtype: str
-    """The data type of its blocks. Only workers with the same one may share them."""
+    """The data type of keys and values in its blocks. Only workers with the same one share prefixes."""
     device: str
     masks: Masks | None
     """Makes outputs follow grammars. None where that is not possible."""
@@ -118,7 +118,8 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 def _load_runner(
     config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
 ) -> tuple[Runner, KVSize, HostSize]:
-    """Return a warm runner with its pools. Where the pool's size is measured, the weights are loaded before it."""
+    """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
+    before it."""
     budget = known_budget(config, device)
     measured: TorchRunner | None = None
     if budget is None:
@@ -142,7 +143,9 @@ def _load_runner(
 
 
 def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
-    """Compute the model's fingerprint while its weights are loaded: the first start on a checkpoint reads all of it.
+    """Start to compute the model's fingerprint while its weights are loaded, and return its future.
+
+    The first start on a checkpoint reads all of it for that.
 
     The thread is a daemon, because a start that fails does not wait for it.
     """
@@ -163,7 +166,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
 
 
 def _arithmetic(config: EngineConfig, dtype: str) -> str:
-    """Return what besides the weights decides a block's content. Only workers where it is the same share prefixes."""
+    """Return as text what besides the weights decides a block's content. Workers share prefixes where it is equal."""
     return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
 
 
@@ -217,7 +220,8 @@ def _overlaps(config: EngineConfig, runner: Runner) -> bool:
 
 
 def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
-    """Give the runner its masks. Without the library the engine runs too, for example on a bare machine with a GPU."""
+    """Give the runner masks for grammars, and return them. Return None where the runner takes none, or
+    llguidance is not installed."""
     if not isinstance(runner, TorchRunner | SimulatedRunner):
         return None
     if find_spec("llguidance") is None:
@@ -234,7 +238,7 @@ def _give_masks(runner: Runner, vocab_size: int) -> Masks | None:
 
 
 def _swap_rate(runner: Runner) -> float:
-    """Return the measured rate of swapping in blocks a second. 0 is unknown, where nothing moves."""
+    """Return the measured rate of round trips to host memory in blocks a second. 0 where no block moves there."""
     if isinstance(runner, TorchRunner) and runner.host_blocks is not None:
         return runner.host_blocks.measure()
     return 0.0

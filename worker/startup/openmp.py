@@ -16,7 +16,7 @@ PYTORCH_SPIN_COUNT = 30_000
 
 
 def bound_spinning() -> None:
-    """Bound spinning, in a process that is about to load torch, unless its environment already does."""
+    """Limit how long OpenMP's threads spin, unless the environment does. Call it before torch is loaded."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_spin_count()))
 

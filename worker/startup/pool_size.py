@@ -16,14 +16,14 @@ CPU_KV_CACHE_BYTES = 2**30
 
 
 def known_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Return the bytes of KV cache, or None where they have to be measured."""
+    """Return the bytes for the KV cache, or None where they have to be measured."""
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     return CPU_KV_CACHE_BYTES if device.type == "cpu" else None
 
 
 def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> int:
-    """Run the largest step, and return the bytes of KV cache that it and the graphs leave.
+    """Run the largest step, and return the bytes that it and the graphs leave for the KV cache.
 
     Raises ValueError where they leave none.
     """

@@ -10,15 +10,17 @@ from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sampling_params import SamplingParams
 
 TRIAL_PROMPT_TOKENS = 256
-"""Enough that its prefill counts as a measurement."""
+"""Length of the trial prompt: enough that its prefill counts as a measurement."""
 TRIAL_NEW_TOKENS = 2
 """A prefill and a decode."""
 _ROOT = BlockName(b"a trial, no root")
 
 
 def try_out(engine: Engine) -> None:
-    """Run the request twice: the first run compiles, the second measures. Raises ValueError for an engine that
-    fails."""
+    """Run a trial request twice: the first run compiles, the second measures. Then forget both.
+
+    Raises ValueError for an engine that fails.
+    """
     for is_measured in (False, True):
         _run_one(engine)
         engine.flush()
