@@ -79,7 +79,7 @@ def chain(previous: bytes, token_ids: Iterable[int] | bytes, block_size: int) ->
 
 
 def split_names(packed: bytes) -> list[bytes]:
-    """Split one run of bytes into names of 16 bytes. Raises ValueError for a broken length."""
+    """Split one run of bytes into names of 16 bytes. Raises ValueError if the length is no multiple of 16."""
     if len(packed) % NAME_BYTES:
         raise ValueError(f"block names take {NAME_BYTES} bytes each, not {len(packed)} in all")
     return [packed[start : start + NAME_BYTES] for start in range(0, len(packed), NAME_BYTES)]

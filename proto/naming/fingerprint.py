@@ -58,7 +58,8 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
 
 
 def weights_state(path: str | Path) -> dict[str, list[int]]:
-    """Return a state that stays equal as long as no shard is replaced or written."""
+    """Return the identity of each shard's file. The result stays equal as long as no shard is added, removed, replaced
+    or written."""
     return {shard.name: identity(shard.stat()) for shard in sorted(Path(path).glob("*.safetensors"))}
 
 
