@@ -37,7 +37,7 @@ class IndexState(Enum):
     DOWN = auto()
     """Refuses calls at once."""
     HUNG = auto()
-    """Accepts calls and executes them once it is up again."""
+    """Accepts calls, and executes them in any order once it is up again."""
 
 
 def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
@@ -72,7 +72,8 @@ class IndexServer:
                 action()
 
     async def ask(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Execute a call as a server would, and return its reply. Raises PrefixIndexError."""
+        """Execute a call as a server would, and return its reply. Raises PrefixIndexError if the server is down or the
+        reply lost."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.network.later(self._delay(), lambda: self._arrived(work, future))
         return await future

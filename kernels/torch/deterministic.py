@@ -51,7 +51,7 @@ class _Row:
 
 
 class DeterministicTorchBackend(TorchBackend):
-    """PyTorch backend with fixed shapes. Not thread-safe, as the torch backend."""
+    """PyTorch backend with fixed shapes. Like the torch backend it is not thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,8 @@ def _first_chunk(tile_position: int, window: int | None) -> int:
 
 
 def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_heads: int) -> torch.Tensor:
-    """Return rows of whole chunks. Beyond the row's own blocks a chunk repeats block 0, as stale slots."""
+    """Return indices of whole chunks into the pool's rows. Beyond the sequence's own blocks they name block 0, whose
+    slots are stale."""
     context_len = plan.context_lens[row]
     first_block = first_chunk * CHUNK_TOKENS // plan.block_size
     owned = -(-context_len // plan.block_size)
@@ -155,7 +156,7 @@ def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_
 
 
 def _stale_slots(first_chunk: int, first_key: int, context_len: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the slots that no query of the row sees."""
+    """Return the indices of the gathered slots that no query of the row sees."""
     key = torch.arange(first_chunk * CHUNK_TOKENS, -(-context_len // CHUNK_TOKENS) * CHUNK_TOKENS)
     stale = ((key < first_key) | (key >= context_len)).view(-1, 1, 1, CHUNK_TOKENS)
     return stale.expand(-1, 2, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1)

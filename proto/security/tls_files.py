@@ -39,8 +39,8 @@ def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls
 
 
 def server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
-    """Return the files of the public port, or None if no option is given. Raises ValueError if `cert` or `key` alone is
-    missing."""
+    """Return the files of the public port, or None if no option is given. Raises ValueError if some are given, but not
+    both `cert` and `key`."""
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:
