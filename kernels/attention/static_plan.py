@@ -57,7 +57,7 @@ class Bounds:
 
 
 class StaticDecodes:
-    """Buffers for one step at a time. Plans of all sizes are views of them."""
+    """Buffers that hold one decode step at a time. The plans of all sizes are views of them."""
 
     def __init__(
         self,

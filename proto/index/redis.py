@@ -1,4 +1,4 @@
-"""The prefix index in Redis: one script call for each operation.
+"""The prefix index in Redis: each operation calls a script, which Redis runs atomically.
 
 Owns the connection's settings, the script calls, and the mapping of Redis's errors to PrefixIndexError. Does not own
 the layout (schema.py). The publisher and the router own retries, time-outs of placement, and when to renew.
