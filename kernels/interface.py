@@ -119,7 +119,8 @@ class Backend(Protocol):
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
-        """Rotate halves in place. `cos_sin_SD` is fp32: its first D/2 columns are cosines, the others sines."""
+        """Apply rotary embedding to queries and keys, in place, by halves of a head. `cos_sin_SD` is fp32: its first
+        D/2 columns are cosines, the others sines."""
         ...
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:

@@ -12,7 +12,8 @@ MAX_OUTPUT_TOKENS = 2**24
 MAX_LOGIT_BIAS = 100
 """Most that a request may add to a logit or subtract from it, as in OpenAI's API."""
 MAX_LOGPROBS = 20
-"""Most likely tokens that one position reports, as in OpenAI's API. Sampling computes at most these."""
+"""Most alternatives, the most likely tokens, that one position reports, as in OpenAI's API. Sampling computes no
+more."""
 
 RANGES: Mapping[str, tuple[float, float]] = {
     # The distribution is nearly flat at 100, and float32 is far from its limits.
@@ -53,7 +54,7 @@ MAX_SCHEMA_DEPTH = 100
 """Objects and arrays of a schema inside one another. The checks recurse into them, and llguidance stops at 128."""
 
 MAX_PAGE_SIZE = 1000
-"""Entries in one page of an inspection call."""
+"""Most entries in one page of an inspection call."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """The largest gRPC message that a router or a worker reads."""
 MAX_PORT = 65_535

@@ -141,7 +141,7 @@ class IncrementalDetokenizer:
         return delta
 
     def finish(self) -> str:
-        """Return the text that was held back. No more tokens will come."""
+        """Return the text that was held back. Call this after the last token."""
         delta = self._vocabulary.decode(self._window)[self._emitted_chars :]
         self._window = []
         self._context_tokens = self._emitted_chars = 0

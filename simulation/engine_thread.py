@@ -46,7 +46,7 @@ class VirtualEngineThread(EngineThread):
         self, engine: Engine, on_step: Callable[[StepResult, EngineLoad], None], clock: StepClock
     ) -> None:
         self.busy_seconds = 0.0
-        """Time spent in steps."""
+        """Virtual time spent in steps."""
         self._engine = engine
         self._on_step = on_step
         self._clock = clock

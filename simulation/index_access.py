@@ -41,7 +41,7 @@ class IndexState(Enum):
 
 
 def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
-    """Return the result of a coroutine of the twin, which never waits."""
+    """Run a coroutine of the twin and return its result. The twin never waits."""
     try:
         work.send(None)
     except StopIteration as stop:
@@ -52,7 +52,7 @@ def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
 
 @dataclass(slots=True)
 class IndexServer:
-    """The twin as a server."""
+    """The twin as a server in the network, which can be down or hang."""
 
     twin: TwinPrefixIndex
     network: Network
@@ -119,7 +119,7 @@ def _fail(future: "asyncio.Future[Reply]", error: PrefixIndexError) -> None:
 
 
 class RemoteIndex:
-    """PrefixIndex over an IndexServer."""
+    """A PrefixIndex whose calls go to an IndexServer."""
 
     def __init__(self, server: IndexServer) -> None:
         self._server = server

@@ -164,7 +164,8 @@ class WorkerProcess(Generic[RunnerT]):
         self.publisher.rebuild()
 
     def leave(self) -> asyncio.Task[None]:
-        """End a worker that has drained, or one in a cluster that ends."""
+        """End a worker that has drained, or one whose cluster ends: leave the index, close its calls and stop its
+        engine."""
         return self.process.start(self._leave())
 
     async def _leave(self) -> None:

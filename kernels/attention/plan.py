@@ -66,7 +66,7 @@ class AttentionPlan:
     decode_items_W6: torch.Tensor  # int32
     prefill_items_X6: torch.Tensor  # int32, most keys first
     shared_items_Y5: torch.Tensor
-    """int32, over the keys that members share. Empty under a window that hides keys."""
+    """int32, over the keys that members share. Empty under a window that hides keys, and for `of_last_queries`."""
     shared_members_M: torch.Tensor  # int32, decode rows
     partial_starts_D1: torch.Tensor
     """int32. Decode row i owns the partial slots from [i] up to [i + 1]: none if one item computes it alone."""
@@ -77,7 +77,7 @@ class AttentionPlan:
 
     @property
     def num_query_tokens(self) -> int:
-        """Return the number of tokens that attend: T without padding."""
+        """Return the number of query tokens: T without padding."""
         return sum(self.query_lens)
 
     def first_visible_key(self, row: int) -> int:

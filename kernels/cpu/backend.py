@@ -381,7 +381,7 @@ def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undo `to_native`."""
+    """Return a copy of a pool in the plain layout, which undoes `to_native`."""
     plain = kv_pool_B2KPD.clone()
     if has_native_layout(kv_pool_B2KPD, dtype):
         for there, here in zip(_as_plain(plain), _as_native(kv_pool_B2KPD), strict=True):

@@ -34,7 +34,7 @@ class PlanChecks:
 
     @classmethod
     def keeping(cls) -> Self:
-        """Return checks that can `check_again`."""
+        """Return checks that keep every plan they have checked, for `check_again`."""
         checks = cls()
         checks._seen = []
         return checks

@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 
 def build_name() -> str:
-    """Return the name of the build from these sources for this machine."""
+    """Return the name of a build: a hash of sources, compiler, flags, libc and this machine's vector units."""
     digest = hashlib.sha256()
     for part in (*_compiler(), *FLAGS, platform.machine(), *platform.libc_ver(), _vector_units()):
         digest.update(f"{len(part)} {part}\0".encode())

@@ -75,7 +75,7 @@ class _TokenInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A plan as indices, for one pool geometry and data type."""
+    """A plan as indices into the pool, for one pool geometry and data type."""
 
     plan: AttentionPlan
     decode_groups: tuple[_DecodeGroup, ...]

@@ -42,7 +42,7 @@ OUTCOMES = (
 MOST_TENANTS = 32
 """Most values of the label `tenant`: 31 names and OTHER_TENANTS."""
 OTHER_TENANTS = "other"
-"""Stands for all further tenants, and for calls that name none."""
+"""The value of the label `tenant` for all further tenants, and for calls that name none."""
 WORKER_STATES = ("connecting", "ready", "draining", "suspect", "refused", "lost")
 
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

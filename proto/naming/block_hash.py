@@ -59,7 +59,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Undo pack_tokens. Raises ValueError if the length is no multiple of 4 bytes."""
+    """Return the token ids that `pack_tokens` packed. Raises ValueError if the length is no multiple of 4 bytes."""
     tokens = array("i")
     tokens.frombytes(packed)
     if sys.byteorder == "big":

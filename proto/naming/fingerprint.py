@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Hash name and content of the folder's tokenizer and chat template files, as sha256 in hexadecimal."""
+    """Return the sha256, in hexadecimal, of the names and contents of a folder's tokenizer and chat template files."""
     folder = Path(path)
     files = {file.name: file for pattern in TOKENIZER_PATTERNS for file in folder.glob(pattern)}
     fields: list[bytes] = [b"tokenizer"]

@@ -142,7 +142,8 @@ class Reloaded(Generic[Made]):
                 logger.info("read again: %s", ", ".join(self._paths))
 
     def _states(self) -> list[tuple[int, ...] | None]:
-        """Return the states of the files. Links are followed: a Kubernetes Secret changes by them."""
+        """Return each file's device, inode, size and time of last write, or None if it is missing. Links are followed:
+        a Kubernetes Secret changes by them."""
         return [_state_of(path) for path in self._paths]
 
 
