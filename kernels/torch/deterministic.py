@@ -12,7 +12,8 @@ operation that rounds in an order of its own gets operands of one fixed shape:
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they are. A mean
 over the last dimension adds each row by itself. A quantised pool keeps all this: each head is quantised by itself, and
-reading back takes one product a number. fp32 on a CPU, for one number of threads. Slower by design.
+reading back takes one product a number. The mode computes in fp32 on a CPU, and its bits hold for one number of
+threads. It is slower by design.
 
 Shapes: as in backend.py. A keys of a chunk, M = query tile * G packed query rows.
 """

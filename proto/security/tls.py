@@ -1,7 +1,7 @@
 """TLS credentials of every port, made from its files. Changed files take effect for new connections.
 
-Does not own which files there are (tls_files.py), how they are read (certificate_files.py), or the client's side of the
-public port (router/client/connection.py).
+Does not own which files there are (tls_files.py) or how they are read (certificate_files.py).
+router/client/connection.py owns the client's side of the public port.
 
 On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
 cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
