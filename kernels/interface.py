@@ -56,7 +56,8 @@ class Backend(Protocol):
 
     @property
     def widens_bfloat16(self) -> bool:
-        """Return whether bfloat16 is as fast as float32 on a CPU that has no bfloat16 multiplication."""
+        """Return whether bfloat16 is as fast as float32 even on a CPU without bfloat16 multiplication, because it is
+        widened."""
         ...
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
@@ -71,8 +72,7 @@ class Backend(Protocol):
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """Do everything between a layer's first projection and its attention, and return the queries.
-
+        """Do everything between a layer's first projection and its attention, and return the queries [T, N, D].
         Applies `rms_norm` to each query and key head if the model has it, then `rotary`, then `write_kv`. May overwrite
         `heads_TXD`.
         """
@@ -113,13 +113,14 @@ class Backend(Protocol):
         *,
         out_TH: torch.Tensor,
     ) -> None:
-        """Add x to the residual in place, then set out = norm(residual). `out_TH` may be `x_TH`."""
+        """Add x to the residual in place, then set out = rms_norm(residual). `out_TH` may be `x_TH`."""
         ...
 
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
-        """Rotate halves in place. `cos_sin_SD` is fp32: its first D/2 columns are cosines, the others sines."""
+        """Apply rotary embedding to queries and keys, in place, by halves of a head. `cos_sin_SD` is fp32: its first
+        D/2 columns are cosines, the others sines."""
         ...
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
@@ -131,8 +132,8 @@ class Backend(Protocol):
         ...
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the argmax token of each row [S], any of equals, and whether all its logits are finite [S]. Where they
-        are not, the token is arbitrary."""
+        """Return the token with the largest logit of each row [S], any of equals, and whether all logits of the row are
+        finite [S]. If they are not, its token is arbitrary."""
         ...
 
     def top_k_top_p_thresholds(
@@ -146,9 +147,9 @@ class Backend(Protocol):
         """Write the smallest weight that each pending row keeps.
 
         A row keeps the weights among its `top_k_F` (int64) largest which have less than `top_p_F` (fp64) of their sum
-        before them. Weights are non-negative fp32 numbers. A row with the whole vocabulary as top-k has no such filter,
-        and a sum of 1. The threshold of a row that holds NaN is arbitrary. The vectors are contiguous, `weights_FV` is
-        contiguous within its rows.
+        before them. Weights are non-negative fp32 numbers. A row without top-k has the vocabulary's size as `top_k_F`,
+        and its weights add up to 1. The threshold of a row that holds NaN is arbitrary. The vectors are contiguous,
+        `weights_FV` is contiguous within its rows.
         """
         ...
 

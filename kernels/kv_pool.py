@@ -3,9 +3,9 @@
 A pool is one tensor with blocks as its first dimension, so code that moves blocks moves them whole and ignores the
 layout. In the model's data type its shape is [B, 2, K, P, D].
 
-Quantised, its shape is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn, which gives the size alone. Each block stores the
-keys, or the values, of one kv head as P heads of D numbers. P fp32 scales follow, one for each token. So heads stay
-aligned, and the scales of a block's tokens lie side by side.
+Quantised, its shape is [B, 2, K, P, D + 4] of int8 or float8_e4m3fn. The shape gives the size, not the layout. Each
+block stores the keys, or the values, of one kv head as P heads of D numbers. P fp32 scales follow, one for each token.
+So heads stay aligned, and the scales of a block's tokens lie side by side.
 
 head = numbers * scale, with scale = largest magnitude / LARGEST, rounded to the nearest number, ties to even. A head
 that is not finite gets the scale NaN, so that a reader fails as it does without quantising.
@@ -43,7 +43,8 @@ def pool_shape(
 
 
 def movable(kv_pool: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a type that PyTorch copies by index on every device. Some devices do not take fp8."""
+    """Return a view of the pool in a type that PyTorch copies by index on every device. Some devices do not take
+    fp8."""
     return kv_pool.view(torch.int8) if is_quantised(kv_pool) else kv_pool
 
 
@@ -83,7 +84,8 @@ def store(
 
 
 def gather(kv_pool: torch.Tensor, rows_W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy heads [W, P, D] in `dtype` from rows of the pool seen as [B * 2 * K, P, D]."""
+    """Return a copy of heads [W, P, D] from rows of the pool seen as [B * 2 * K, P, D]. A quantised pool is dequantised
+    to `dtype`."""
     block_size, head_dim = kv_pool.shape[3], head_dim_of(kv_pool)
     flat = movable(kv_pool).view(-1, block_size * kv_pool.shape[4])
     gathered = flat.index_select(0, rows_W)

@@ -17,7 +17,7 @@ def choose_backend(
     linears: LinearsName = "full",
 ) -> Backend:
     """Return the backend for a device: Triton on CUDA, C++ on a CPU with a compiler, PyTorch elsewhere, unless
-    `requested` names one. Only the C++ kernels have int8 linears.
+    `requested` names one. Deterministic mode needs PyTorch on a CPU. Only the C++ kernels have int8 linears.
 
     Raises ValueError for a combination that no backend serves.
     """
@@ -59,7 +59,8 @@ def _build(
 
 
 def _build_for_cpu(*, is_wanted: bool, linears: LinearsName) -> tuple[Backend, str]:
-    """Return the PyTorch backend if the C++ kernels are unavailable and neither they nor int8 linears are wanted."""
+    """Return the C++ backend, or PyTorch's if the C++ kernels are unavailable, with the reason. Raises ValueError if
+    they or int8 linears are wanted and unavailable."""
     from blockyard.kernels.cpu.backend import CpuBackend
     from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
     from blockyard.kernels.torch.backend import TorchBackend

@@ -1,4 +1,4 @@
-"""The contract between router, worker and commands: messages, names, limits, the prefix index, metrics and security.
+"""The code that router, worker and commands share: messages, names, limits, text, index, metrics, security, runtime.
 
-Imports none of the other packages.
+Imports no other package of the project.
 """

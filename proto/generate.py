@@ -19,7 +19,8 @@ def generate(target: Path) -> None:
 
 
 def run_protoc(*outputs: str) -> None:
-    """Run protoc on all .proto files. Raises RuntimeError if it fails."""
+    """Run protoc on all .proto files. `outputs` are the options that say what it writes. Raises RuntimeError if it
+    fails."""
     include = Path(protoc.__file__).parent / "_proto"
     paths = [f"blockyard/proto/v1/{name}" for name in PROTOS]
     code = protoc.main(["protoc", f"-Iblockyard/proto={ROOT}", f"-I{include}", *outputs, *paths])

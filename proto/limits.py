@@ -10,9 +10,10 @@ from collections.abc import Mapping
 MAX_OUTPUT_TOKENS = 2**24
 """Tokens. No model has a longer context, so a larger `max_tokens` is a mistake and not a request for "all there is"."""
 MAX_LOGIT_BIAS = 100
-"""Added to a logit, of either sign, as in OpenAI's API."""
+"""Most that a request may add to a logit or subtract from it, as in OpenAI's API."""
 MAX_LOGPROBS = 20
-"""Most likely tokens that one position reports, as in OpenAI's API. Sampling computes at most these."""
+"""Most alternatives, the most likely tokens, that one position reports, as in OpenAI's API. Sampling computes no
+more."""
 
 RANGES: Mapping[str, tuple[float, float]] = {
     # The distribution is nearly flat at 100, and float32 is far from its limits.
@@ -42,17 +43,18 @@ COUNTS: Mapping[str, int] = {
 MAX_STOP_CHARS = 256
 MAX_BAD_WORD_CHARS = 64
 MAX_PRIORITY = 100
-"""Either sign."""
+"""The largest magnitude of a priority, which may be negative."""
 
 MAX_STRUCTURED_BYTES = 65_536
-"""UTF-8 bytes of a JSON schema or a regular expression."""
+"""UTF-8 bytes of any grammar, such as a JSON schema."""
 MAX_REGEX_BYTES = 8_192
-"""llguidance needs seconds before the first mask for `a?` written 10,000 times, and a fifth of one for 4,000 times."""
+"""UTF-8 bytes of a regular expression. Before its first mask llguidance needs seconds for `a?` written 10,000 times,
+and 0.2 s for 4,000 times."""
 MAX_SCHEMA_DEPTH = 100
-"""Objects and arrays inside one another. The checks recurse into them, and llguidance stops at 128."""
+"""Objects and arrays of a schema inside one another. The checks recurse into them, and llguidance stops at 128."""
 
 MAX_PAGE_SIZE = 1000
-"""Entries in one page of an inspection call."""
+"""Most entries in one page of an inspection call."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 """The largest gRPC message that a router or a worker reads."""
 MAX_PORT = 65_535

@@ -104,10 +104,10 @@ def _plain_decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]
 
 
 class IncrementalDetokenizer:
-    """Returns the text of a growing list of tokens as deltas. Special tokens have no text unless it is asked for.
+    """Returns the text of a growing list of tokens as deltas. With `skip_special`, special tokens have no text.
 
     The deltas add up to `tokenizer.decode(all, skip_special_tokens=skip_special)`. Bytes that do not yet make a
-    character are held back. There is one exception: a byte-fallback tokenizer (sentencepiece) with bytes that never
+    character are held back. The sum has one exception: a byte-fallback tokenizer (sentencepiece) with bytes that never
     make a character. Decoding as a whole would then also drop valid characters right before them, which a stream has
     already shown.
 
@@ -125,7 +125,7 @@ class IncrementalDetokenizer:
         """Characters of the window's text that were emitted."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that these tokens complete, maybe none."""
+        """Return the text that these tokens complete, or "" if they complete no character."""
         skipped_ids = self._skipped_ids
         self._window += [token_id for token_id in token_ids if token_id not in skipped_ids]
         if len(self._window) == self._context_tokens:
@@ -141,7 +141,7 @@ class IncrementalDetokenizer:
         return delta
 
     def finish(self) -> str:
-        """Return the text that was held back. No more tokens will come."""
+        """Return the text that was held back. Call this after the last token."""
         delta = self._vocabulary.decode(self._window)[self._emitted_chars :]
         self._window = []
         self._context_tokens = self._emitted_chars = 0
@@ -154,7 +154,8 @@ class IncrementalDetokenizer:
             self._window, self._context_tokens, self._emitted_chars = context, len(context), num_chars
 
     def _cut_garbage(self, text: str) -> str:
-        """Emit the window's head up to a position that no character spans, if there is one near the end."""
+        """Drop the window's head up to a position near its end that no character spans, and return what of the head was
+        not emitted. Return "" if there is no such position."""
         decode = self._vocabulary.decode
         last_cut = len(self._window) - _CHARACTER_TOKENS
         for cut in range(last_cut, last_cut - 4 * _CHARACTER_TOKENS, -1):
@@ -212,7 +213,7 @@ class StopChecker:
         return self._emit(self._scans[first].start, self._scans[first].stop if stands[first] else None)
 
     def finish(self) -> tuple[str, str | None]:
-        """Return the text held back, up to a stop string in it."""
+        """Return (the text held back, up to a stop string in it, and that stop string or None)."""
         complete = [scan for scan in self._scans if self._held.startswith(scan.stop, scan.start)]
         if not complete or self._matched is not None:
             return self._emit(len(self._held), self._matched)
@@ -229,7 +230,7 @@ class StopChecker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Text that is safe to show, and the tokens among those pushed that count."""
+    """Text that is safe to show, and the pushed tokens that belong to the output."""
 
     text: str
     token_ids: list[int]
@@ -264,8 +265,8 @@ class TextOutput:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int], *, is_last: bool, stop_token: int | None = None) -> Piece:
-        """Return the next piece. `stop_token` is the last of `token_ids` if it ended the output. Do not call this after
-        a last piece, or a piece with a stop string."""
+        """Return the next piece. `is_last` releases text that was held back. `stop_token` is the last of `token_ids` if
+        it ended the output. Do not call this after a last piece, or a piece with a stop string."""
         shown = token_ids[:-1] if self._hides(stop_token) else token_ids
         piece = self._push(token_ids, shown, is_last=is_last)
         if piece.stop is None or not self._include_stop:

@@ -24,7 +24,7 @@ HANG_UP = object()
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last message of a server."""
+    """The last message of a server: the status with which the call ends."""
 
     code: grpc.StatusCode
 
@@ -73,7 +73,7 @@ class Listener:
 
 
 class Connections:
-    """Every listener by its address, and all open calls."""
+    """All listeners by address, and all open calls."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -94,14 +94,14 @@ class Connections:
                 call.hang_up(is_torn=is_torn)
 
     def reset(self, host: str, address: str) -> None:
-        """End every call of this path. Both ends see it."""
+        """End every call from this host to this address. Both ends see it."""
         for call in tuple(self.calls):
             if (call.client.name, call.address) == (host, address):
                 call.reset()
 
 
 class Call:
-    """One call: the client's half has the methods of a grpc.aio call."""
+    """One call, with both its halves. The client's half has the methods of a grpc.aio call."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class Call:
     # Both halves
 
     def hang_up(self, *, is_torn: bool) -> None:
-        """Close the client's side."""
+        """Tell the server that the client has gone. `is_torn` loses the messages in flight."""
         if is_torn:
             self._up.tear()
         self._up.send(HANG_UP)
 
     def end(self, code: grpc.StatusCode, *, is_torn: bool = False) -> None:
-        """Close the server's side."""
+        """Send the client the status that ends the call. `is_torn` loses the messages in flight."""
         self._is_server_done = True
         self._has_window.set()
         if is_torn:
@@ -217,7 +217,8 @@ class Call:
         self.end(grpc.StatusCode.UNAVAILABLE, is_torn=True)
 
     def _found_dead(self) -> None:
-        """End the call where keepalive finds it dead. Only servers use keepalive: clients watch for silence."""
+        """End the call if a server has it, because keepalive found its path dead. Only servers use keepalive: clients
+        watch for silence."""
         if self.server is not None and not self._is_server_done:
             self.reset()
 
@@ -325,7 +326,7 @@ class MemoryChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """The caller ends each call itself."""
+        """Close nothing: the caller ends each call itself."""
 
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: object

@@ -33,19 +33,20 @@ class StepClock:
         self._ahead_seconds += seconds
 
     def take(self) -> float:
-        """Return what the step has spent. The caller moves the loop's clock by as much."""
+        """Return the seconds that the step has spent, and begin at 0 again. The caller moves the loop's clock by as
+        much."""
         seconds, self._ahead_seconds = self._ahead_seconds, 0.0
         return seconds
 
 
 class VirtualEngineThread(EngineThread):
-    """Runs in `advance`, a task of its worker's process."""
+    """An EngineThread whose steps run in `advance`, a task of its worker's process."""
 
     def __init__(
         self, engine: Engine, on_step: Callable[[StepResult, EngineLoad], None], clock: StepClock
     ) -> None:
         self.busy_seconds = 0.0
-        """Time spent in steps."""
+        """Virtual time spent in steps."""
         self._engine = engine
         self._on_step = on_step
         self._clock = clock
@@ -60,7 +61,7 @@ class VirtualEngineThread(EngineThread):
         return 0.0 if self._began is None else asyncio.get_running_loop().time() - self._began
 
     def start(self) -> None:
-        """The process starts `advance`."""
+        """Do nothing: the worker's process starts `advance`."""
 
     def stop(self, timeout_seconds: float | None = None) -> None:
         self._is_stopped = True

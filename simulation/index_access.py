@@ -37,11 +37,11 @@ class IndexState(Enum):
     DOWN = auto()
     """Refuses calls at once."""
     HUNG = auto()
-    """Accepts calls and executes them once it is up again."""
+    """Accepts calls, and executes them in any order once it is up again."""
 
 
 def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
-    """Return the result of a coroutine of the twin, which never waits."""
+    """Run a coroutine of the twin and return its result. The twin never waits."""
     try:
         work.send(None)
     except StopIteration as stop:
@@ -52,7 +52,7 @@ def answer(work: Coroutine[Any, Any, Reply]) -> Reply:
 
 @dataclass(slots=True)
 class IndexServer:
-    """The twin as a server."""
+    """The twin as a server in the network, which can be down or hang."""
 
     twin: TwinPrefixIndex
     network: Network
@@ -72,7 +72,8 @@ class IndexServer:
                 action()
 
     async def ask(self, work: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """Execute a call as a server would, and return its reply. Raises PrefixIndexError."""
+        """Execute a call as a server would, and return its reply. Raises PrefixIndexError if the server is down or the
+        reply lost."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.network.later(self._delay(), lambda: self._arrived(work, future))
         return await future
@@ -118,7 +119,7 @@ def _fail(future: "asyncio.Future[Reply]", error: PrefixIndexError) -> None:
 
 
 class RemoteIndex:
-    """PrefixIndex over an IndexServer."""
+    """A PrefixIndex whose calls go to an IndexServer."""
 
     def __init__(self, server: IndexServer) -> None:
         self._server = server

@@ -25,7 +25,7 @@ class Path:
     latency_seconds: float
     jitter_seconds: float = 0.0
     is_up_cut: bool = False
-    """From the router to the worker."""
+    """Whether messages from the router to the worker wait."""
     is_down_cut: bool = False
     cut_number: int = 0
     wires: list["Wire"] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Network:
     """Owns all paths of one run."""
 
     def __init__(self, loop: VirtualLoop, chance: random.Random, *, latency_seconds: float = 0.0005) -> None:
-        """Create the network. `latency_seconds` is what a new path takes one way."""
+        """Create the network. A message takes `latency_seconds` one way on a new path."""
         self.loop = loop
         self.chance = chance
         self._latency_seconds = latency_seconds

@@ -67,14 +67,14 @@ class Call:
 
 
 class Client(Protocol):
-    """Receives the events of one call. Times are seconds since the start of the run."""
+    """Receives the events of one Call. Times are seconds since the start of the run."""
 
     def take(self, chunk: TokenChunk, progress: Progress, now: float) -> bool:
         """Take tokens. Return True to end their output, as a stop string does."""
         ...
 
     def end(self, outcome: str, now: float) -> None:
-        """End the call. `outcome` is "finished", "CANCELLED" or the reason of an error."""
+        """Take note that the call has ended. `outcome` is "finished", "CANCELLED" or the reason of an error."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""An event loop without time, threads or sockets: its clock jumps to the next timer.
+"""An event loop without real time, threads or sockets: its clock jumps to the next timer.
 
 A `Process` stands for an operating system's process. Every task started in its context belongs to it, with its
 callbacks and timers. `freeze` stops all of them (SIGSTOP). `thaw` runs what came due meanwhile, in order. After `kill`
@@ -35,12 +35,12 @@ class Process:
         self.name = name
         self.state = ProcessState.RUNNING
         self.held: list[asyncio.Handle] = []
-        """Callbacks that came due since it was frozen or killed."""
+        """Callbacks that came due since the process was frozen or killed."""
         self.failures: list[str] = []
-        """Errors of its tasks that nothing caught."""
+        """Errors of the process's tasks that nothing caught."""
         self._loop = loop
         self._corpses: list[asyncio.Task[Any]] = []
-        """Kept from the garbage collector, which would run their `finally` clauses."""
+        """Tasks of a killed process, kept from the garbage collector, which would run their `finally` clauses."""
 
     def __repr__(self) -> str:
         return self.name
@@ -80,7 +80,8 @@ class Process:
         self._loop.sift()
 
     def bury(self) -> list[asyncio.Task[Any]]:
-        """Return its tasks after a run, so that they may end unobserved."""
+        """Release what was held back, and return the tasks of a killed process, so that the caller can end them after a
+        run."""
         self.state = ProcessState.RUNNING
         self._release()
         return self._corpses
@@ -95,7 +96,7 @@ PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
 class _Ready(deque[asyncio.Handle]):
-    """The loop's queue of what runs next. It holds back callbacks of a process that is frozen or dead."""
+    """The loop's queue of callbacks to run next. It holds back those of a process that is frozen or dead."""
 
     def append(self, handle: asyncio.Handle, /) -> None:
         process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
@@ -173,7 +174,8 @@ def _task_of_process(
 
 
 def bury(loop: VirtualLoop, processes: Iterable[Process]) -> None:
-    """End and close the loop. No pending task outlives it, nor anything that the garbage collector would finish."""
+    """Cancel all tasks, those of dead processes too, and close the loop. So the garbage collector finds nothing to
+    finish."""
     loop.set_exception_handler(lambda *_: None)
     tasks = [task for process in processes for task in process.bury()]
     tasks += asyncio.all_tasks(loop)

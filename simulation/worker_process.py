@@ -49,7 +49,8 @@ class WorkerSetup(Generic[RunnerT]):
     mixed_step_seconds: float | None
     lease_seconds: float = PublisherConfig().lease_seconds
     measures_rates: bool = False
-    """A trial runs before the first request, as on a real worker. It takes no virtual time."""
+    """Whether the engine runs a trial before the first request, as on a real worker. The trial takes no virtual
+    time."""
 
 
 class WorkerProcess(Generic[RunnerT]):
@@ -123,7 +124,7 @@ class WorkerProcess(Generic[RunnerT]):
 
     @property
     def is_serving(self) -> bool:
-        """Return whether its process listens already."""
+        """Return whether the worker's process listens at its address."""
         return self.address in self._connections.listeners
 
     @property
@@ -136,7 +137,7 @@ class WorkerProcess(Generic[RunnerT]):
         return self._thread.busy_seconds
 
     def is_idle(self) -> bool:
-        """Return whether it holds nothing for any request."""
+        """Return whether the worker holds nothing for any request."""
         engine = self.engine
         return not engine.has_work and not engine.pool.num_used and not self.service._routes
 
@@ -163,7 +164,8 @@ class WorkerProcess(Generic[RunnerT]):
         self.publisher.rebuild()
 
     def leave(self) -> asyncio.Task[None]:
-        """End a worker that has drained, or one in a cluster that ends."""
+        """End a worker that has drained, or one whose cluster ends: leave the index, close its calls and stop its
+        engine."""
         return self.process.start(self._leave())
 
     async def _leave(self) -> None:

@@ -33,13 +33,13 @@ PHRASES = {
     ),
     "Belongs to the event loop that first uses it.": "Safe to share among threads.",
 }
-"""Phrases of its docstrings, in the same way. The source has each of them once."""
+"""Phrases of the blocking client's docstrings, by those of the asyncio one. The source has each of them once."""
 
 
 def blocking(source: str) -> str:
     """Return the blocking client that follows from the source of the asyncio one.
 
-    Raises ValueError where a name or phrase is not there, or an asynchronous word would be left.
+    Raises ValueError if the source lacks a name or phrase, or if an asynchronous word would be left.
     """
     text = "".join(_pieces(source))
     for phrase, replacement in PHRASES.items():

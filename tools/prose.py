@@ -1,7 +1,7 @@
 """Checks docstrings, comments and documents for plain sentences: `python -m tools.prose [PATH ...]`.
 
-A docstring begins with a verb or a name, and a sentence has at most 29 words. Code, tables, links and headings are not
-read. Does not own style beyond these two rules, which a program can check.
+A docstring must not begin with a word of FRAGMENTS, and a sentence has at most MAX_WORDS words. Code, tables, links and
+headings are not read. Does not own style beyond these two rules, which a program can check.
 """
 
 import ast
@@ -104,7 +104,7 @@ def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def in_document(path: str, text: str) -> Iterator[Finding]:
-    """Yield the long sentences of a Markdown file, with the line on which the text begins to be found."""
+    """Yield the long sentences of a Markdown file, each with the first line that has its first words, or line 1."""
     for sentence in long_sentences(text):
         start = " ".join(sentence.split()[:4]).split("Code")[0]
         line = next(
@@ -122,7 +122,8 @@ def findings(paths: Sequence[str]) -> Iterator[Finding]:
 
 
 def checked_paths(prefixes: Sequence[str] = ()) -> list[str]:
-    """Return the Python and Markdown files under git, but for what is left out. Prefixes choose some of them."""
+    """Return the paths of Python and Markdown files that git does not ignore, without LEFT_OUT. Without prefixes,
+    NOT_YET is left out too. With them, only paths that begin with one are returned."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )

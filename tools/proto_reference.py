@@ -21,7 +21,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 INTERNAL = "session.proto"
-"""Protocol between routers and workers, which is not part of the API."""
+"""The protocol between routers and workers, which is not part of the API."""
 _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE, _INNER = 4, 5, 6, 2
 """Numbers of fields in descriptor.proto. A comment's path consists of them."""
 Path_ = tuple[int, ...]
@@ -29,7 +29,7 @@ Path_ = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One .proto, with the comments at the paths of its elements."""
+    """One .proto file, with its comments by the descriptor paths of the elements."""
 
     file: FileDescriptorProto
     comments: Mapping[Path_, str]

@@ -19,12 +19,12 @@ PIPS_ASIDES = (
     "Uninstalling",
     "Successfully uninstalled",
 )
-"""Lines of pip about one package, after which it is silent for minutes while it installs the others."""
+"""Beginnings of pip's lines about one package. After them pip is silent for minutes while it installs the others."""
 PIPS_LIST = "Installing collected packages: "
 
 
 def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECONDS) -> int:
-    """Run a command, and return its exit code, or 130 if Ctrl-C ended it."""
+    """Run a command and show how far it is. Return its exit code, or 130 if Ctrl-C ended it."""
     began, since = time.monotonic(), time.time()
     with (
         log_path.open("wb") as log,
@@ -49,7 +49,7 @@ def run(log_path: Path, command: list[str], *, tell_seconds: float = TELL_SECOND
 
 
 def num_installed(command: list[str], since: float) -> int:
-    """Count the packages that a pip has installed since a time, by the times of their folders.
+    """Return how many packages the pip of `command` has installed since a time, by the times of their folders.
 
     pip itself reports nothing until all are installed.
     """
@@ -59,7 +59,8 @@ def num_installed(command: list[str], since: float) -> int:
 
 
 def what_it_does(log_path: Path, num_done: int = 0) -> str:
-    """Return the command's last line, shortened for a terminal. `num_done` packages are installed so far."""
+    """Return the last line of the log, shortened for a terminal. While pip installs packages, say that `num_done` are
+    there."""
     said = [line.strip() for line in lines_of(log_path)]
     shown = [line for line in said if line and not line.startswith(PIPS_ASIDES)]
     if not shown:

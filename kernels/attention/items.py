@@ -29,7 +29,7 @@ MIN_SPLIT_TOKENS = 256
 SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528
-# Query heads of a kv head where the caller gives none. It sets the number of decodes in an item, not their results.
+# Query heads of a kv head where the caller does not say. It sets how many decodes share an item, not their results.
 DEFAULT_GROUP = 4
 # The items of a step that is not cut into work items.
 NO_ITEMS: Mapping[str, Int32Array] = MappingProxyType(
@@ -52,8 +52,8 @@ def items_of_step(
     group: int,
     target_programs: int,
 ) -> Mapping[str, Int32Array]:
-    """Return the items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their
-    members. `partials` says where each decode row's partial slots start.
+    """Return the work items of decode rows [W, 6], of prefill rows [X, 6] and over shared prefixes [Y, 5] with their
+    members [M]. `partials` [D + 1] says where each decode row's partial slots start.
 
     Decode row i owns the partial slots from `partials[i]` up to `partials[i + 1]`. Those of its shared prefix come
     first.
@@ -86,8 +86,9 @@ def _first_keys(position: Int64Array, window: int | None) -> Int64Array:
 def _decode_items(
     context_D: Int64Array, begin_D: Int64Array, shared_splits_D: Int64Array, wanted_tokens: int
 ) -> tuple[Int32Array, Int32Array]:
-    """Cut the keys that each row reads alone into splits of about equal size. The total work sets the size, not the
-    batch size. A row with splits of shared keys has partial slots for them and for its own."""
+    """Return the items [W, 6], and where each row's partial slots start [D + 1]. The keys that a row reads alone are
+    cut into splits of about equal size. The total work sets the size, not the batch size. A row with splits of shared
+    keys has partial slots for them and for its own."""
     keys_D = context_D - begin_D
     wanted_D = -(-keys_D // wanted_tokens)
     size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
@@ -108,7 +109,8 @@ def _decode_items(
 def _prefill_items(
     query_R: Int64Array, context_R: Int64Array, window: int | None, num_decodes: int
 ) -> Int32Array:
-    """Return items of PREFILL_ITEM_TOKENS queries, longest first: short ones fill the gaps at the launch's end."""
+    """Return items [X, 6] of at most PREFILL_ITEM_TOKENS queries, those with most keys first: short ones fill the gaps
+    at the launch's end."""
     query_Q, context_Q = query_R[num_decodes:], context_R[num_decodes:]
     tiles_Q = -(-query_Q // PREFILL_ITEM_TOKENS)
     row_X = np.repeat(np.arange(len(query_Q)), tiles_Q)

@@ -51,7 +51,7 @@ class AttentionPlan:
     """Query heads of each kv head."""
     target_programs: int
     window: int | None
-    """Tokens. None: a query sees all keys before it."""
+    """Tokens that a query sees, itself included. None: it sees all keys before it."""
     has_items: bool
     """False: the items below are empty, for backends that walk the rows instead."""
     num_decodes: int
@@ -66,10 +66,10 @@ class AttentionPlan:
     decode_items_W6: torch.Tensor  # int32
     prefill_items_X6: torch.Tensor  # int32, most keys first
     shared_items_Y5: torch.Tensor
-    """int32, over the keys that members share. Empty under a window that hides keys."""
+    """int32, over the keys that members share. Empty under a window that hides keys, and for `of_last_queries`."""
     shared_members_M: torch.Tensor  # int32, decode rows
     partial_starts_D1: torch.Tensor
-    """int32. Decode row i owns the partial slots from [i] to [i + 1], none if it was not split."""
+    """int32. Decode row i owns the partial slots from [i] up to [i + 1]: none if one item computes it alone."""
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +77,7 @@ class AttentionPlan:
 
     @property
     def num_query_tokens(self) -> int:
-        """Return the number of tokens that attend: T without padding."""
+        """Return the number of query tokens: T without padding."""
         return sum(self.query_lens)
 
     def first_visible_key(self, row: int) -> int:
@@ -128,7 +128,7 @@ class AttentionPlan:
         )
 
     def _items(self, query_R: Int64Array, window: int | None) -> Mapping[str, Int32Array]:
-        """Return the items of rows with so many queries, without a shared prefix."""
+        """Return the items of rows with `query_R` queries each, without a shared prefix."""
         if not self.has_items:
             return NO_ITEMS
         return items_of_step(

@@ -28,7 +28,7 @@ _ITEM_ROWS = 128
 
 
 def members_of_item(group: int) -> int:
-    """Return how many decode rows one program attends for, with so many query heads for each kv head."""
+    """Return how many decode rows an item covers at most, where a kv head has `group` query heads."""
     return max(1, _ITEM_ROWS // group)
 
 
@@ -40,7 +40,8 @@ class SharedPrefixes:
     """Decode rows, group after group."""
     group_sizes: tuple[int, ...]
     group_tokens: tuple[int, ...]
-    """Whole blocks, and less than any member's context: each member has at least one key of its own."""
+    """Tokens that each group shares: whole blocks, and less than any member's context. So each member has a key of its
+    own."""
 
     @classmethod
     def none(cls) -> Self:
@@ -53,17 +54,20 @@ class SharedPrefixes:
         return tokens_D
 
     def reads(self, members: int) -> int:
-        """Return how many keys items of so many members read in the shared prefixes, for each kv head."""
+        """Return how many keys all items read in the shared prefixes, for each kv head. An item has at most `members`
+        rows."""
         return sum(
             tokens * -(-size // members)
             for tokens, size in zip(self.group_tokens, self.group_sizes, strict=True)
         )
 
     def items(self, split_tokens: int, members: int) -> tuple[Int32Array, Int64Array]:
-        """Return the items [Y, 5] of at most so many members and keys, and the number of splits of each member [M].
+        """Return the items [Y, 5] of at most `members` rows and `split_tokens` keys, and how many splits each member
+        has [M].
 
-        An item is (first member, end member, first key, end key, split). It writes the partial result of each of its
-        members to that member's slot number `split`. Keys are read by the first member's table.
+        An item is (first member, end member, first key, end key, split). Members are indices into `members_M`. The item
+        writes each member's partial result to that row's slot number `split`. Keys are read by the first member's
+        table.
         """
         items: list[tuple[int, int, int, int, int]] = []
         splits: list[int] = []

@@ -31,19 +31,19 @@ class Bounds:
     target_programs: int = DEFAULT_TARGET_PROGRAMS
 
     def _splits(self) -> int:
-        """Return the splits of all keys that are read, without what rounds up."""
+        """Return the most splits of all keys that a kv head's rows read, before each row rounds up."""
         return -(-self.target_programs // self.num_kv_heads)
 
     def num_items(self, num_rows: int) -> int:
-        """Return the items of what each row reads alone."""
+        """Return the most items over the keys that rows read alone."""
         return num_rows + self._splits()
 
     def num_shared_items(self, num_rows: int) -> int:
-        """Return the items over shared prefixes. A group that does not fill its last item has one more."""
+        """Return the most items over shared prefixes. A group that does not fill its last item has one more."""
         return num_rows // members_of_item(self.group) + num_rows // MIN_SHARERS + self._splits()
 
     def num_partials(self, num_rows: int, *, is_shared: bool) -> int:
-        """Return the partial results: one for each member of a shared item, one for each split of a row."""
+        """Return the most partial results: one for each member of a shared item, one for each split of a row."""
         if not is_shared:
             return self.num_items(num_rows)
         of_items = self.num_shared_items(num_rows) * members_of_item(self.group)
@@ -57,7 +57,7 @@ class Bounds:
 
 
 class StaticDecodes:
-    """Buffers for one step at a time. Plans of all sizes are views of them."""
+    """Buffers that hold one decode step at a time. The plans of all sizes are views of them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class StaticDecodes:
         )
 
     def takes(self, plan: AttentionPlan) -> bool:
-        """Return whether a step has decodes alone and fits the buffers."""
+        """Return whether a step has decodes alone and no window, and fits the buffers."""
         bounds, num_rows = self._bounds, plan.num_rows
         return (
             0 < num_rows == plan.num_decodes <= self._largest.num_rows
@@ -113,7 +113,8 @@ class StaticDecodes:
         )
 
     def fill(self, plan: AttentionPlan, num_rows: int) -> None:
-        """Copy a step that `takes` accepts, padded to `num_rows`. Queued on the device, without waiting."""
+        """Copy a step that `takes` accepts into the buffers, padded to `num_rows`. The copies are queued on the
+        device."""
         target, rows, num_items = self._largest, plan.num_rows, len(plan.decode_items_W6)
         target.slot_mapping_T[:rows].copy_(plan.slot_mapping_T[:rows])
         target.slot_mapping_T[rows:num_rows].fill_(PADDING_SLOT)

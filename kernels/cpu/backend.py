@@ -51,7 +51,7 @@ _STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class CpuBackend(TorchBackend):
-    """Backend in C++. Not thread-safe, as the torch backend. extension.py provides the library."""
+    """Backend in C++. Like the torch backend it is not thread-safe. extension.py provides the library."""
 
     name = "cpu"
     thresholds_all_rows = True
@@ -262,7 +262,7 @@ class CpuBackend(TorchBackend):
         self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Return NaN for a token that the table does not have."""
+        """Return the table's rows [T, H] of these tokens. In C++, a token outside the table gives a row of NaN."""
         if not _is_native(table_VH) or not table_VH.is_contiguous():
             return super().embed(table_VH, tokens_T)
         need(
@@ -349,8 +349,8 @@ class RecordedStep:
         self._checks = checks
 
     def replay(self) -> torch.Tensor:
-        """Run it again and return the result, which stays in place. Raises ValueError for a plan with indices out of
-        range."""
+        """Run the computation again and return its result, which is the same tensor each time. Raises ValueError for a
+        plan with indices out of range."""
         self._checks.check_again()
         self._calls.replay()
         return self._calls.result
@@ -368,7 +368,7 @@ def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a pool into the layout of the C++ kernels, where they serve it for a model in `dtype`.
+    """Return a copy of a pool, in the layout of the C++ kernels if they serve it for a model in `dtype`.
 
     Each head's keys [P, D] become [J, D, 16]. In bf16 they become [J, D / 2, 16, 2], and values [P / 2, D, 2]. Scales
     stay.
@@ -381,7 +381,7 @@ def to_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_native(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undo `to_native`."""
+    """Return a copy of a pool in the plain layout, which undoes `to_native`."""
     plain = kv_pool_B2KPD.clone()
     if has_native_layout(kv_pool_B2KPD, dtype):
         for there, here in zip(_as_plain(plain), _as_native(kv_pool_B2KPD), strict=True):
@@ -397,7 +397,7 @@ def _as_plain(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _as_native(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same views of a pool in the native layout."""
+    """Return the views of `_as_plain`, with the same shapes, of a pool in the native layout."""
     keys_BKPD, values_BKPD, together = _numbers_of(kv_pool_B2KPD)
     head_dim = keys_BKPD.shape[3]
     keys = (

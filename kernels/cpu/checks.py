@@ -34,13 +34,13 @@ class PlanChecks:
 
     @classmethod
     def keeping(cls) -> Self:
-        """Return checks that can `check_again`."""
+        """Return checks that keep every plan they have checked, for `check_again`."""
         checks = cls()
         checks._seen = []
         return checks
 
     def check_again(self) -> None:
-        """Repeat all checks, because the tensors may hold another step."""
+        """Repeat all checks that have passed, because the plans' tensors may hold another step."""
         for plan, num_blocks, num_positions in self._seen or ():
             _check_indices(plan, num_blocks, num_positions)
 
@@ -141,7 +141,8 @@ def check_nuclei(
 
 
 def _check_indices(plan: AttentionPlan, num_blocks: int, num_positions: int | None) -> None:
-    """Check indices in numpy: its calls cost less than PyTorch's and do not become part of a recorded step."""
+    """Check every index of a plan, in numpy: its calls cost less than PyTorch's and do not become part of a recorded
+    step."""
     tensors = (
         (plan.query_starts_R1, torch.int32),
         (plan.context_lens_R, torch.int32),

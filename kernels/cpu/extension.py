@@ -89,14 +89,14 @@ def _mapped_errors() -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return this user's cache folder, by the XDG rules."""
+    """Return the folder for builds in this user's cache, by the XDG rules."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return base / "blockyard" / "kernels"
 
 
 def build_name() -> str:
-    """Return the name of the build from these sources for this machine."""
+    """Return the name of a build: a hash of sources, compiler, flags, libc and this machine's vector units."""
     digest = hashlib.sha256()
     for part in (*_compiler(), *FLAGS, platform.machine(), *platform.libc_ver(), _vector_units()):
         digest.update(f"{len(part)} {part}\0".encode())
@@ -121,14 +121,15 @@ def _sources() -> list[Path]:
 
 
 def _vector_units() -> str:
-    """Return what -march=native reads."""
+    """Return the CPU's model and features, from which -march=native follows."""
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
 def _own_folder(folder: Path) -> Path:
-    """Create a folder that only this user can write to or replace, because its content is executed."""
+    """Create a folder, and check that only this user can write to it or replace it, because its content is executed.
+    Raises ExtensionUnavailable."""
     base = folder.parents[2]
     base.mkdir(parents=True, exist_ok=True)
     for level in (*reversed(folder.parents[:2]), folder):

@@ -110,7 +110,8 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
 
 
 class CpuLibrary:
-    """Each function takes whether the elements are bf16 instead of fp32, the number of threads, and its struct."""
+    """The functions of a loaded library. Each takes whether the elements are bf16 instead of fp32, the number of
+    threads, and its struct."""
 
     attend: Callable[..., None]
     place: Callable[..., None]
@@ -134,7 +135,7 @@ class CpuLibrary:
         return bool(self._has_linear(int(is_bf16)))
 
     def replay(self, threads: int, calls: "ctypes.Array[Call]") -> None:
-        """Run the calls one after the other."""
+        """Run recorded calls one after the other."""
         self.loaded.by_replay(ctypes.c_int(threads), calls, ctypes.c_int64(len(calls)))
 
 

@@ -23,7 +23,8 @@ def run_linear(
     bias_O: torch.Tensor | None,
     num_outputs: int,
 ) -> torch.Tensor:
-    """Return [T, O], computed by a linear of the library. Raises ValueError if weight and inputs do not fit."""
+    """Return x @ weight^T + bias [T, O], computed by `function`, a linear of the library. Raises ValueError if weight
+    and inputs do not fit."""
     need(weight.is_contiguous() and weight.is_cpu, "a weight in pieces, or in another memory")
     need(
         x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1 and x_TI.is_cpu,

@@ -14,7 +14,7 @@ from blockyard.kernels.cpu.native_linear import LANES, run_linear
 from blockyard.kernels.torch.huge_pages import advise_empty
 
 PANEL = 64
-"""Outputs that are computed together. Memory behind a weight's last group completes its last panel."""
+"""Outputs that are computed together. Zeros in memory behind a weight's last group complete its last panel."""
 
 
 def can_lay_out(library: CpuLibrary, weight_OI: torch.Tensor) -> bool:
@@ -70,5 +70,5 @@ def _inputs_together(weight: torch.Tensor) -> int:
 
 
 def _in_panels(groups: int) -> int:
-    """Round groups up to whole panels."""
+    """Return the number of groups, rounded up to whole panels."""
     return -(-groups * LANES // PANEL) * PANEL // LANES

@@ -23,7 +23,7 @@ _EMPTY_LIKE = torch.ops.aten.empty_like.default
 
 
 class NotRecordable(RuntimeError):
-    """Raised where PyTorch, and not the library, would compute a part."""
+    """Raised if PyTorch, and not the library, would compute a part of a recording."""
 
 
 class Arena:
@@ -47,7 +47,7 @@ class Arena:
 
 
 class RecordingLibrary(CpuLibrary):
-    """Runs and records each call."""
+    """Runs each call of the library, and records it in `calls`."""
 
     def __init__(self, library: CpuLibrary) -> None:
         super().__init__(library.loaded)
@@ -67,7 +67,7 @@ class RecordingLibrary(CpuLibrary):
 
 
 class Allocations(TorchDispatchMode):
-    """A mode in which PyTorch may only allocate, in the arena, and make views.
+    """A mode in which PyTorch may only allocate tensors, which lie in the arena, and make views.
 
     Raises NotRecordable for any other operation.
     """
@@ -103,7 +103,7 @@ class Allocations(TorchDispatchMode):
 
 
 class RecordedCalls:
-    """The calls of a recording, to be replayed. The result stays in place."""
+    """The calls of a recording, to be replayed. Each replay writes its result to the same tensor."""
 
     def __init__(self, library: RecordingLibrary, arena: Arena, result: torch.Tensor) -> None:
         self.result = result

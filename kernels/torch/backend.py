@@ -65,7 +65,7 @@ class _TokenInputs:
     slots: _Slots
 
     def are_of(self, plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> bool:
-        """Return whether they were made from these tensors."""
+        """Return whether these inputs were made from the plan's tensors and this rotary table."""
         return (
             self.positions_T is plan.positions_T
             and self.slot_mapping_T is plan.slot_mapping_T
@@ -75,7 +75,7 @@ class _TokenInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A plan as indices, for one pool geometry and data type."""
+    """A plan as indices into the pool, for one pool geometry and data type."""
 
     plan: AttentionPlan
     decode_groups: tuple[_DecodeGroup, ...]
@@ -83,8 +83,8 @@ class _Prepared:
 
 
 class TorchBackend:
-    """PyTorch backend. Not thread-safe: it remembers the indices of the last plan, and of the last plan of each window.
-    The content of a plan's tensors must not change once it has been used."""
+    """PyTorch backend. Not thread-safe: it remembers the token indices of the last plan, and the pool indices of the
+    last plan of each window. The content of a plan's tensors must not change once it has been used."""
 
     name = "torch"
     reads_items = False
@@ -272,8 +272,8 @@ def _prepare(plan: AttentionPlan, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtyp
 
 
 def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
-    """Cut decode rows, longest first, into groups that are well filled and not too large. `block_bytes` is the size of
-    a gathered block."""
+    """Return groups of decode rows of similar length, longest first, that are not too large. `block_bytes` is the size
+    of a gathered block."""
     groups: list[list[int]] = []
     gathered_tokens = [_gathered_tokens(plan, row) for row in range(plan.num_decodes)]
     longest = 0
@@ -291,7 +291,7 @@ def _similar_rows(plan: AttentionPlan, block_bytes: int) -> list[list[int]]:
 
 
 def _gathered_tokens(plan: AttentionPlan, row: int) -> int:
-    """Return how many tokens to gather, from the start of the first block that any query of the row sees."""
+    """Return how many tokens to gather for a row, from the start of the first block that any of its queries sees."""
     first_block = plan.first_visible_key(row) // plan.block_size
     return plan.context_lens[row] - first_block * plan.block_size
 
@@ -338,7 +338,7 @@ def _prepare_prefill(plan: AttentionPlan, row: int, num_kv_heads: int, dtype: to
 def _prefill_mask(
     query_len: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the mask of the last `query_len` of `num_keys` positions, or None for plain causal attention."""
+    """Return the mask [Q, L] of the last `query_len` of `num_keys` positions, or None for plain causal attention."""
     narrow = window is not None and num_keys > window
     if num_keys == query_len and not narrow:
         return None
@@ -393,7 +393,8 @@ def _attend_prefill(
     scale: float,
     out_TND: torch.Tensor,
 ) -> None:
-    """Carry the kv heads in the batch dimension: a group shares its keys by a stride of 0, not by a copy."""
+    """Attend a prefill row. The kv heads are the batch dimension, so that a group shares its keys by a stride of 0 and
+    not by a copy."""
     num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_TND.shape[2]
     gathered = gather(kv_pool_B2KPD, row.block_rows, q_TND.dtype)
     kv_2K1LD = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, row.keys]

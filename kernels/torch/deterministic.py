@@ -12,7 +12,8 @@ operation that rounds in an order of its own gets operands of one fixed shape:
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they are. A mean
 over the last dimension adds each row by itself. A quantised pool keeps all this: each head is quantised by itself, and
-reading back takes one product a number. fp32 on a CPU, for one number of threads. Slower by design.
+reading back takes one product a number. The mode computes in fp32 on a CPU, and its bits hold for one number of
+threads. It is slower by design.
 
 Shapes: as in backend.py. A keys of a chunk, M = query tile * G packed query rows.
 """
@@ -51,7 +52,7 @@ class _Row:
 
 
 class DeterministicTorchBackend(TorchBackend):
-    """PyTorch backend with fixed shapes. Not thread-safe, as the torch backend."""
+    """PyTorch backend with fixed shapes. Like the torch backend it is not thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +143,8 @@ def _first_chunk(tile_position: int, window: int | None) -> int:
 
 
 def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_heads: int) -> torch.Tensor:
-    """Return rows of whole chunks. Beyond the row's own blocks a chunk repeats block 0, as stale slots."""
+    """Return indices of whole chunks into the pool's rows. Beyond the sequence's own blocks they name block 0, whose
+    slots are stale."""
     context_len = plan.context_lens[row]
     first_block = first_chunk * CHUNK_TOKENS // plan.block_size
     owned = -(-context_len // plan.block_size)
@@ -155,7 +157,7 @@ def _chunked_block_rows(plan: AttentionPlan, row: int, first_chunk: int, num_kv_
 
 
 def _stale_slots(first_chunk: int, first_key: int, context_len: int, num_kv_heads: int) -> torch.Tensor:
-    """Return the slots that no query of the row sees."""
+    """Return the indices of the gathered slots that no query of the row sees."""
     key = torch.arange(first_chunk * CHUNK_TOKENS, -(-context_len // CHUNK_TOKENS) * CHUNK_TOKENS)
     stale = ((key < first_key) | (key >= context_len)).view(-1, 1, 1, CHUNK_TOKENS)
     return stale.expand(-1, 2, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1)

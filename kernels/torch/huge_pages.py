@@ -16,7 +16,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def advise_empty(tensor: torch.Tensor) -> None:
-    """Ask for huge pages for a tensor. Call it before anything is written to the tensor."""
+    """Ask for huge pages for a tensor on a CPU. Call this before anything is written to the tensor."""
     if tensor.device.type == "cpu":
         _advise(tensor.data_ptr(), tensor.nbytes, collapse=False)
 

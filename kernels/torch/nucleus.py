@@ -79,7 +79,7 @@ class FindsThresholds(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NucleusSearch:
-    """How a backend finds thresholds."""
+    """The function with which a backend finds thresholds."""
 
     find: FindThresholds = thresholds_by_sorting
     all_rows: bool = False
@@ -91,14 +91,14 @@ class NucleusSearch:
 
 
 BY_SORTING = NucleusSearch()
-"""Works on any device."""
+"""The search by sorting, which works on any device."""
 
 
 def _smallest_kept(
     sorted_FW: torch.Tensor, top_k_F: torch.Tensor, top_p_F: torch.Tensor, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the threshold and the number of kept tokens among the W most likely: within k, with less than p before
-    them."""
+    """Return each row's threshold [F] and number of kept tokens [F]. Of the W most likely tokens, those within k and
+    with less than p before them are kept."""
     width = sorted_FW.shape[1]
     cumulative_FW = sorted_FW.cumsum(dim=-1, dtype=torch.float64)
     mass_of_k_F = cumulative_FW.gather(1, (top_k_F - 1).clamp(max=width - 1)[:, None]).squeeze(1)

@@ -17,7 +17,8 @@ from blockyard.kernels.triton.quantised_heads import widened
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
-    """Return a @ b in fp32. WIDEN is for bf16 under the interpreter, which would multiply the bit patterns."""
+    """Return a @ b in fp32. WIDEN converts bf16 to fp32 first, because the interpreter would multiply its bit
+    patterns."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:

@@ -56,7 +56,7 @@ class TritonBackend:
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
-        """A graph that was captured with a smaller workspace still writes there."""
+        """Smaller workspaces of earlier steps. A graph that was captured with one still writes there."""
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]
@@ -205,7 +205,8 @@ class TritonBackend:
         )
 
     def _reserve(self, num_partials: int, num_heads: int, head_dim: int, device: torch.device) -> None:
-        """Grow the workspace, by half at least, so that slowly growing contexts do not allocate in each step."""
+        """Grow the workspace if it is too small, to 1.5 times the need, so that slowly growing contexts do not allocate
+        in each step."""
         rows = max(1, num_partials) * num_heads
         if self._lse.numel() < rows or self._lse.device != device:
             rows += rows // 2

@@ -57,7 +57,7 @@ def top_k_top_p_kernel(
 def _smallest_bits(
     weights_ptr, low, high, top_k, most_mass, vocab_size, BY_COUNT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Bisect the bits from low to high, and return the bits of the smallest number with few enough weights above it.
+    """Return the bits of the smallest number from `low` to `high` with few enough weights above it, found by bisection.
 
     Few enough is fewer than `top_k`, or a sum below `most_mass`. No weight is above `high`. The result is a weight or
     `low`, because all numbers between two weights have the same weights above them.

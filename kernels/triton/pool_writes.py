@@ -50,7 +50,8 @@ def launch_qk_norm_rope_write(
     kv_pool_B2KPD: torch.Tensor,
     plan: AttentionPlan,
 ) -> None:
-    """Launch the kernel. It leaves the keys in `heads_TXD` unchanged."""
+    """Launch `qk_norm_rope_write_kernel`. It overwrites the queries in `heads_TXD` and leaves the keys there
+    unchanged."""
     num_tokens, num_all_heads, head_dim = heads_TXD.shape
     num_kv_heads = kv_pool_B2KPD.shape[2]
     num_heads = num_all_heads - 2 * num_kv_heads

@@ -65,7 +65,9 @@ def quantised(x_KH, peak_K, NUMBER: tl.constexpr):
 
 @triton.jit
 def _e4m3_bits(y_KH):
-    """Return whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, added to where its exponent begins."""
+    """Return the e4m3 bits of fp32 numbers of at most 448, rounded to the nearest, ties to even. From 2^-6 on, a number
+    is 8 to 16 steps of 2^(exponent - 3), and below it 0 to 8 steps of 2^-9. The number of steps is added to the
+    exponent's code."""
     bits_KH = y_KH.to(tl.int32, bitcast=True)
     exponent_KH = tl.maximum(((bits_KH >> 23) & 0xFF) - 127, -6)
     steps_each_KH = ((127 + 3 - exponent_KH) << 23).to(tl.float32, bitcast=True)

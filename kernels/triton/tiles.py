@@ -43,8 +43,8 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def _fp32_keys(head_dim: int) -> int:
-    """Return keys a tile for fp32. Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8 KB a
-    thread."""
+    """Return the keys of a tile for fp32. Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8
+    KB a thread."""
     return 32 if head_dim <= 64 else 16
 
 

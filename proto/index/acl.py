@@ -6,7 +6,7 @@ each command that is sent is here: tests/security/test_redis_roles.py tries ever
 
 Routers read what clients send, so they may not load scripts. Workers may: a restarted Redis has no scripts, and no
 other process could load them again. A script may do no more than its caller. But the interpreter has had defects
-(CVE-2025-49844) that a prepared script could use.
+(CVE-2025-49844) that a crafted script could use.
 """
 
 from typing import Literal
@@ -36,6 +36,7 @@ def user_name(role: Role) -> str:
 
 
 def acl_rules(role: Role, cluster: str) -> str:
-    """Return all rights of a role, and no more, for `ACL SETUSER NAME on #SHA256 RULES`."""
+    """Return the RULES of `ACL SETUSER NAME on #SHA256 RULES`: all that a role may do with a cluster's keys, and no
+    more."""
     commands = (f"+{command}" for command in COMMANDS[role])
     return " ".join(("resetkeys", f"~{key_prefix(cluster)}*", "resetchannels", "-@all", *commands))

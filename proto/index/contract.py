@@ -19,16 +19,16 @@ FIRST_SEQUENCE = 1
 """The sequence number of the first batch applied under a fresh berth."""
 
 MAX_BATCH_NAMES = 512
-"""More names in one script would hold up every other client of Redis for about a millisecond."""
+"""Most names in one batch. Redis serves no other client while it applies them, about a millisecond."""
 
 MAX_PAGE_RECORDS = 256
-"""Parsing and verifying a page of this size blocks a reader's event loop for a few milliseconds."""
+"""Most records in one page. Parsing and verifying so many blocks a reader's event loop for a few milliseconds."""
 
 MAX_LISTED = 2048
-"""Records that `directory` returns, and berths that `lookup` returns by default."""
+"""Most records that `directory` returns, and most berths that `lookup` reads by default."""
 
 MAX_BERTHS = 65_535
-"""Berths are stored as u16, and 0 is never assigned."""
+"""The highest berth number, because berths are stored as u16. Number 0 is never assigned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class WorkerRecord:
     address: str
     """`host:port` of the engine session."""
     fingerprint: str
-    """Hex digest of the model. Routers refuse a worker with another fingerprint."""
+    """Hex digest of the model. A router refuses a worker whose model differs from its first worker's."""
     block_size: int
     proof: str = ""
     """Signature of the other fields by the cluster's secret (security/cluster_identity.py). Routers connect to no
@@ -49,7 +49,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Berth:
-    """A worker's number in the index. The random epoch tells this use of the number from every other.
+    """A worker's number in the index. Numbers are used again, and the random epoch tells this use from every other.
 
     A worker with a host cache has a second number, for the blocks that it holds in either memory. The pair has one
     epoch, one lease and one batch sequence, and every batch covers both. So both numbers live, lag and die together,
@@ -66,7 +66,8 @@ class Berth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The net difference of two prefix-closed caches, in an order that keeps every intermediate state prefix-closed."""
+    """The net change of a worker's cached blocks since its last batch. Applied in order, it never lists a block whose
+    parent is not listed."""
 
     sequence: int
     """Counts up by one from FIRST_SEQUENCE under each berth."""
@@ -75,7 +76,7 @@ class Batch:
     added: tuple[bytes, ...] = ()
     """Root-to-leaf: a parent before its child."""
     anywhere_removed: tuple[bytes, ...] = ()
-    """The same for the berth's second number. Without one it is ignored."""
+    """`removed` for the berth's second number. Ignored if the berth has none."""
     anywhere_added: tuple[bytes, ...] = ()
 
     @property
@@ -85,8 +86,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotCheck:
-    """A sample of what the index must say of a worker. It differs if a foreign client wrote to the index, or a batch
-    was lost."""
+    """Names that the index must list for a worker, and names that it must not: a sample. The index contradicts the
+    sample if a foreign client wrote to the index, or if the index lost a batch."""
 
     record: WorkerRecord
     held: tuple[bytes, ...] = ()
@@ -94,7 +95,7 @@ class SpotCheck:
     gone: tuple[bytes, ...] = ()
     """Names that were published as removed."""
     anywhere_held: tuple[bytes, ...] = ()
-    """The same for the berth's second number. Without one it is ignored."""
+    """`held` for the berth's second number. Ignored if the berth has none."""
     anywhere_gone: tuple[bytes, ...] = ()
 
 
@@ -107,7 +108,7 @@ class Holder:
     depth: int
     """Leading blocks on the GPU."""
     host_blocks: int = 0
-    """Blocks after those that are in host memory."""
+    """Blocks that follow those in the chain and lie in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +122,20 @@ class DirectoryPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeProgress:
-    """The result of one slice of the purge."""
+    """The result of one slice of the purge, which removes dead berths from the index slice by slice."""
 
     active: bool
     """A purge is under way and needs another slice."""
     next_bucket: int
     changed_entries: int
-    """Names from which this slice struck a dead berth, or garbage."""
+    """Names from which this slice removed a dead berth, or damaged data."""
     freed: tuple[int, ...] = ()
     """Berth numbers returned to the free list, because the purge is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexInfo:
-    """The size of the index. It is counted in slices, between which it changes."""
+    """The size of the index. It is counted slice by slice, and the index may change in between."""
 
     names: int
     """Distinct names of all berths, dead or alive."""
@@ -143,7 +144,7 @@ class IndexInfo:
     live_berths: int
     """Numbers with a running lease: two for a worker with a host cache."""
     dead_berths: int
-    """Numbers that have lapsed or retired and are not purged yet."""
+    """Numbers whose lease has lapsed, or that were retired, and that are not purged yet."""
 
 
 class ApplyResult(Enum):
@@ -165,7 +166,7 @@ class RenewResult(Enum):
 
 
 class ErrorKind(Enum):
-    """Why the index could not answer. Also the label of an error counter."""
+    """The reason why the index could not answer."""
 
     TIMEOUT = "timeout"
     CONNECTION = "connection"
@@ -175,7 +176,7 @@ class ErrorKind(Enum):
     READ_ONLY = "read_only"
     BERTHS_EXHAUSTED = "berths_exhausted"
     DAMAGED = "damaged"
-    """A key of ours has another type. The next registration recreates it."""
+    """A key of the index has another Redis type. The next registration deletes it."""
     REPLY = "reply"
 
 
@@ -188,24 +189,25 @@ class PrefixIndexError(Exception):
 
 
 class PrefixIndex(Protocol):
-    """The operations of the index. Every method but `info` and `directory` is one round trip. All raise
-    PrefixIndexError alone."""
+    """The operations of the index. Each takes one round trip, except `register`, `directory` and `info`. If the index
+    fails, they raise PrefixIndexError and nothing else."""
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
     ) -> Berth:
-        """Take a fresh, empty berth.
+        """Give a worker a fresh, empty berth. Raises PrefixIndexError if none is left.
 
         Retires an earlier berth of the same incarnation at once, so that a worker that registers again never stands in
-        the index twice. Leaves other incarnations alone: a zombie that registers again must not replace its successor,
-        and routers can tell them apart.
+        the index twice. Leaves other incarnations alone: an old process that registers again must not replace its
+        successor, and routers can tell them apart.
 
-        A worker with a host cache gets a second number, unless only one is left. Then only its GPU is in the index.
+        A worker with a host cache gets a second number, unless only one is left. Then the index lists only the blocks
+        on its GPU.
         """
         ...
 
     async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
-        """Apply removals, then additions, under both numbers, atomically."""
+        """Apply a batch atomically: removals, then additions, under each of the berth's numbers."""
         ...
 
     async def renew(
@@ -216,37 +218,37 @@ class PrefixIndex(Protocol):
         applied_sequence: int = 0,
         check: SpotCheck | None = None,
     ) -> RenewResult:
-        """Extend the lease.
+        """Let the berth's lease end `lease_seconds` from now.
 
-        Returns UNKNOWN also if the index has lost a batch that it once confirmed. `applied_sequence` is the last
-        confirmed one. So a fail-over to a stale replica shows before the next batch. Returns DAMAGED if the index
-        contradicts `check`.
+        Returns UNKNOWN also if the index has lost a batch that it once confirmed. `applied_sequence` is the number of
+        the last confirmed batch. So a fail-over to a stale replica shows before the next batch. Returns DAMAGED if the
+        index contradicts `check`.
         """
         ...
 
     async def retire(self, berth: Berth) -> None:
-        """Retire a berth: not live from now on, purgeable at once. An unknown berth is left alone."""
+        """End a berth's lease now, so that the next purge may remove it. An unknown berth is left alone."""
         ...
 
     async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
-        """Return each live worker that holds the first block of the chain, with the depths it holds. At most `most`
-        berths are read, and any may be left out."""
+        """Return each live worker that holds the first block of the chain, with how many leading blocks it holds. At
+        most `most` berths are read. Of more, any may be left out."""
         ...
 
     async def directory(self) -> list[WorkerRecord]:
-        """Return the incarnations with a running lease, MAX_LISTED at most. Two of one worker may stand side by side
-        for one lease. Takes one round trip for each page."""
+        """Return the incarnations with a running lease, MAX_LISTED at most. For one lease after a restart, it may list
+        two incarnations of one worker. Takes one round trip for each page."""
         ...
 
     async def directory_page(self, after: int = 0) -> DirectoryPage:
-        """Return records with a berth above `after`: up to MAX_PAGE_RECORDS, fewer where they are long."""
+        """Return the records of live berths above `after`: up to MAX_PAGE_RECORDS, fewer where they are long."""
         ...
 
     async def purge(self, *, slice_buckets: int = 64) -> PurgeProgress:
         """Advance the purge by one slice, and remove dead berths from the index.
 
         A berth is dead if it retired, or if its lease stayed lapsed for two leases while the index served without a
-        break. Any number of janitors may call this. They advance one shared purge, and each slice is atomic.
+        break. Any number of processes may call this. They advance one shared purge, and each slice is atomic.
         """
         ...
 
@@ -260,8 +262,8 @@ Depths = dict[tuple[WorkerId, Incarnation], int]
 
 
 def merge_tiers(on_gpu: Depths, anywhere: Depths) -> list[Holder]:
-    """Join what was found under first and second numbers. A worker without a second number holds nothing beyond its
-    GPU."""
+    """Join the depths found under first and under second numbers into holders. A worker without a second number counts
+    no host blocks."""
     return [
         Holder(
             worker_id=worker_id,

@@ -1,4 +1,4 @@
-"""The prefix index in Redis: one script call for each operation.
+"""The prefix index in Redis: each operation calls a script, which Redis runs atomically.
 
 Owns the connection's settings, the script calls, and the mapping of Redis's errors to PrefixIndexError. Does not own
 the layout (schema.py). The publisher and the router own retries, time-outs of placement, and when to renew.
@@ -47,7 +47,7 @@ MAX_FIELD_BYTES = 4 * MAX_RECORD_CHARACTERS
 MAX_IDENTITY_BYTES = 2 * MAX_FIELD_BYTES
 MAX_PAGE_BYTES = 1 << 18
 MAX_PAGES = 2 * MAX_LISTED // MAX_PAGE_RECORDS
-"""Pages that `directory` reads. A replaced server could send empty pages without end."""
+"""Most pages that `directory` reads. A replaced server could send empty pages without end."""
 MAX_BLOCK_SIZE_DIGITS = 9
 MAX_ERROR_CHARACTERS = 300
 _ADDRESS = re.compile(r"\S+:[0-9]{1,5}")
@@ -55,7 +55,7 @@ _DATABASE = re.compile(r"(/[0-9]*)?")
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError, which quotes nothing of the text, for a text that is no URL of a Redis."""
+    """Raise ValueError for a text that is no Redis URL. The error quotes none of it, because it may hold a password."""
     try:
         parts = urlsplit(url)
         is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
@@ -72,7 +72,7 @@ def check_url(url: str) -> None:
 
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
-    """Return a client that answers or fails within the time-out. Raises ValueError for a bad URL.
+    """Return a client whose connections and replies fail after the time-out. Raises ValueError for a bad URL.
 
     redis-py's own retries would hang for over 10 s on a stopped server, so they are off: the caller decides when to
     retry.
@@ -229,7 +229,8 @@ class RedisPrefixIndex:
         return IndexInfo(names=names, bytes=round(bytes_a_name * names), live_berths=live, dead_berths=dead)
 
     async def _call(self, script: str, *arguments: str | int | bytes, nothing: Any = None) -> Any:
-        """Call a script. A reader gets `nothing` if Redis has lost the scripts."""
+        """Call a script and return its reply. If Redis has lost the scripts, a reader gets `nothing`, and others load
+        them and call again."""
         evalsha: Any = self._client.evalsha
         sent = _digest(script), 1, self._prefix, *arguments
         with _mapped_errors():
@@ -252,7 +253,7 @@ class RedisPrefixIndex:
 
 @contextmanager
 def _mapped_errors() -> Iterator[None]:
-    """Raise PrefixIndexError for any failure. The server may be no Redis, or under foreign control."""
+    """Raise PrefixIndexError for any exception inside. The server may be no Redis, or under foreign control."""
     try:
         yield
     except PrefixIndexError:
@@ -279,15 +280,15 @@ def _counts(reply: Any, wanted: int) -> tuple[int, ...]:
 
 
 def _at_most(bound: int, items: Sequence[Any]) -> Sequence[Any]:
-    """Return the items, or raise ValueError if there are too many. They are not cut short: a failure opens the breaker,
-    so no more of them are read."""
+    """Return the items, or raise ValueError if there are too many. They are not cut short: errors open the router's
+    breaker, so that it reads no more such replies."""
     if len(items) > bound:
         raise ValueError(bound)
     return items
 
 
 def _printable(error: Exception) -> str:
-    """Return the text of an error, made safe. The server has chosen the text."""
+    """Return an error's text, cut short and without unprintable characters, because the server may have chosen it."""
     text = str(error)[:MAX_ERROR_CHARACTERS]
     return "".join(character if character.isprintable() else " " for character in text)
 
@@ -317,7 +318,8 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.DENIED
         case exceptions.BusyLoadingError():
             return ErrorKind.LOADING
-        # From 7 on Redis refuses a script before it runs. redis-py has these classes for it, without the code's word.
+        # From version 7 on Redis refuses such a script before it runs. redis-py then raises these classes, whose text
+        # lacks the error code.
         case exceptions.OutOfMemoryError():
             return ErrorKind.FULL
         case exceptions.ReadOnlyError():
@@ -352,7 +354,8 @@ def _check_arguments(check: SpotCheck) -> list[str | bytes]:
 
 
 def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]:
-    """Drop entries that our scripts did not write. No holder has more than `most_blocks` blocks."""
+    """Return the holders in a look-up's reply. Entries that our scripts cannot have written are dropped, such as depths
+    above `most_blocks`."""
     on_gpu: Depths = {}
     anywhere: Depths = {}
     for identity, depth in zip(reply[::2], reply[1::2], strict=True):
@@ -369,7 +372,7 @@ def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]
 
 
 def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:
-    """Return None for a record that our scripts did not write."""
+    """Return the record, or None if our scripts cannot have written it."""
     *facts, proof = fields
     if any(fact is None for fact in facts):
         return None

@@ -14,22 +14,23 @@ from redis.exceptions import InvalidResponse
 
 MAX_REPLY_BYTES = 2 << 20
 MAX_REPLY_ITEMS = 16_384
-"""Lines: each number, string and array has one. A look-up with 4,096 holders has 8,193."""
+"""Most lines of a reply: each number, string and array has one. A look-up with 4,096 holders has 8,193."""
 ITEMS_PER_TICK = 512
-"""Takes about 1 ms. Then other tasks get the event loop."""
+"""Lines read, in about 1 ms, before other tasks get the event loop."""
 _NULL = -1
 
 
 class BoundedParser(_AsyncRESP3Parser):
-    """redis-py's own parser, with bounds, for protocol 2 too. Without them it would read any length that a server
-    claims, as hiredis would. Raises InvalidResponse for a reply beyond the bounds, and the connection is closed."""
+    """redis-py's own parser of replies, with bounds. It reads protocol 2 too. Without bounds it would read any length
+    that a server claims, as hiredis would. Raises InvalidResponse for a reply beyond the bounds, and the connection is
+    closed."""
 
     def __init__(self, socket_read_size: int) -> None:
         super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
         self._num_items = 0
 
     async def handle_push_response(self, response: Any, **_: Any) -> None:
-        """Ignore the notice. One of maintenance would have the client log in at another host."""
+        """Ignore a notice of the server. A notice of maintenance would make the client log in at another host."""
 
     def on_disconnect(self) -> None:
         super().on_disconnect()  # type: ignore[no-untyped-call]
@@ -45,7 +46,8 @@ class BoundedParser(_AsyncRESP3Parser):
         return _AsyncRESP3Parser._read(self, length)
 
     def _readline(self) -> Coroutine[Any, Any, bytes]:
-        """Read a line. `_pos` counts the bytes that were read of the reply, at least two a line."""
+        """Read a line of a reply. Every ITEMS_PER_TICK lines, check the bounds and let other tasks run first. `_pos`
+        counts the bytes of the reply that were read."""
         self._num_items = num_items = self._num_items + 1 if self._pos else 1
         if self._pos > MAX_REPLY_BYTES or not num_items % ITEMS_PER_TICK:
             return self._readline_after_yielding()

@@ -12,7 +12,7 @@ Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
 | free       | SET  | berth numbers that may be used again
 | condemned  | SET  | berths that the running purge removes
 | claim      | HASH | holder, until (ms of Redis's clock): the running `up`, so that only one has this name
-| state      | HASH | next (highest number given), beat, beat_lease, since (service), cursor (purge)
+| state      | HASH | next (highest number given), beat (last renewal), beat_lease, since (service), cursor (purge)
 
 Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, which are small enough to
 stay listpacks. Bytes 1..7 are the field, so bucket and field hold all 64 bits. A collision costs one wrong hint. A
@@ -57,7 +57,7 @@ _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def key_prefix(cluster: str) -> str:
-    """Return the prefix of all keys. Raises ValueError for a name that would not be safe inside a key."""
+    """Return the prefix of all keys of a cluster. Raises ValueError for a name that would not be safe inside a key."""
     if not _CLUSTER_NAME.fullmatch(cluster):
         raise ValueError(f"cluster name must match {_CLUSTER_NAME.pattern}, got {cluster!r}")
     return f"blockyard:{cluster}:v{SCHEMA_VERSION}:"
@@ -69,7 +69,7 @@ def identity(worker_id: str, incarnation: str) -> str:
 
 
 def pack_names(names: Iterable[bytes]) -> bytes:
-    """Pack a whole chain into one argument: Redis parses one string, not one for each block."""
+    """Join the first 8 bytes of each name into one argument: Redis parses one string, not one for each block."""
     return b"".join([name[:INDEXED_NAME_BYTES] for name in names])
 
 

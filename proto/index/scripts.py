@@ -1,4 +1,4 @@
-"""The Lua scripts that work on the prefix index inside Redis, one for each operation of PrefixIndex.
+"""The Lua scripts that work on the prefix index inside Redis, one for each operation of RedisPrefixIndex.
 
 Owns the list of scripts and how their texts are put together. The scripts lie in lua/, and own atomicity and every rule
 about berths and leases. Does not own the layout (schema.py).

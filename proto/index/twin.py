@@ -175,7 +175,8 @@ class TwinPrefixIndex:
         return PurgeProgress(active=False, next_bucket=0, changed_entries=changed, freed=self._release())
 
     async def info(self) -> IndexInfo:
-        """Return the size. It counts the bytes of names and berth numbers alone, without their containers."""
+        """Return the size of the index. It counts the bytes of names and berth numbers alone, without their
+        containers."""
         self._check_available()
         holders = [held for bucket in self._buckets for held in bucket.values()]
         num_live = len(self._live())
@@ -198,7 +199,8 @@ class TwinPrefixIndex:
         return sorted(number for number in self._live() if not self._berths[number].is_anywhere)
 
     def _owned(self, berth: Berth) -> list[_BerthState]:
-        """Return the berth's states if the index knows it under this epoch, else nothing."""
+        """Return the states of the berth's numbers if the index knows all of them under its epoch, else an empty
+        list."""
         states = [state for number in _numbers(berth) if (state := self._berths.get(number)) is not None]
         owns_all = len(states) == len(_numbers(berth)) and all(state.epoch == berth.epoch for state in states)
         return states if owns_all else []

@@ -1,7 +1,7 @@
 """The exporter for Prometheus: an HTTP endpoint, for a process outside Ray.
 
 Owns how readings become series, how many clients may scrape at once, and for how long. Does not own what is read.
-Anyone who reaches the port may read it.
+Anyone who reaches the port may read the metrics.
 """
 
 import socket
@@ -27,7 +27,7 @@ SCRAPE_SECONDS = 10.0
 
 
 class ReadingsCollector(Collector):
-    """Reads at each scrape, on the endpoint's thread."""
+    """Takes new readings at each scrape, on the thread of the scraper's connection."""
 
     def __init__(self, source: Source, read: Callable[[], Readings]) -> None:
         self._source = source
@@ -41,7 +41,7 @@ class ReadingsCollector(Collector):
                 yield from self._families(metric, readings[metric.name])
 
     def _families(self, metric: Metric, reading: Reading) -> Iterator[Family]:
-        """Return the metric under its own name, and under vLLM's where those are wanted."""
+        """Yield the metric under its own name, and under each of vLLM's names if those are wanted."""
         yield self._family(metric, reading, metric.full_name, metric.label)
         for name in metric.vllm if self._source.names == "vllm" else ():
             yield self._family(metric, reading, name, metric.vllm_label)
@@ -63,7 +63,7 @@ class ReadingsCollector(Collector):
 
 
 def bounds(metric: Metric) -> list[str]:
-    """Return a histogram's values of `le`, the last of them +Inf."""
+    """Return the upper bounds of a histogram's buckets as values of the label `le`, the last of them +Inf."""
     return [*map(str, metric.buckets), "+Inf"]
 
 
@@ -103,7 +103,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._permits.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore it: a client that disconnects is no defect."""
+        """Ignore the error of a connection: a client that disconnects is no defect."""
 
 
 class _Server6(_Server):
@@ -117,7 +117,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 @contextmanager
 def metrics_endpoint(host: str, port: int, source: Source, read: Callable[[], Readings]) -> Iterator[str]:
-    """Serve metrics at the yielded URL while the context lives. Port 0 takes a free one. Raises OSError for a taken
+    """Serve metrics at the yielded URL until the context ends. Port 0 takes a free one. Raises OSError for a taken
     port, ValueError for an invalid one."""
     if not 0 <= port <= MAX_PORT:
         raise ValueError(f"the port of the metrics must be from 0 to {MAX_PORT}, not {port}")

@@ -1,4 +1,4 @@
-"""Every metric of the cluster: its name, kind, unit, labels, meaning, and vLLM's name of the same.
+"""Every metric of the cluster: its name, kind, unit, labels, meaning, and vLLM's names for it.
 
 Pure, and the only list. Workers and routers read the metrics that stand here, and both exporters make their series of
 it. Tests compare the table in docs/operating.md, the dashboard and the alerts with it. Does not own how anything is
@@ -40,9 +40,9 @@ OUTCOMES = (
 )
 """How a request ends: in success, by its client's disconnect, or by the reason of an error (router/errors.py)."""
 MOST_TENANTS = 32
-"""Values of the label `tenant`: 31 names and OTHER_TENANTS."""
+"""Most values of the label `tenant`: 31 names and OTHER_TENANTS."""
 OTHER_TENANTS = "other"
-"""Stands for all further tenants, and for calls that name none."""
+"""The value of the label `tenant` for all further tenants, and for calls that name none."""
 WORKER_STATES = ("connecting", "ready", "draining", "suspect", "refused", "lost")
 
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -1,4 +1,4 @@
 """Names on which all processes must agree: KV blocks, models, code versions, and identifiers of clients.
 
-Pure but for reading the files that are named.
+Reads the files that it names, downloads models from the hub, and keeps digests of weights on disk. All else is pure.
 """

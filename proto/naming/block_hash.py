@@ -59,7 +59,7 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Undo pack_tokens. Raises ValueError if the length is no multiple of 4 bytes."""
+    """Return the token ids that `pack_tokens` packed. Raises ValueError if the length is no multiple of 4 bytes."""
     tokens = array("i")
     tokens.frombytes(packed)
     if sys.byteorder == "big":
@@ -79,7 +79,7 @@ def chain(previous: bytes, token_ids: Iterable[int] | bytes, block_size: int) ->
 
 
 def split_names(packed: bytes) -> list[bytes]:
-    """Split one run of bytes into names of 16 bytes. Raises ValueError for a broken length."""
+    """Split one run of bytes into names of 16 bytes. Raises ValueError if the length is no multiple of 16."""
     if len(packed) % NAME_BYTES:
         raise ValueError(f"block names take {NAME_BYTES} bytes each, not {len(packed)} in all")
     return [packed[start : start + NAME_BYTES] for start in range(0, len(packed), NAME_BYTES)]

@@ -17,7 +17,7 @@ _SUFFIXES = (".py", ".cpp", ".h", ".lua")
 
 
 def package_folders() -> dict[str, Path]:
-    """Return the folder of each package, by its name."""
+    """Return the folder of each package, by its name. Raises ImportError if one is not installed."""
     folders = {}
     for name in PACKAGES:
         spec = find_spec(f"blockyard.{name}")
@@ -28,7 +28,7 @@ def package_folders() -> dict[str, Path]:
 
 
 def code_version() -> str:
-    """Return a version such as "0.1.0+3fa9c1d2e0ab"."""
+    """Return the version and a hash of all sources, such as "0.1.0+3fa9c1d2e0ab"."""
     digest = hashlib.sha256()
     for name, path in _sources():
         text = path.read_bytes()

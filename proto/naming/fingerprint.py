@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Hash name and content of the folder's tokenizer and chat template files, as sha256 in hexadecimal."""
+    """Return the sha256, in hexadecimal, of the names and contents of a folder's tokenizer and chat template files."""
     folder = Path(path)
     files = {file.name: file for pattern in TOKENIZER_PATTERNS for file in folder.glob(pattern)}
     fields: list[bytes] = [b"tokenizer"]
@@ -58,7 +58,8 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
 
 
 def weights_state(path: str | Path) -> dict[str, list[int]]:
-    """Return a state that stays equal as long as no shard is replaced or written."""
+    """Return the identity of each shard's file. The result stays equal as long as no shard is added, removed, replaced
+    or written."""
     return {shard.name: identity(shard.stat()) for shard in sorted(Path(path).glob("*.safetensors"))}
 
 

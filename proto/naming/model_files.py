@@ -18,7 +18,7 @@ from typing import Any
 CODE_KEY = "auto_map"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
-"""A name with such a suffix is no folder."""
+"""Suffixes of a model's files. A folder with such a suffix is refused."""
 _INSTEAD = "name a folder, or a repository on the hub, with config.json and safetensors files"
 OTHER_FORMATS = {
     ".gguf": f"GGUF weights only, a format that is not read: {_INSTEAD}, such as the model that they were made from",
@@ -43,8 +43,8 @@ def name_and_revision(model: str) -> tuple[str, str | None]:
 
 
 def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the chosen names. Without any, a folder has the last part of its path, and a hub model its full and its
-    short name."""
+    """Return the names under which a model is served: the chosen ones, if any. Else a folder has the last part of its
+    path, and a hub model its full and its short name."""
     if chosen:
         return tuple(dict.fromkeys(chosen))
     path = Path(name_or_path)
@@ -55,10 +55,10 @@ def model_names(name_or_path: str, chosen: Sequence[str] = ()) -> tuple[str, ...
 
 
 def resolve_model(model: str | Path, *, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
-    """Find the local folder of a model, and download files that are on the hub alone.
+    """Return the local folder of a model. Files of a hub model that are not in the local cache are downloaded.
 
-    A folder is taken as it is. From a hub repository, the files that match `patterns` and not `ignored` are taken.
-    Raises ValueError if the model is neither, or holds what must not be read.
+    Of a hub repository, only files that match `patterns` and not `ignored` are taken. Raises ValueError if the model is
+    neither a folder nor on the hub, or holds what must not be read.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -94,7 +94,7 @@ def _why_not(error: Exception) -> str:
 def hub_snapshot(
     model: str, *, patterns: Sequence[str], ignored: Sequence[str], dry_run: bool = False
 ) -> Any:
-    """Call the hub's snapshot_download for `NAME` or `NAME@REVISION`. Raises OSError or ValueError."""
+    """Return the result of the hub's snapshot_download for `NAME` or `NAME@REVISION`. Raises OSError or ValueError."""
     # Imported here: a worker that serves a local folder needs no hub client.
     from huggingface_hub import snapshot_download
 
@@ -111,12 +111,14 @@ def hub_snapshot(
 
 
 def resolve_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """Find the folder of the tokenizer: the model's own unless another is named. Raises ValueError as above."""
+    """Return the folder of the tokenizer: the model's own unless another is named. Raises ValueError as `resolve_model`
+    does."""
     return model_folder if tokenizer is None else resolve_model(tokenizer, patterns=TOKENIZER_FILES)
 
 
 def refuse_other_formats(folder: Path) -> None:
-    """Raise ValueError for a folder with weights, but none in safetensors. It names the format and what works."""
+    """Raise ValueError for a folder with weights, but none in safetensors. The error names the format and what to serve
+    instead."""
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     if any(file.suffix == ".safetensors" for file in files):
         return
@@ -126,7 +128,8 @@ def refuse_other_formats(folder: Path) -> None:
 
 
 def check_model_files(folder: Path) -> Path:
-    """Return the folder. Raises ValueError that names a file which cannot be read, or asks for code."""
+    """Return the folder if its files are safe to read. Raises ValueError that names a file which is no regular file, or
+    which names code of its own."""
     for file in sorted(folder.iterdir()):
         _check_kind(file)
     for name in NAMES_CODE:

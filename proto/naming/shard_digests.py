@@ -20,7 +20,8 @@ MAX_KEPT_BYTES = 4096
 
 
 def file_digest(path: Path) -> bytes:
-    """Return the digest of a file. Raises OSError, and ValueError for a file that changes meanwhile."""
+    """Return the sha256 of a file: the kept one if it is still valid, else computed and kept. Raises OSError, and
+    ValueError for a file that changes meanwhile."""
     with path.open("rb") as file:
         before = identity(os.fstat(file.fileno()))
         kept_at = _kept_at(path)
@@ -36,13 +37,13 @@ def file_digest(path: Path) -> bytes:
 
 
 def identity(status: os.stat_result) -> list[int]:
-    """Return what differs between a file and any other, and between a file before and after a write."""
+    """Return numbers that differ between any two files, and between one file before and after a write."""
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _kept_at(path: Path) -> Path | None:
-    """Return the path of a kept digest: one for each file, so that there are never more digests than files. None
-    without a home."""
+    """Return the path where a file's digest is kept. Each file has one, so there are never more digests than files.
+    None without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"

@@ -1,1 +1,1 @@
-"""The runtime of every process: logs, signals, garbage collection, and the grace period of a drain."""
+"""The runtime of every process: settings, logs, tasks, signals, garbage collection, and the grace period of a drain."""

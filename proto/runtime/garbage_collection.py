@@ -20,7 +20,8 @@ to 18 ms where most of them were garbage.
 @contextmanager
 def kept_out_of_garbage_collection() -> Iterator[None]:
     """Freeze what the process has loaded, while the context lives. The collector ignores frozen objects: with
-    transformers in memory, one collection would take 600 ms. It collects new objects in small portions."""
+    transformers in memory, one collection would take 600 ms. COLLECT_AFTER makes it collect new objects in small
+    portions."""
     gc.collect()
     thresholds = gc.get_threshold()
     gc.freeze()

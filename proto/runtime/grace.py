@@ -14,7 +14,8 @@ GRACE_RULE = f"must be from 0 to {MAX_GRACE_SECONDS:g}"
 
 
 def grace_seconds_of(request: DrainWorkerRequest) -> float | None:
-    """Return the grace period of a request, the default if it names none, or None if it is out of bounds."""
+    """Return a drain request's grace period in seconds, the default if it names none, or None if it is out of
+    bounds."""
     if not request.HasField("grace_seconds"):
         return DEFAULT_GRACE_SECONDS
     seconds = request.grace_seconds

@@ -36,7 +36,8 @@ class LogConfig:
 
     @classmethod
     def from_environment(cls, level: str | None = None, format: str | None = None) -> "LogConfig":
-        """Return the given values, else the environment's. Raises ValueError."""
+        """Return settings from the given values, else the environment's, else the defaults. Raises ValueError for bad
+        values."""
         return cls(
             level=(level or os.environ.get(LEVEL_VARIABLE) or "info").lower(),
             format=(format or os.environ.get(FORMAT_VARIABLE) or "text").lower(),
@@ -44,8 +45,8 @@ class LogConfig:
 
 
 def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
-    """Set up logging. `identity` says which process logs, such as worker_id and incarnation. Without a config the
-    environment's is taken. Raises ValueError for an unknown level or format."""
+    """Set up logging. `identity` says which process logs, such as worker_id and incarnation, and stands in JSON lines
+    alone. Without a config the environment's is taken. Raises ValueError for an unknown level or format."""
     config = LogConfig.from_environment() if config is None else config
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(identity) if config.format == "json" else TextFormatter())
@@ -54,7 +55,7 @@ def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
 
 @contextmanager
 def about(request_id: str) -> Iterator[None]:
-    """Give this request's id to every line that is logged inside."""
+    """Give this request's id to every line that is logged inside the context."""
     token = REQUEST_ID.set(request_id)
     try:
         yield
@@ -63,7 +64,7 @@ def about(request_id: str) -> Iterator[None]:
 
 
 class TextFormatter(logging.Formatter):
-    """Format for people. A line about a request ends with its id."""
+    """Formats lines for people. A line about a request ends with the request's id."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -74,7 +75,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Format one object a line: time (UTC), level, logger, message, request_id if there is one, and the identity."""
+    """Formats one object a line: time (UTC), level, logger, message and identity, and request_id and exception if there
+    is one."""
 
     def __init__(self, identity: dict[str, str]) -> None:
         super().__init__()

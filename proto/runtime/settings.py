@@ -60,7 +60,7 @@ class Description:
 
     help: str
     flag: str | None = None
-    """None: the field's name with hyphens."""
+    """None means the field's name with hyphens."""
     group: Group | None = None
     metavar: str | None = None
     minimum: float | None = None
@@ -105,7 +105,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingField:
-    """A described field of a settings class."""
+    """A field of a settings class that has a Description."""
 
     name: str
     kind: type
@@ -126,7 +126,8 @@ class SettingField:
         return self.default is False
 
     def check(self, value: Any, called: str) -> None:
-        """Raise ValueError, under this name, for a value out of bounds. None is within all bounds."""
+        """Raise ValueError for a value that is no choice or out of bounds. `called` is the setting's name in the error.
+        None always passes."""
         if value is None:
             return
         if self.choices and value not in self.choices:
@@ -175,14 +176,15 @@ def setting_field(owner: Any, name: str) -> SettingField:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first described field whose value is out of bounds."""
+    """Raise ValueError for the first described field with a bad value. `prefix` precedes the field's name in the
+    error."""
     owner: Any = type(config)
     for member in setting_fields(owner):
         member.check(getattr(config, member.name), prefix + member.name)
 
 
 def add_arguments(parser: argparse.ArgumentParser, owner: Any) -> None:
-    """Add an option for each described field; `given` reads them back."""
+    """Add an option to the parser for each described field. `given` returns the parsed values."""
     for member in setting_fields(owner):
         description = member.description
         attributes: dict[str, Any] = {"dest": member.name, "help": _escaped(description.help)}
@@ -206,7 +208,8 @@ def add_arguments(parser: argparse.ArgumentParser, owner: Any) -> None:
 
 
 def given(owner: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the described fields out of parsed options. Raises ValueError, which names the flag."""
+    """Return the values of the described fields out of parsed options. Raises ValueError, which names the flag, for a
+    bad value."""
     values = {}
     for member in setting_fields(owner):
         value = getattr(arguments, member.name)
@@ -218,7 +221,8 @@ def given(owner: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size: `60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError."""
+    """Return the bytes of a size: `60GB` is decimal, `60GiB` binary, `60` bytes. Raises ValueError for any other
+    text."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"a size is a number with B, KB, MB, GB, KiB, MiB or GiB, not {text!r}")
@@ -236,7 +240,8 @@ def _kind_and_choices(hint: Any) -> tuple[type, tuple[Any, ...]]:
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `parse` as a type for argparse, whose own message would name the function."""
+    """Wrap `parse` as a type for argparse, so that its error shows the message of `parse` and not the function's
+    name."""
 
     def read(text: str) -> Any:
         try:

@@ -8,5 +8,6 @@ import signal
 
 
 def end_at_sigterm() -> None:
-    """Restore the default action of SIGTERM. Ray's own handler waits for calls that never end, until it is killed."""
+    """Restore the default action of SIGTERM. Ray's own handler waits for calls that never end, until the process is
+    killed."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

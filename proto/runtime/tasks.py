@@ -51,7 +51,7 @@ class BackgroundTasks:
     async def aclose(self) -> None:
         """Cancel all tasks and wait for their end, those too that start meanwhile.
 
-        A task may close its own owner: it is not cancelled.
+        A task that closes its own owner is not cancelled.
         """
         while others := self._tasks - {asyncio.current_task()}:
             await cancel_and_wait(*others)

@@ -1,7 +1,7 @@
 """PEM files of certificates and keys: read, checked, and read again when they change.
 
-Owns the refusal of files that could never be used: no pair, no PEM, a certificate that has expired or is not valid yet.
-Does not own what is made of the files (tls.py).
+Owns the refusal of files that cannot be used: no pair, no PEM, a certificate that has expired or is not valid yet. Does
+not own what is made of the files (tls.py).
 """
 
 import logging
@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 
 def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
-    """Read a private key and its certificate, valid now. Raises ValueError that names the files."""
+    """Return a private key and its certificate chain, in PEM and valid now. Raises ValueError that names the files."""
     pair = read_secret_file(key, "TLS key")[0], read_file(cert, "TLS certificate")
     # gRPC itself would report nothing, and fail every handshake.
     try:
@@ -48,7 +48,7 @@ def read_pair(key: str, cert: str) -> tuple[bytes, bytes]:
 
 
 def read_ca(path: str) -> bytes:
-    """Read certificates of which at least one is valid now: an old and a new one may lie side by side.
+    """Return CA certificates in PEM, of which at least one is valid now: an old and a new one may lie side by side.
 
     Raises ValueError that names the file.
     """
@@ -66,7 +66,7 @@ def read_ca(path: str) -> bytes:
 
 
 def no_password() -> str:
-    """Return no password, instead of asking on the terminal."""
+    """Raise ValueError, because the key has a password. Without this function OpenSSL would ask on the terminal."""
     raise ValueError("the key has a password")
 
 
@@ -96,7 +96,7 @@ class Reloaded(Generic[Made]):
     """
 
     def __init__(self, paths: Sequence[str], make: Callable[[], Made]) -> None:
-        """Raise what `make` raises."""
+        """Make the first value. Raises what `make` raises."""
         self._paths = paths
         self._make = make
         self._lock = Lock()
@@ -107,7 +107,8 @@ class Reloaded(Generic[Made]):
         self._made = make()
 
     def current(self) -> Made:
-        """Return the value made last, from the files as they are. Blocks for MAX_WAIT_SECONDS at most."""
+        """Return the value made last. If the last check of the files is CHECK_SECONDS old, check them first, and wait
+        for that MAX_WAIT_SECONDS at most."""
         if check := self._new_check():
             check.join(MAX_WAIT_SECONDS)
             if check.is_alive():
@@ -141,7 +142,8 @@ class Reloaded(Generic[Made]):
                 logger.info("read again: %s", ", ".join(self._paths))
 
     def _states(self) -> list[tuple[int, ...] | None]:
-        """Return the states of the files. Links are followed: a Kubernetes Secret changes by them."""
+        """Return each file's device, inode, size and time of last write, or None if it is missing. Links are followed:
+        a Kubernetes Secret changes by them."""
         return [_state_of(path) for path in self._paths]
 
 

@@ -19,9 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 CERTIFICATE_LIFE = timedelta(days=8)
-"""Life of a certificate. Processes issue new ones each day, and check one only at connection time."""
+"""Time for which a certificate is valid. Processes replace their own at least daily, and check one only when a
+connection begins."""
 CLOCK_SKEW = timedelta(days=1)
-"""Largest difference of the clocks of two nodes: a certificate is valid from this long before it is issued."""
+"""Largest tolerated difference of two nodes' clocks: a certificate is valid from this long before it is issued."""
 _AUTHORITY_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "blockyard session authority")])
 _AUTHORITY_LIFE = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 """The same in each process. The authority ends with the secret, not by a date."""

@@ -1,6 +1,6 @@
-"""Tells whether an address is loopback, where only this machine's users can listen, or covers all interfaces. Pure.
+"""Tells whether an address is loopback, which only this machine can reach, or covers all interfaces. Pure.
 
-Names are not looked up: a host that is not known to be loopback is not.
+Names are not looked up: but for `localhost`, a name does not count as loopback.
 """
 
 from ipaddress import ip_address
@@ -27,7 +27,7 @@ def is_every_interface(host: str) -> bool:
 
 
 def without_brackets(host: str) -> str:
-    """Return the host as sockets take it."""
+    """Return the host as sockets take it: an IPv6 address has no brackets."""
     return host.removeprefix("[").removesuffix("]")
 
 

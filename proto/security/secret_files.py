@@ -11,12 +11,13 @@ MAX_BYTES = 4 * 1024 * 1024
 
 
 def read_file(path: str | Path, what: str) -> bytes:
-    """Read a file. Raises ValueError that names `what` and the file."""
+    """Return a file's content. Raises ValueError, which names `what` and the file, if it cannot be read or is too
+    large."""
     return _read(Path(path), what)[0]
 
 
 def read_secret_file(path: str | Path, what: str) -> tuple[bytes, os.stat_result]:
-    """Read a secret file, and return its content and its state at that time.
+    """Return the content of a secret file and its state at that time.
 
     Raises ValueError that names `what` and the file. It also does so for a file that everybody may read or others than
     its owner may change. It refuses anything but a regular file, because a pipe never ends.

@@ -1,7 +1,7 @@
-"""TLS on every port: the credentials made from its files. Files that change count for the next connection.
+"""TLS credentials of every port, made from its files. Changed files take effect for new connections.
 
-Does not own which files there are (tls_files.py), how they are read (certificate_files.py), or the client's side of the
-public port (router/client/connection.py).
+Does not own which files there are (tls_files.py) or how they are read (certificate_files.py).
+router/client/connection.py owns the client's side of the public port.
 
 On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
 cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
@@ -23,11 +23,12 @@ from blockyard.proto.security.tls_files import ServerTls, SessionTls
 SESSION_NAME = "blockyard-session"
 """The DNS name in every session certificate."""
 REISSUE_SECONDS = 24 * 3600.0
-"""Life of a worker's certificate that it made itself. Routers issue one for each connection."""
+"""Age at which a worker replaces a certificate that it issued to itself. Routers issue one for each connection."""
 
 
 def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredentials | None:
-    """Return the credentials, or None for a port in plaintext. Raises ValueError for files that cannot be used."""
+    """Return a gRPC server's credentials, or None for a port in plaintext. Raises ValueError for files that cannot be
+    used."""
     if tls is None:
         return None
     client_ca = tls.ca if isinstance(tls, SessionTls) else tls.client_ca
@@ -54,9 +55,9 @@ def _dynamic(
     *,
     asks_for_certificate: bool,
 ) -> grpc.ServerCredentials:
-    """Return credentials that follow changed files. gRPC calls `changed` for each connection, on a thread of its own.
-    None keeps the current ones."""
-    # Its types omit None, which its documentation allows.
+    """Return credentials that begin with `first`. For each connection, gRPC asks `changed` for newer ones, on a thread
+    of its own. None keeps the current ones."""
+    # gRPC's types omit None, which its documentation allows.
     fetcher = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)
     return grpc.dynamic_ssl_server_credentials(
         first, fetcher, require_client_authentication=asks_for_certificate
@@ -70,8 +71,8 @@ def _paths(*paths: str | None) -> list[str]:
 def session_server_credentials(
     files: SessionTls | None, *, secret: str, cluster: str
 ) -> grpc.ServerCredentials | None:
-    """Return a worker's credentials, which demand a certificate of the client too. None means plaintext: there are
-    neither files nor a secret. Raises ValueError for files that cannot be used."""
+    """Return the credentials of a worker's session port, which demand a certificate of the client too. None means
+    plaintext: there are neither files nor a secret. Raises ValueError for files that cannot be used."""
     if files is not None or not secret:
         return server_credentials(files)
     issued_at = time.monotonic()
@@ -92,8 +93,8 @@ def session_server_credentials(
 
 
 def https_context(tls: ServerTls | None) -> ssl.SSLContext | None:
-    """Return the same for a port that speaks HTTP. None for plaintext. Raises ValueError for files that
-    cannot be used."""
+    """Return the TLS context of a port that speaks HTTP, or None for plaintext. Raises ValueError for files that cannot
+    be used."""
     if tls is None:
         return None
     return _HttpsContext.of(tls)
@@ -112,7 +113,7 @@ class _HttpsContext(ssl.SSLContext):
 
     @classmethod
     def of(cls, tls: ServerTls) -> "_HttpsContext":
-        """Build the context of a port. Raises ValueError."""
+        """Build the context of a port. Raises ValueError for files that cannot be used."""
         port = cls(ssl.PROTOCOL_TLS_SERVER)
         files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
         port._current, port._asks_for_certificate = files.current, tls.client_ca is not None
@@ -132,8 +133,8 @@ class _HttpsContext(ssl.SSLContext):
 
 
 def _unresumable(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Return a new context with the certificates and CAs of the given one. OpenSSL looks for sessions in the first
-    alone."""
+    """Return a new context whose connections switch to the given one at their first message. OpenSSL looks for earlier
+    sessions in the new one alone, which has none."""
 
     def proceed(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         connection.context = context
@@ -175,8 +176,8 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
 def session_channels(
     files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
 ) -> Callable[[str], grpc.aio.Channel]:
-    """Return how a router connects to a worker's address. Plaintext without files and without a secret. Raises
-    ValueError for files that cannot be used."""
+    """Return a function that opens a router's channel to a worker's address, in plaintext if there are neither files
+    nor a secret. Raises ValueError for files that cannot be used."""
     if files is not None:
         own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))
         return partial(_session_channel, own.current, options)

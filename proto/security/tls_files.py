@@ -29,7 +29,8 @@ class SessionTls:
 
 
 def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls | None:
-    """Combine three options, of which all or none are given. Raises ValueError."""
+    """Return the files of the session port, or None if no option is given. Raises ValueError if only some of the three
+    are."""
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None or ca is None:
@@ -38,7 +39,8 @@ def session_tls(cert: str | None, key: str | None, ca: str | None) -> SessionTls
 
 
 def server_tls(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
-    """Combine three options, of which the first two are given together or not at all. Raises ValueError."""
+    """Return the files of the public port, or None if no option is given. Raises ValueError if some are given, but not
+    both `cert` and `key`."""
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:

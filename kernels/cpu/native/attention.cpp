@@ -51,7 +51,8 @@ struct Attention {
 };
 
 // `count` tokens of each of `num_rows` rows, from a row's query `first` on. They are many tokens of one row, or one
-// token each of many decodes that have their first `shared` keys in the same blocks. Neither number is 0.
+// token each of many decodes that have their first `shared` keys in the same blocks. Neither `count` nor `num_rows` is
+// 0.
 struct Item {
     const int* rows;
     int num_rows, first, count, head;
@@ -105,7 +106,7 @@ struct Part {
     const float *key_scales, *value_scales;
 };
 
-// Fill in the parts of a tile, as many as it has.
+// Write the tile's parts, of 16 keys each, to `parts`, and prefetch their scales, if they have any.
 template <class S>
 static inline void locate(const Attention& a, int head, const Tile& tile, Part<S>* parts) {
     const int32_t* table = a.table + tile.row * a.table_stride;
@@ -124,7 +125,7 @@ static inline void locate(const Attention& a, int head, const Tile& tile, Part<S
     }
 }
 
-// A register of stored numbers, of bf16 pairs.
+// A register of stored numbers, which are bf16 pairs if the pool is bf16.
 template <class S>
 using Held = std::conditional_t<TOGETHER<S> == 2, Words, Floats>;
 template <class S>
@@ -144,9 +145,9 @@ static inline void add_product(Floats& sum, const float* x, Words y) {
 }
 #endif
 
-// Each call prefetches a part of the next tile into the second cache, because two tiles of floats do not fit the first.
-// Blocks lie scattered, so no hardware prefetcher finds the next one. All prefetches at once would wait for one
-// another.
+// Write the scaled scores of R rows with J parts. Each call prefetches a part of the next tile into the second cache,
+// because two tiles of floats do not fit the first. Blocks lie scattered, so no hardware prefetcher finds the next one.
+// All prefetches at once would wait for one another.
 template <class S, int R, int J>
 static inline void score(const Input<S>* q, int64_t dim, float scale, const Part<S>* parts, const Part<S>* next,
                          float* scores) {
@@ -169,10 +170,10 @@ static inline void score(const Input<S>* q, int64_t dim, float scale, const Part
         }
 }
 
-// The weights of a row, in place of its scores.
+// Weights from one row to the next. They lie in place of the row's scores.
 template <class S>
 constexpr int ROW_WEIGHTS = TILE_KEYS * sizeof(float) / sizeof(Input<S>);
-// Masks of the parts of a pair that are kept.
+// Masks of a bf16 pair: which of the two values count.
 constexpr uint32_t FIRST = 0xffffu, SECOND = 0xffff0000u, BOTH = FIRST | SECOND;
 
 template <class S, int R, int J>
@@ -226,8 +227,8 @@ static inline float soften(float* scores, const Part<S>* parts, int num_parts, i
     return rescale;
 }
 
-// `next` is the item's first tile, and then that of the following item. `take` gives that item, or null, when the last
-// tile begins. Returns it.
+// Compute one item. `next` holds the parts of its first tile, and at the end those of the following item's. When the
+// last tile begins, `take` gives the following item, or null. Return that item.
 template <class T, class S, class F>
 static const Item* attend_item(const Attention& a, const Item& item, F take, Part<S>* next, std::vector<float>& scratch) {
     const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, num_packed = item.num_tokens() * group;
@@ -301,7 +302,8 @@ static int64_t keys_in_common(const Attention& a, int left, int right, int64_t m
     return std::min(most, alike * a.block_size) / TILE_KEYS * TILE_KEYS;
 }
 
-// Decodes that form one item: `count` of the sorted rows from `first` on. `keys` are all that they see.
+// Decodes that form one item: `count` of the sorted rows from `first` on. They share `shared` keys, and see `keys` in
+// all.
 struct Group {
     int first, count;
     int64_t shared, keys;
@@ -309,7 +311,7 @@ struct Group {
 
 // Sort the decodes, and partition them so that the most key reads are saved. A group fills at most an item's packed
 // rows, and saves at least LEAST_SAVED of its keys. It keeps a thread busy for at most half of its share, or others
-// would wait for it. Most keys first. Under a window nothing is shared.
+// would wait for it. Return the groups, most keys first. Under a window nothing is shared.
 static std::vector<Group> group_decodes(const Attention& a, int* rows, int num_decodes, int threads) {
     const int most = a.window ? 1 : std::max<int64_t>(1, ITEM_ROWS * a.num_kv_heads / a.num_heads);
     if (most > 1) sort_decodes(a, rows, num_decodes);
@@ -365,8 +367,8 @@ static void attend(const Attention& a, int threads) {
     {
         std::vector<float> scratch;
         Part<S> next[TILE_PARTS] = {};
-        // A free thread takes an item, and the following one a tile ahead. During the last tile of an item it
-        // prefetches the first tile of the next.
+        // A thread takes its next item when the last tile of its present one begins, and prefetches the next one's
+        // first tile meanwhile.
         auto take = [&]() -> const Item* {
             const size_t i = num_taken++;
             return i < items.size() ? &items[i] : nullptr;

@@ -29,8 +29,8 @@ constexpr int GROUPS = 1;
 using Activation = int16_t;
 #endif
 
-// Write a row raised by 128 into q, and return its scale. A value that is not finite makes the scale NaN, and so the
-// result.
+// Write a row, in 8 bits and raised by 128, into q, and return its scale. A value that is not finite makes the scale
+// NaN, and so the result.
 template <class T>
 static float quantise(const T* x, Activation* q, int64_t width) {
     f32x16 highest = {}, finite = {};
@@ -53,7 +53,7 @@ static float quantise(const T* x, Activation* q, int64_t width) {
     return scale;
 }
 
-// The sums of R rows and G groups of outputs. A line holds four inputs of each group.
+// Compute the sums of R rows and G groups of outputs. A line holds four inputs of each group.
 #ifdef __AVX512VNNI__
 template <int R, int G>
 static inline void add_up(const uint8_t* q, int64_t num_inputs, const int8_t* weight, int64_t group_bytes, i32x16 (&result)[R][G]) {

@@ -30,7 +30,7 @@ struct e4m3 {
     uint8_t bits;
 };
 
-// Stored numbers that are multiplied by a scale.
+// Whether stored numbers have 8 bits and are multiplied by a scale.
 template <class S>
 constexpr bool QUANTISED = sizeof(S) == 1;
 // The largest magnitude of a stored number.
@@ -93,7 +93,8 @@ static inline f32x16 load(const int8_t* p) {
     memcpy(&numbers, p, sizeof numbers);
     return __builtin_convertvector(widened(numbers), f32x16);
 }
-// Of bits widened with their sign. Read as those of an fp32, exponent and mantissa are 2^120 times too small.
+// Return the numbers of e4m3 bits, which were widened with their sign. Read as those of an fp32, exponent and mantissa
+// are 2^120 times too small.
 template <class F, class U>
 static inline F from_e4m3(U bits) {
     return (F)(bits << 20 & 0x87f00000u) * 0x1p120f;
@@ -104,7 +105,7 @@ static inline f32x16 load(const e4m3* p) {
     return from_e4m3<f32x16>((u32x16)widened(numbers));
 }
 static inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof v); }
-// Round to 16 bits each. NaN, where `is_nan`, stays NaN.
+// Round the bits of fp32 numbers to bf16. NaN, where `is_nan`, stays NaN.
 template <class U, class M>
 static inline U rounded_to_bf16(U bits, M is_nan) {
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -169,7 +170,8 @@ static inline void store(int8_t* p, f32x16 v) {
     i8x16 numbers = __builtin_convertvector(wide, i8x16);
     memcpy(p, &numbers, sizeof numbers);
 }
-// Whole steps of the number's binade, 8 to 16, or 0 to 8 below 2^-6, added to where its exponent begins.
+// From 2^-6 on, a number is 8 to 16 steps of 2^(exponent - 3), and below it 0 to 8 steps of 2^-9. The number of steps
+// is added to the exponent's code.
 static inline void store(e4m3* p, f32x16 v) {
     i32x16 bits = (i32x16)v, exponent = (bits >> 23 & 0xff) - 127;
     exponent = exponent < -6 ? i32x16{} - 6 : exponent;
@@ -222,7 +224,7 @@ static inline float sum_of(V v) {
     return reduced(v, [](V a, V b) { return a + b; });
 }
 
-// 2^x up to x = 126, 0 below -126; relative error 2e-7 (the polynomial of Cephes' exp2f).
+// Return 2^x for x up to 126, and 0 below -126; relative error 2e-7 (the polynomial of Cephes' exp2f).
 template <class V>
 static inline V exp2_of(V x) {
     using Whole = decltype(x < x);
@@ -260,7 +262,7 @@ static inline void stored_as(bool is_bf16, int64_t stored, F f) {
     is_bf16 ? of(bf16()) : of(float());
 }
 
-// With fewer elements, of rows or of a matrix, waking other threads costs more than they save.
+// With fewer elements of rows, or weights of a matrix, waking other threads costs more than they save.
 constexpr int64_t PARALLEL_ELEMENTS = 32768;
 constexpr int64_t PARALLEL_WEIGHTS = 1 << 18;
 

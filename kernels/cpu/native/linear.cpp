@@ -22,8 +22,8 @@ constexpr int GROUPS = 4;
 constexpr int PANEL = GROUPS * LANES;
 constexpr int64_t DEPTH = 128;
 constexpr int64_t LINE = 64;  // of a cache, in bytes
-// The rows of a tile that takes so many groups at once, and the groups for so many rows. Their sums have 24 of 32
-// registers, or at most 12 of 16.
+// `rows_with` gives the rows of a tile that takes so many groups at once, `with_groups` the groups for so many rows.
+// Their sums have 24 of 32 registers, or at most 12 of 16.
 #ifdef __AVX512F__
 constexpr int64_t MANY_TILES = 16;
 constexpr int rows_with(int) { return 6; }
@@ -41,7 +41,7 @@ static inline void with_groups(int64_t rows, F f) {
                : f(std::integral_constant<int, GROUPS>());
 }
 #endif
-// Rows at once. Their inputs stay in the cache, and their copies stay small.
+// Most rows computed at once. Their inputs stay in the cache, and their copies stay small.
 constexpr int64_t MOST_ROWS = 256;
 // With several threads, few panels of many rows are also split by rows, into items of at least so many. So no thread is
 // idle, or waits long for the last item.
@@ -65,7 +65,8 @@ static inline void add_products(const float* x, int64_t stride, const float* wei
         for (int v = 0; v < G * PARTS; v++) sum[r][v] += factor * values[v];
     }
 }
-// The pairs are loaded twice. Kept, they would take registers from the sums.
+// The same for bf16 without an instruction for it. The pairs are loaded twice: kept, they would take registers from the
+// sums.
 template <int R, int G>
 static inline void add_products(const float* x, int64_t stride, const bf16* weight, int64_t apart, Sums<R, G>& sum) {
     auto some = [&](int which, auto widened) {
@@ -126,7 +127,7 @@ static inline void as_constant(int64_t n, F f) {
     if constexpr (MOST > 0) n == MOST ? f(std::integral_constant<int, MOST>()) : as_constant<MOST - 1>(n, f);
 }
 
-// The part of tile `tile` in the piece of G groups that begins at `next`.
+// Set which part of the next piece, of G groups from `next` on, the tile `tile` of `tiles` fetches.
 template <int G, class W>
 static inline void share_out(Piece<W>& piece, const W* next, int64_t tile, int64_t tiles) {
     auto first_of = [&](int64_t group) { return (group * tiles + G - 1) / G; };

@@ -59,8 +59,8 @@ class Bins {
         }
     }
 
-    // The largest weights, at most so many, and each with less than `most_mass` before it. The very largest is always
-    // among them.
+    // Keep the largest weights: at most `most`, each with less than `most_mass` before it. The very largest is always
+    // kept. Return the least kept weight, and the sum.
     Kept largest(int64_t most, double most_mass) {
         int bin = NUM_BINS - 1;
         while (!bins[bin].count) bin--;

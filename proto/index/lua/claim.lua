@@ -1,4 +1,4 @@
--- Claims the cluster's name for one `up`. A claim that runs longer than ours ever do does not count.
+-- Claims the cluster's name for one `up`. A stored claim that ends later than a fresh one would does not count.
 -- ARGV: holder, lease (ms). Returns {1}, or {0} while another holder's claim runs.
 -- include prelude
 

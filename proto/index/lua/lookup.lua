@@ -22,7 +22,8 @@ local function holders(index)
   return found
 end
 
--- `at_low` hold block `low`, `at_high` hold block `high`. A berth in the first alone ends between the two.
+-- Set the depth of berths that end between blocks `low` and `high`. `at_low` hold block `low`, and `at_high` block
+-- `high`. A berth in `at_low` alone ends between the two.
 local function narrow(low, high, at_low, at_high)
   if #at_low == #at_high then return end
   if high - low > 1 then

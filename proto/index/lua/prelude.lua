@@ -60,7 +60,8 @@ local function pair(berth, anywhere)
   return {berth, anywhere}
 end
 
--- A berth without a lease entry is refused too, because the purge removes every berth that is not in `leases`.
+-- Return whether all these berths have this epoch. A berth without a lease entry is refused too, because the purge
+-- removes every berth that is not in `leases`.
 local function owns(berths, epoch)
   for _, berth in ipairs(berths) do
     if redis.pcall('HGET', berth_key(berth), 'epoch') ~= epoch then return false end
@@ -69,8 +70,9 @@ local function owns(berths, epoch)
   return true
 end
 
--- Any worker's heartbeat proves that Redis served. A silence longer than a lease was an outage, or the clock was set
--- forward. A clock that was set back would keep dead workers alive until it has caught up.
+-- Note a heartbeat, which any worker's registration or renewal is. It proves that Redis served. A silence longer than a
+-- lease was an outage, or the clock was set forward. A clock that was set back would keep dead workers alive until it
+-- has caught up.
 local function beat(now, lease_ms)
   local last = tonumber(redis.call('HGET', state, 'beat')) or 0
   if math.abs(now - last) > lease_ms then redis.call('HSET', state, 'since', now) end

@@ -6,7 +6,8 @@
 local slice_buckets, slice_entries, num_buckets = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local condemned = prefix .. 'condemned'
 
--- A condemned berth has no epoch, so nothing can be written under its number during the purge.
+-- Put the dead berths into `condemned`. They have no epoch, so nothing can be written under their numbers during the
+-- purge.
 local function condemn()
   local now, service = now_ms(), redis.call('HMGET', state, 'beat', 'beat_lease', 'since')
   local last_beat, beat_lease = tonumber(service[1]) or 0, tonumber(service[2]) or 0

@@ -7,7 +7,8 @@ local epoch, lease_ms, max_berths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]
 local worker_id, incarnation, has_host_cache, suffix = ARGV[4], ARGV[5], ARGV[9] == '1', ARGV[10]
 local now, identity = now_ms(), worker_id .. '\0' .. incarnation
 
--- A key of another type would fail every later script. After such damage the next purge covers the whole index.
+-- Delete a key of another type, which would fail every later script. After such damage the next purge covers the whole
+-- index.
 local is_damaged = false
 local function repair(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -21,7 +22,7 @@ local function retire_earlier(owner)
   if earlier then retire(earlier) end
 end
 
--- Entries left from an earlier use of the number would be taken for those of the new worker.
+-- Return whether no berth has this number. Entries left from an earlier use would be taken for those of the new worker.
 local function is_unused(number)
   if number < 1 or number > max_berths or number % 1 ~= 0 then return false end
   repair(berth_key(number), 'hash')
