@@ -69,8 +69,8 @@ def raise_if_asked() -> None:
 def handlers_kept() -> Iterator[None]:
     """Restore the handlers of SIGTERM and SIGHUP after the block, in case a library changes them there.
 
-    Do nothing outside the main thread. Ray's handler of SIGTERM aborts the process, and Ray's shutdown resets SIGTERM to
-    the default.
+    Do nothing outside the main thread. Ray's handler of SIGTERM aborts the process, and Ray's shutdown resets it to the
+    default.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

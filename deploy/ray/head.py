@@ -263,7 +263,7 @@ def check_alive(session: int) -> None:
 
 
 def is_supervisor_stopped(session: int) -> bool:
-    """Tell whether the supervisor is stopped, as by SIGSTOP. It is found only if it runs in this session of processes."""
+    """Tell whether the supervisor is stopped, as by SIGSTOP. It is found only in this session of processes."""
     return any(
         state_of(member.pid) == STOPPED
         for member in session_members(session)
