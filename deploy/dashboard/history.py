@@ -21,7 +21,7 @@ LATENCIES = ("first_token", "inter_token")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Values for the time since the point before, latencies in seconds. None means that there was nothing to measure."""
+    """Values for the time since the point before, latencies in seconds. None means that nothing was measured."""
 
     at_seconds: float
     """Time on the caller's monotonic clock."""

@@ -61,7 +61,7 @@ def is_key(given: str, key: str | None) -> bool:
 
 
 def install() -> None:
-    """Make the dashboard that this process will run accept the page's key. Call this before Ray's server is imported."""
+    """Make this process's dashboard accept the page's key. Call this before Ray's server is imported."""
     from ray._private.authentication import http_token_authentication as rays
 
     rays.get_token_auth_middleware = with_sign_in(
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def _rays_page_with_link() -> bytes | None:
-    """Return Ray's page with a link to the live page. If the page is not as expected, return None and print a line on stderr."""
+    """Return Ray's page with a link to ours. If Ray's is not as expected, return None and print a line on stderr."""
     from ray import dashboard
 
     try:
