@@ -115,7 +115,7 @@ class ClusterWatch:
     ) -> Answer:
         """Ask routers in turn, until one answers or the time is over, and return the answer.
 
-        Raise CannotReach if no router can be asked, and the BlockyardError of a call that failed.
+        Raise CannotReach if no router can be asked. Raise BlockyardError if all are silent, or one refuses.
         """
         failure: BlockyardError | None = None
         try:

@@ -1,7 +1,7 @@
 """History: the last 15 minutes of a cluster as a ring of points, each the difference of two readings. Pure.
 
 A counter belongs to one incarnation of a worker, or to a router's address. A new counter counts from its first reading
-on, and one that has shrunk from zero. So neither a restart nor a late answer shows as a jump.
+on. A counter that has shrunk has begun again at zero. So neither a restart nor a late answer shows as a jump.
 """
 
 from collections import deque

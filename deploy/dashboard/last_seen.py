@@ -52,7 +52,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenWorker:
-    """One worker on the latest picture: in this state `since`, drawn `at`. Both are in seconds since the epoch."""
+    """One worker on the latest picture. `since` is its last change of state, and `at` the time of the picture.
+
+    Both are in seconds since the epoch. `is_exact` tells whether `since` is exact or only the latest possible time.
+    """
 
     state: str
     since: float

@@ -31,7 +31,10 @@ class _Node:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """A run of blocks. `first_block` counts the blocks before it in the prefix, `level` the runs before it."""
+    """A run of blocks. `first_block` counts the blocks before it in the prefix, `level` the runs before it.
+
+    `blocks_below` counts its own blocks too. `children` are the first blocks of the runs that continue it.
+    """
 
     names: list[bytes]
     first_block: int

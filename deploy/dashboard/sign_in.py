@@ -56,7 +56,7 @@ def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
 
 
 def is_key(given: str, key: str | None) -> bool:
-    """Tell, in constant time, whether `given` is the key. Nothing is if there is no key."""
+    """Tell, in constant time, whether `given` is the key. False if there is no key."""
     return key is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 

@@ -41,7 +41,7 @@ NUM_WORKERS = 2
 KV_CACHE_BYTES = 18 * 2**20
 """Memory for 384 blocks of this model in float32, or 768 in bfloat16, so that each block is visible."""
 AGREE_SECONDS = 5.0
-"""Limit on the wait for equal views of a pool. A worker writes its map each second, and the dashboard reads that file."""
+"""Limit on the wait for equal views of a pool. A worker writes its map each second. The dashboard reads that file."""
 REPORTED_CHATS = 6
 """Without a terminal, a line is printed each time that this many more chats have finished."""
 TAIL_CHARACTERS = 88
@@ -214,7 +214,7 @@ def _show_pools(console: Console, cluster: ClusterState) -> None:
 def _views_agree(cluster: ClusterState, client: Client, worker_id: str, node_id: str) -> bool:
     """Tell whether GetBlockPool, the log and `blockyard blocks` show the same blocks of a worker.
 
-    Wait for the log for AGREE_SECONDS, because its map is up to a second old.
+    Wait up to AGREE_SECONDS for the log, because its map is up to a second old.
     """
     deadline = time.monotonic() + AGREE_SECONDS
     while time.monotonic() < deadline:

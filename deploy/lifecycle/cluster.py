@@ -51,7 +51,7 @@ LOOPBACK_AMONG_HOSTS = (
 )
 UNLIKE_CPUS = "only some nodes' CPUs have bfloat16 instructions: all workers compute in float32 (see --dtype)"
 MAX_TEMP_LENGTH = 25
-"""Longest usable path of a temporary folder. A Unix socket's path has at most 107 characters, and Ray adds about 80."""
+"""Limit on the temporary folder's path. A Unix socket's path has at most 107 characters. Ray and we add about 80."""
 
 
 def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterState:

@@ -85,7 +85,7 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def _connecting(cluster: ClusterState) -> Iterator[str]:
-    """Yield Ray's address. Raise at once if a head on this machine, or its supervisor, is dead or stopped.
+    """Yield Ray's address. Raise at once if a head on this machine is dead or stopped, or its supervisor is stopped.
 
     Add to a RayConnectError, also one of the block, what still works without a head. Raise ValueError if the cluster's
     Ray has not been started.

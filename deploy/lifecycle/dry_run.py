@@ -149,7 +149,10 @@ def _refusals(options: UpOptions) -> Iterator[Finding]:
 
 
 def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[tuple[float, ...], float, int]:
-    """Return the CPUs of each node, the number of GPUs, and the number of other machines. Add to `findings`."""
+    """Return the CPUs of each node, the number of GPUs, and the number of other machines.
+
+    Add a finding if a given Ray does not answer or its nodes have other code.
+    """
     if options.address is None:
         return *preflight.local_hardware(options), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)

@@ -84,7 +84,7 @@ def download_all(model: str, tokenizer: str | None, report: Report) -> None:
 
 
 def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTERNS) -> None:
-    """Download the files of one hub repository that match `patterns`. Do nothing, and raise, as `download_all` does."""
+    """Download the files of one hub repository that match `patterns`. Do nothing, or raise, as `download_all` does."""
     if not is_on_hub(model):
         return
     stage = f"looking for {model} on the hub"

@@ -56,7 +56,7 @@ class Logs(Protocol):
     """The logs of one cluster."""
 
     def files(self) -> list[LogFile]:
-        """Return the logs that exist now. Raise ConnectionError without an answer, FileNotFoundError if all is gone."""
+        """Return the logs that exist now. Raise ConnectionError or, if their folder is gone, FileNotFoundError."""
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
         """Yield the lines of a log since the last call. Raise OSError if it cannot be read.

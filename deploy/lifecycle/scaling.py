@@ -100,7 +100,10 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
 
 
 def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
-    """Say how this many workers could fit. With several nodes the right number of CPUs is not known."""
+    """Return how a cluster of this many workers could fit, for an error message.
+
+    With several nodes the right number of CPUs is not known.
+    """
     if report.gpus_per_worker:
         return "fewer workers"
     if len(free) != 1:

@@ -29,7 +29,10 @@ class Shape:
 
 
 def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) -> Shape:
-    """Return the shape for nodes with these CPUs each and `num_gpus` in all. Raise ClusterStartError if too few."""
+    """Return the shape for nodes with these CPUs each and `num_gpus` in all.
+
+    Raise ClusterStartError if they cannot hold the workers.
+    """
     if not node_cpus:
         raise ClusterStartError("the Ray cluster has no CPU")
     num_workers, gpus_each = _workers_to_place(options, num_gpus)

@@ -1,7 +1,7 @@
 """Deadlines of commands: a time budget, and ways to abandon a step that waits for a silent cluster.
 
-Owns the budget, which all steps of a command share. A thread ends a command that waits in Python. Calls of Ray
-need a child process, because Ray waits in C++ code and holds the GIL. No other thread of that process runs meanwhile.
+Owns the budget, which all steps of a command share. A thread ends a command that waits in Python. Calls of Ray need a
+child process, because Ray waits in C++ code and holds the GIL. No other thread of that process runs meanwhile.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ class DeathWatch:
         self._pidfd: int | None = None
         self._count_kills = memory_kills
         self._kills = memory_kills(), memory_kills()
-        """The last two readings of the OOM-kill counter. Kills in the first one were of other processes."""
+        """The last two readings of the OOM-kill counter. Kills that the first one counts were of other processes."""
         self._next_look: asyncio.TimerHandle | None = None
 
     def watch(self, pid: int) -> None:

@@ -56,8 +56,8 @@ class ServerVersion:
     def _warning(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
         """Return a warning about `holes`, or an empty string if this version has none.
 
-        It has none from the first release in the table of its own line on, or if its line is newer than all there. A
-        line that the table lacks is compared with the next one.
+        It has none if it is not older than the first release that the table has of its line. In place of a missing
+        line, the next one counts. A line newer than all in the table has no holes.
         """
         sound = next((first for first in table[self.product] if first[:2] >= self.version[:2]), None)
         if sound is None or self.version >= sound:

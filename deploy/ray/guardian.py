@@ -44,7 +44,7 @@ LOOK_SECONDS = 0.5
 MAX_STOPPED_LOOKS = 40
 """Checks in a row that find a process stopped before it is killed as hung."""
 MAX_PAUSE_SECONDS = 30.0
-"""Longest pause between two starts of one program. It is zero at first, then one second, and then doubles."""
+"""Longest pause between two starts of one program. The pause is zero at first, then one second, and then doubles."""
 STEADY_SECONDS = 60.0
 """Lifetime after which the pauses begin again at zero."""
 GCS, RAYLET, DASHBOARD = "gcs_server", "raylet", "dashboard"

@@ -1,7 +1,6 @@
 """Nodes of a Ray cluster: compares each node's versions, code and reachability with this machine.
 
-The questions are in node_probe.py, and Ray carries them to the nodes. Asking works only inside a Ray driver
-(lifecycle/driver.py).
+The questions are in node_probe.py, and Ray carries them to the nodes. Asking needs a Ray driver (lifecycle/driver.py).
 """
 
 import time
@@ -20,7 +19,7 @@ DYING_TRIES = 4
 SHOWN_ID_CHARS = 8
 """Leading characters of a node's id that are shown. They suffice to find the node in Ray's dashboard."""
 MUST_BE_EQUAL = ("ray",)
-"""Packages that must have equal versions, because Ray refuses another version of itself. Others only warn."""
+"""Packages that must have equal versions, because Ray refuses another version of itself. Others may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Keeps a cluster's announcement in Ray's key-value store, where the dashboard finds it.
 
-Runs in the supervisor. While the store does not answer, the live page is out of date. Nothing else
-suffers.
+Runs in the supervisor. While the store does not answer, the live page is out of date. Nothing else suffers.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from ray.experimental import internal_kv
 
 SAVE_SECONDS = 10.0
 FORGET_SECONDS = 2.0
-"""Longest time that the end of a cluster waits for it. A later cluster of the same name removes the state too."""
+"""Limit on the wait for the deletion when a cluster ends. A later cluster of the same name deletes the state too."""
 _KV_NAMESPACE = b"blockyard-wish"
 """Not the namespace of announcements, because the dashboard reads all of that one. The name is historical and stays,
 so that the state of a running cluster is still found."""

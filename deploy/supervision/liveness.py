@@ -1,10 +1,9 @@
 """Checks whether a worker or router still answers its supervisor.
 
-Owns the health checks and when silence means that a process hangs. Does not own the kill and the restart
-(supervisor.py).
+Owns the health checks and when silence means that a process hangs. Does not own killing (supervisor.py).
 
-It counts missed checks, not seconds, because a supervisor that was itself stopped for a minute then counts at
-most one. Only one check is in flight at a time, so a slow answer, as on a busy machine, still counts.
+It counts missed checks, not seconds, because a supervisor that was itself stopped for a minute then counts at most
+one. Only one check is in flight at a time, so a slow answer, as on a busy machine, still counts.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class Replica:
     num_missed: int = 0
     """Health checks in a row without an answer."""
     is_leaving: bool = False
-    """Whether the supervisor stops it. Its end is then no failure, and the next start is not delayed."""
+    """Whether the supervisor stops it. Its end is then no failure, and the next start has the shortest pause."""
     is_retiring: bool = False
     """Whether the supervisor stops it for good, because the cluster shrinks."""
     error: str = ""
@@ -84,7 +84,7 @@ class Replica:
 
     @property
     def was_taken_out(self) -> bool:
-        """Tell whether the replica drains although the supervisor does not stop it: an operator has drained it."""
+        """Tell whether an operator drains the replica: it drains, and the supervisor does not stop it."""
         return self.phase == "draining" and not self.is_leaving
 
     @property

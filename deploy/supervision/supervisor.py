@@ -125,7 +125,7 @@ class Supervisor:
             self._kill(actor)
 
     async def restart(self, name: str, grace_seconds: float) -> None:
-        """Drain, stop and start a worker or router. Only start one that was taken out.
+        """Drain, stop and start a worker or router. If it was taken out, only start it.
 
         Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
         Raise ValueError for an unknown name, RuntimeError if it does not come back.
@@ -379,7 +379,7 @@ class Supervisor:
                 await all_of(self._remember(taken_out=taken_out))
 
     def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
-        """Return replicas and their health checks. None is leaving, because a stop has a deadline of its own."""
+        """Return replicas and their health checks. Leave out leaving ones, because a stop has a deadline of its own."""
         return [
             (replica, self._health_checks[replica.name])
             for replica in self._replicas
