@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnouncedReplica:
-    """A worker or router that should run. The fields are those of the supervisor's Replica."""
+    """A worker or router that should run. All fields but `node` are those of the supervisor's Replica."""
 
     name: str
     kind: str
@@ -24,12 +24,12 @@ class AnnouncedReplica:
     incarnation: str
     num_starts: int
     node: str = ""
-    """Ray's name of its node. Empty while it does not run."""
+    """Hostname and address of its node. Empty if they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """One cluster on this Ray."""
+    """One cluster on this Ray, as the live page needs to know it."""
 
     cluster: str
     model: str
@@ -40,7 +40,7 @@ class Announcement:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Return the addresses of serving routers. An address that several share appears once."""
+        """Return the addresses of routers that serve or have served. An address that several share appears once."""
         serving = (replica for replica in self.replicas if replica.kind == "router" and replica.address)
         return tuple(dict.fromkeys(replica.address for replica in serving))
 

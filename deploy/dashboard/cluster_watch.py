@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 MAX_ROUTERS = 32
-"""Limit on the routers that are asked for their own requests and numbers."""
+"""Limit on the routers that are asked at once, each for its own requests or numbers."""
 ALL_SECONDS = 4.0
-"""Deadline of a question to routers in turn."""
+"""Deadline of a question to one router after another, until one answers."""
 FRESH_SECONDS = 0.8
-"""A younger picture is shown again."""
+"""Age up to which a picture is shown again, instead of a new one."""
 PICTURE_SECONDS = 2.0
 """Longest wait for a new picture while there is an older one."""
 FRESH_TREE_SECONDS = 5.0
-"""A younger tree of prefixes is shown again, because building it reads every block of every pool."""
+"""Age up to which a tree of prefixes is shown again. Building one reads every block of every pool."""
 READ_SECONDS = 6.0
 READ_AT_ONCE = 8
-"""Number of workers that are read at once."""
+"""Limit on the workers whose blocks are read at once."""
 BUSY_SHARE = 0.25
 """Largest share of a core that drawing large pools may use on the dashboard's node."""
 NO_PICTURE = "the picture cannot be drawn; the dashboard's log dashboard_BlockyardHead.log says why"
@@ -49,7 +49,7 @@ Requests = Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]
 class _Shared(Generic[Answer]):
     """One answer that concurrent callers share.
 
-    It is computed again after `fresh_seconds`, or later if that takes long.
+    It is computed again after `fresh_seconds`, or later if computing it takes long.
     """
 
     def __init__(
@@ -113,7 +113,10 @@ class ClusterWatch:
     async def ask(
         self, question: Callable[[AsyncClient], Awaitable[Answer]], *, seconds: float = ALL_SECONDS
     ) -> Answer:
-        """Ask routers in turn until one answers. Raises CannotReach, BlockyardError."""
+        """Ask routers in turn, until one answers or the time is over, and return the answer.
+
+        Raise CannotReach if no router can be asked. Raise BlockyardError if all are silent, or one refuses.
+        """
         failure: BlockyardError | None = None
         try:
             async with asyncio.timeout(seconds):
@@ -132,7 +135,7 @@ class ClusterWatch:
     async def ask_each(
         self, question: Callable[[AsyncClient], Awaitable[Answer]]
     ) -> dict[str, Answer | None]:
-        """Ask every router the same at once. Returns answers by address, None for a router that does not answer."""
+        """Ask up to MAX_ROUTERS routers at once. Return answers by address, None for a router that does not answer."""
 
         async def asked(address: str) -> Answer | None:
             try:
@@ -144,11 +147,11 @@ class ClusterWatch:
         return dict(zip(addresses, await asyncio.gather(*map(asked, addresses)), strict=True))
 
     async def requests(self) -> Requests:
-        """List every router's requests. All browsers share one list, which is renewed at most once a second."""
+        """List every router's requests. All browsers share one list, renewed every FRESH_SECONDS at most."""
         return await self._requests.get()
 
     async def prefixes(self) -> dict[str, Any]:
-        """Return the tree of cached prefixes. All browsers share it. It is renewed at most every few seconds."""
+        """Return the tree of cached prefixes. All browsers share one, renewed every FRESH_TREE_SECONDS at most."""
         return await self._prefixes.get()
 
     async def _list_requests(self) -> Requests:
@@ -173,7 +176,7 @@ class ClusterWatch:
         return await asyncio.to_thread(prefix_tree.prefix_tree, dict(zip(answering, found, strict=True)))
 
     async def look(self) -> None:
-        """Add a point to the history, unless no router answers."""
+        """Ask the routers for their numbers, and add a point to the history. Add none if no router answers."""
         infos = await self.ask_each(lambda client: client.cluster_info())
         with suppress(BlockyardError, CannotReach):
             workers = await self.ask(lambda client: client.list_workers())
@@ -192,7 +195,10 @@ class ClusterWatch:
     # Drawing
 
     async def latest(self) -> dict[str, Any]:
-        """Return a picture of the last second, or an older one while routers are slow to answer."""
+        """Return the latest picture, with its age and the history.
+
+        Draw it again first if it is old, but wait only PICTURE_SECONDS if there is one.
+        """
         pause_seconds = max(FRESH_SECONDS, self._drawing_seconds / BUSY_SHARE)
         if self._drawing is None and time.monotonic() - self._drawn_at > pause_seconds:
             self._drawing = self._tasks.start(self._draw(), name="picture")

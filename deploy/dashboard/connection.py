@@ -22,7 +22,7 @@ from blockyard.router.client import (
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 1.5
-"""Deadline of each call."""
+"""Deadline of each call to a router."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _TOKEN_HELP = (
     f"this cluster's routers ask for a token: start Ray's head with {TOKEN_FILE_VARIABLE} naming a file of mode 0600 "
@@ -39,11 +39,11 @@ _CERTIFICATE_HELP = (
 
 
 class CannotReach(Exception):
-    """The head's environment lacks something. The text is a sentence for operators."""
+    """No router can be asked, for example because the head's environment lacks a setting. The text is for operators."""
 
 
 def client_of(address: str, announcement: Announcement, environment: Mapping[str, str]) -> AsyncClient:
-    """Return a client of one router. Raise CannotReach if the environment does not suffice."""
+    """Return a client of one router. Raise CannotReach if the environment lacks what it needs."""
     tls = _tls(environment)
     if announcement.uses_tls and tls is None:
         raise CannotReach(_TLS_HELP)
@@ -103,5 +103,5 @@ def _is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def ordered(addresses: Sequence[str], first: str | None) -> list[str]:
-    """Return all addresses, the one that answered last before the others."""
+    """Return all addresses, with `first` at the front if it is among them."""
     return sorted(addresses, key=lambda address: address != first)

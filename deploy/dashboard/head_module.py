@@ -67,7 +67,7 @@ class BlockyardHead(SubprocessModule):
             return aiohttp.web.Response(status=500, text=SORRY)
 
     async def _announced(self) -> list[bytes]:
-        """Return the announcements from Ray's control service. Raise if that does not answer."""
+        """Return all clusters' announcements, as they are encoded. Raise if Ray's control service does not answer."""
         from blockyard.deploy.dashboard.announcement import KV_NAMESPACE
 
         kv = self.gcs_client

@@ -1,7 +1,7 @@
 """History: the last 15 minutes of a cluster as a ring of points, each the difference of two readings. Pure.
 
-A counter belongs to one incarnation of a worker or router. A new incarnation counts from its first reading on, so that
-neither a restart nor a late answer shows as a jump.
+A counter belongs to one incarnation of a worker, or to a router's address. A new counter counts from its first reading
+on. A counter that has shrunk has begun again at zero. So neither a restart nor a late answer shows as a jump.
 """
 
 from collections import deque
@@ -15,13 +15,13 @@ LOOK_SECONDS = 10.0
 WINDOW_SECONDS = 900.0
 MAX_POINTS = int(WINDOW_SECONDS / LOOK_SECONDS)
 MAX_SOURCES = 4096
-"""Limit on remembered incarnations. The ones that were read longest ago are dropped first."""
+"""Limit on counters whose last reading is kept. Those that were read longest ago are dropped first."""
 LATENCIES = ("first_token", "inter_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Values for the time since the point before. None means that there was nothing to measure."""
+    """Values for the time since the point before, latencies in seconds. None means that nothing was measured."""
 
     at_seconds: float
     """Time on the caller's monotonic clock."""
@@ -48,7 +48,10 @@ class History:
         infos: Mapping[str, cluster_pb2.ClusterInfo],
         workers: Iterable[cluster_pb2.Worker],
     ) -> None:
-        """Add a point from the routers' numbers by address, and one router's list of workers."""
+        """Read the routers' numbers by address, and one router's list of workers. Add a point of the differences.
+
+        The first reading adds no point.
+        """
         known = [worker for worker in workers if worker.incarnation]
         loads = [worker.load for worker in known]
         tokens = _sums(
@@ -94,7 +97,7 @@ class History:
         return tuple(later - earlier for later, earlier in zip(now, before, strict=True))
 
     def as_dict(self, now_seconds: float) -> dict[str, Any]:
-        """Return lists by name, oldest first, with ages instead of times."""
+        """Return the points as a list for each value, oldest first, with ages instead of times."""
         points = [point for point in self._points if now_seconds - point.at_seconds <= WINDOW_SECONDS]
         rows = [asdict(point) for point in points]
         series = {
@@ -113,7 +116,10 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def quantile(bounds: tuple[float, ...], cumulative: tuple[int, ...], share: float) -> float | None:
-    """Return a quantile, interpolated linearly within a bucket as Prometheus does. It is at most the last bound."""
+    """Return a histogram's quantile, interpolated linearly within a bucket as Prometheus does.
+
+    It is at most the last bound. None if nothing was counted, or the counts do not match the bounds.
+    """
     if len(cumulative) != len(bounds) + 1 or not cumulative[-1]:
         return None
     rank = share * cumulative[-1]

@@ -1,4 +1,4 @@
-"""Keeps data across pictures: an absent worker's last pool, the time of its last change, and rates. Pure.
+"""Keeps data across pictures: a silent worker's last pool, each worker's last change of state, and rates. Pure.
 
 Pictures are drawn only while a page is open. A change may be older than the first picture that shows it. Then its time
 is the latest possible one.
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 EXACT_SECONDS = 5.0
-"""A change between two pictures within this time is shown with an exact time."""
+"""Longest time between two pictures for which a change of state between them counts as exactly timed."""
 RATE_WINDOW_SECONDS = 60.0
 MIN_RATE_SECONDS = 5.0
-"""Least time from which a rate is computed."""
+"""Shortest time over which a rate is computed."""
 COUNTERS = ("evictions", "preemptions", "generated_tokens")
 """Counters of a pool that the page shows. They only grow while the worker lives."""
 
@@ -52,7 +52,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenWorker:
-    """One worker on the latest picture. Times are in seconds since the epoch."""
+    """One worker on the latest picture. `since` is its last change of state, and `at` the time of the picture.
+
+    Both are in seconds since the epoch. `is_exact` tells whether `since` is exact or only the latest possible time.
+    """
 
     state: str
     since: float
@@ -62,7 +65,7 @@ class SeenWorker:
 
 
 class LastSeen:
-    """Remembers only the workers on the latest picture, so that it stays small."""
+    """Remembers states and pools of the workers on the latest picture, and of no others, so that it stays small."""
 
     def __init__(self) -> None:
         self._seen: dict[str, SeenWorker] = {}
@@ -70,7 +73,7 @@ class LastSeen:
     def completed(
         self, cards: Iterable[dict[str, Any]], now: float, *, is_router_up: bool = True
     ) -> list[dict[str, Any]]:
-        """Add data from earlier pictures to the cards of a picture drawn at `now`.
+        """Return the cards of a picture drawn at `now`, with data from earlier pictures: last changes and last pools.
 
         `is_router_up` is false while no router answers. Then the states are unknown, and the last known ones stay.
         """

@@ -47,13 +47,13 @@ FILES = {
     "dom.js": "text/javascript",
 }
 MAX_BLOCKS = 512
-"""Limit on blocks in one request."""
+"""Limit on the blocks that one request may ask for."""
 MAX_SHOWN_PREFIX = 1000
-"""Blocks of a prefix that are looked up on each holder."""
+"""Limit on the blocks of a prefix that are looked up on each worker that holds it."""
 MAX_HOLDERS = 8
-"""Holders of a prefix on which blocks are looked up."""
+"""Limit on the workers on which the blocks of a prefix are looked up."""
 MAX_ASKED_AT_ONCE = 32
-"""Concurrent requests of all browsers for data. More get status 503."""
+"""Limit on concurrent requests of all browsers for data. More get status 503."""
 OTHER_VERSION = "a cluster on this Ray speaks another version of this page, which cannot show it"
 _NUMBER = re.compile(r"\d{1,15}")
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -136,7 +136,7 @@ class LivePage:
         }
 
     async def _look(self) -> None:
-        """Collect points for the charts from the first request on, whether or not a page is open."""
+        """Collect a point for the charts at intervals, from the first request on, whether or not a page is open."""
         while True:
             try:
                 await self._hear()
@@ -146,7 +146,10 @@ class LivePage:
             await asyncio.sleep(self._look_seconds)
 
     async def _hear(self) -> None:
-        """Read the supervisors' announcements. While Ray's control service is away, the last ones stay valid."""
+        """Read the supervisors' announcements, and begin, update or end the watch of each cluster.
+
+        While Ray's control service is away, the last announcements stay valid.
+        """
         try:
             said = await self._announced()
         except Exception as error:
@@ -209,7 +212,7 @@ class LivePage:
         return answer
 
     async def _ids_of(self, watch: ClusterWatch, worker: str, names: Any) -> list[int]:
-        """Return the blocks' current ids. The index may be behind, and a worker may not answer."""
+        """Return the ids of those blocks that the worker holds now. Empty if it does not answer."""
         try:
             found = await watch.ask(lambda client: client.find_blocks(worker, names=list(names)))
         except (BlockyardError, CannotReach):

@@ -36,7 +36,7 @@ def is_asked_for(environment: Mapping[str, str]) -> bool:
 def tab_environment(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for the dashboard that is started with `arguments`, and for no other process.
 
-    Raise ValueError if a Grafana is configured.
+    Return none if TAB_VARIABLE does not ask for the page in that tab. Raise ValueError if a Grafana is configured.
     """
     if not is_asked_for(environment):
         return {}

@@ -21,7 +21,7 @@ MAX_BLOCKS = 50_000
 
 @dataclass(slots=True)
 class _Node:
-    """One block name, with all workers that hold it."""
+    """One block name, with all workers that hold it and the number of sequences that use it there."""
 
     parent: bytes
     holders: set[str] = field(default_factory=set)
@@ -31,7 +31,10 @@ class _Node:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """A run of blocks. `first_block` counts the blocks before it in the prefix."""
+    """A run of blocks. `first_block` counts the blocks before it in the prefix, `level` the runs before it.
+
+    `blocks_below` counts its own blocks too. `children` are the first blocks of the runs that continue it.
+    """
 
     names: list[bytes]
     first_block: int
@@ -45,12 +48,15 @@ class _Run:
 
     @property
     def heat(self) -> tuple[int, int]:
-        """Return the sort key: more sequences first, then more blocks below."""
+        """Return the key for sorting: the sequences, then the blocks of the run and below. More is hotter."""
         return self.sequences, self.blocks_below
 
 
 def prefix_tree(pools: Mapping[str, Iterable[cluster_pb2.Block] | None]) -> dict[str, Any]:
-    """Return the hottest runs of the tree, each after its parent. None stands for a worker that does not answer."""
+    """Return the MAX_RUNS hottest runs of the tree, each after its parent, and counts of the whole tree.
+
+    `pools` is each worker's blocks, or None for a worker that does not answer.
+    """
     nodes = _nodes(pools)
     children: dict[bytes, list[bytes]] = defaultdict(list)
     for name, node in nodes.items():
@@ -96,7 +102,7 @@ def _nodes(pools: Mapping[str, Iterable[cluster_pb2.Block] | None]) -> dict[byte
 def _totals(
     nodes: Mapping[bytes, _Node], children: Mapping[bytes, list[bytes]]
 ) -> dict[bytes, tuple[int, float]]:
-    """Return the number of blocks in the subtree of each name, and the age of the newest of them."""
+    """Return, by name, the number of blocks in its subtree, and the age of the newest of them."""
     order = list(children.get(b"", ()))
     for name in order:  # The list grows meanwhile. Parents come before their children.
         order += children.get(name, ())

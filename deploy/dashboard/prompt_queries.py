@@ -14,7 +14,7 @@ from blockyard.proto.v1 import cluster_pb2
 
 HEADER = "x-blockyard-question-"
 MAX_HEADERS = 24
-"""Limit on headers of 7,000 characters each. The dashboard accepts 8,190 in one."""
+"""Limit on a question's headers. The page puts 7,000 characters into each. The dashboard accepts 8,190."""
 MAX_TOKEN_IDS = 32_768
 MAX_REQUESTS = 200
 """Limit on the requests that the page shows."""
@@ -35,7 +35,10 @@ REQUEST_STATES = {
 
 
 def prompt_arguments(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments for Client.lookup_prefix. Raise ValueError, which never quotes the prompt."""
+    """Return a question's arguments for the client's lookup_prefix and explain_placement.
+
+    Raise ValueError for a question that cannot be read. It never quotes the prompt.
+    """
     parts = [headers[name] for name in map(f"{HEADER}{{}}".format, range(MAX_HEADERS)) if name in headers]
     try:
         asked = json.loads(base64.b64decode("".join(parts), validate=True))
@@ -92,7 +95,7 @@ def sequence_dict(sequence: cluster_pb2.SequenceInfo) -> dict[str, Any]:
 
 
 def requests_dict(answers: Mapping[str, Sequence[cluster_pb2.RequestInfo] | None]) -> dict[str, Any]:
-    """List the requests of all routers, the oldest first, without prompts. Routers never reveal prompts."""
+    """Return the oldest MAX_REQUESTS requests of all routers, oldest first. Routers never reveal their prompts."""
     known = [
         (router, request)
         for router, requests in answers.items()

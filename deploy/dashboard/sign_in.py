@@ -42,13 +42,13 @@ Handler = Callable[[Any], Awaitable[Any]]
 
 
 def page_key(ray_token: str) -> str:
-    """Derive the key. It has 128 bits, so that the URL fits into a line of a terminal."""
+    """Derive the page's key from Ray's token. It has 128 bits, so that the URL fits into a line of a terminal."""
     digest = hmac.new(ray_token.strip().encode(), PURPOSE, sha256).digest()
     return urlsafe_b64encode(digest[:KEY_BYTES]).decode().rstrip("=")
 
 
 def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
-    """Return the page's URL, which signs in where Ray asks for a token. Raises OSError for an unreadable token file."""
+    """Return the page's URL, which signs in where Ray asks for a token. Raise OSError for an unreadable token file."""
     url = f"{dashboard_url}{PAGE_PATH}"
     if ray_token_path is None:
         return url
@@ -56,12 +56,12 @@ def page_url(dashboard_url: str, ray_token_path: str | None) -> str:
 
 
 def is_key(given: str, key: str | None) -> bool:
-    """Compare in constant time. Nothing matches if there is no key."""
+    """Tell, in constant time, whether `given` is the key. False if there is no key."""
     return key is not None and hmac.compare_digest(given.encode(errors="replace"), key.encode())
 
 
 def install() -> None:
-    """Make the dashboard that this process will run accept the key. Call this before Ray's server is imported."""
+    """Make this process's dashboard accept the page's key. Call this before Ray's server is imported."""
     from ray._private.authentication import http_token_authentication as rays
 
     rays.get_token_auth_middleware = with_sign_in(
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def _rays_page_with_link() -> bytes | None:
-    """Return Ray's page with the link. If the page is not as expected, return None and print a line on stderr."""
+    """Return Ray's page with a link to ours. If Ray's is not as expected, return None and print a line on stderr."""
     from ray import dashboard
 
     try:
@@ -82,14 +82,14 @@ def _rays_page_with_link() -> bytes | None:
 
 
 def with_link(page: str) -> str:
-    """Add a link to the live page. Raise ValueError if the page is not as expected."""
+    """Return Ray's page with a link to the live page. Raise ValueError if the page is not as expected."""
     if page.count("</body>") != 1 or '<div id="root">' not in page:
         raise ValueError("the page is not as expected")
     return page.replace("</body>", f"{LINK}</body>")
 
 
 def _key_of_this_head() -> str | None:
-    """Return the key of this head, or None where Ray asks for no token."""
+    """Return the page's key on this head, or None where Ray asks for no token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -105,7 +105,10 @@ def with_sign_in(
     read_key: Callable[[], str | None],
     rays_page: bytes | None = None,
 ) -> Callable[..., Any]:
-    """Wrap Ray's factory of the token check. The sign-in comes first. `rays_page` replaces Ray's own index."""
+    """Wrap Ray's factory of the token check. The page's sign-in and its key are checked before Ray's token.
+
+    `rays_page`, if given, replaces Ray's own index page.
+    """
 
     @wraps(get_middleware)
     def get_with_sign_in(aiohttp_module: Any, *arguments: Any, **options: Any) -> Any:

@@ -38,7 +38,7 @@ UP = frozenset({"serving", "draining"})
 
 
 def of_nothing(announcement: Announcement, trouble: str = "") -> dict[str, Any]:
-    """Return the picture while no router answers, from the supervisor's announcement alone."""
+    """Return the picture without any router's answer, from the supervisor's announcement alone."""
     return {
         "cluster": announcement.cluster,
         "model": announcement.model,
@@ -113,7 +113,7 @@ def _card(
 
 
 def state_of(replica: AnnouncedReplica | None, worker: cluster_pb2.Worker | None) -> tuple[str, str]:
-    """Return a word for a worker's state, and the reason."""
+    """Return a word for a worker's state, and the reason in a sentence, which may be empty."""
     if replica is not None and replica.phase not in UP:
         if replica.phase == "stopped":
             return "stopped", "it was drained and has ended; `blockyard restart` starts it again"

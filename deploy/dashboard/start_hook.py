@@ -12,7 +12,7 @@ from typing import Any
 
 HOOK_VARIABLE = "RAY_START_HOOK"
 TOKEN_FILE_VARIABLE = "BLOCKYARD_TOKEN_FILE"
-"""Variable with the file of the page's token for routers. Commands use the same (deploy/settings/security.py)."""
+"""Variable that names the file of the page's token for routers. Commands use it too (deploy/settings/security.py)."""
 HOOK = "blockyard.deploy.dashboard.start_hook.start_hook"
 DASHBOARD_SCRIPT = "ray/dashboard/dashboard.py"
 WITHOUT_OUR_PAGE = frozenset({"--minimal", "--modules-to-load", "--disable-frontend"})
@@ -20,7 +20,7 @@ WITHOUT_OUR_PAGE = frozenset({"--minimal", "--modules-to-load", "--disable-front
 
 
 def start_hook(ray_params: object, is_head: bool) -> None:
-    """Add the live page. Never raise, because the cluster must start with the page or without."""
+    """Add the live page to a head's dashboard. Never raise, because Ray must start with the page or without."""
     try:
         if is_head:
             _lead_through_launch()
@@ -29,7 +29,10 @@ def start_hook(ray_params: object, is_head: bool) -> None:
 
 
 def _lead_through_launch() -> None:
-    """Patch Ray's start of processes. Raise ImportError or AttributeError if Ray lacks what is changed here."""
+    """Patch Ray's start of processes, so that launch.py starts the dashboard.
+
+    Raise ImportError or AttributeError if Ray lacks what is changed here.
+    """
     from ray._private import ray_constants, services
 
     start_process, dashboard = services.start_ray_process, ray_constants.PROCESS_TYPE_DASHBOARD

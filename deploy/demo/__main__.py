@@ -41,15 +41,15 @@ NUM_WORKERS = 2
 KV_CACHE_BYTES = 18 * 2**20
 """Memory for 384 blocks of this model in float32, or 768 in bfloat16, so that each block is visible."""
 AGREE_SECONDS = 5.0
-"""Deadline for equal views. A worker writes its map each second, and the dashboard reads it from disk."""
+"""Limit on the wait for equal views of a pool. A worker writes its map each second. The dashboard reads that file."""
 REPORTED_CHATS = 6
-"""Without a terminal, a line is printed for this many finished chats."""
+"""Without a terminal, a line is printed each time that this many more chats have finished."""
 TAIL_CHARACTERS = 88
 DASHBOARD_SECONDS = 10.0
 
 
 def main() -> None:
-    """Run the demo. Exit with code 0 if every request was served and nothing is left behind."""
+    """Run the demo. Exit with code 0 if every request was served and nothing unwanted is left behind."""
     parser = argparse.ArgumentParser(prog="python -m blockyard.deploy.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the cluster serving")
     keep = parser.parse_args().keep
@@ -104,7 +104,7 @@ def demo_options(*, may_stay: bool) -> UpOptions:
 
 
 def _is_wanted_on() -> bool:
-    """Ask whether the cluster should keep serving. It serves meanwhile."""
+    """Ask the user whether the cluster should keep serving. It serves meanwhile."""
     try:
         return input("leave it serving? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -140,7 +140,7 @@ def _show_chats(console: Console, cluster: ClusterState) -> None:
 
 
 def alone_line(alone: LatencyAlone) -> str:
-    """Compare the same request, alone on the cluster, with and without its prompt in the cache."""
+    """Return a line that compares one request, alone on the cluster, with and without its prompt in the cache."""
     new_ms, cached_ms = 1000 * alone.new_seconds, 1000 * alone.cached_seconds
     return (
         f"one request alone, median of {ALONE_ROUNDS}: first token after {new_ms:.0f} ms with nothing cached, "
@@ -161,7 +161,7 @@ def _panel(chats: list[Chat]) -> Table:
 
 
 def _line_printer(console: Console, chats: list[Chat]) -> Callable[[Chat], None]:
-    """Return a callback that prints one chat line by line, and then the number of finished chats."""
+    """Return a callback that prints the first chat line by line, and then how many chats are done."""
     shown, num_reported = chats[0], 0
     console.print(f"{shown.name} asks: {shown.question}\n", markup=False, soft_wrap=True)
 
@@ -212,7 +212,10 @@ def _show_pools(console: Console, cluster: ClusterState) -> None:
 
 
 def _views_agree(cluster: ClusterState, client: Client, worker_id: str, node_id: str) -> bool:
-    """Compare all three views until they agree, because the map in the log is up to a second old."""
+    """Tell whether GetBlockPool, the log and `blockyard blocks` show the same blocks of a worker.
+
+    Wait up to AGREE_SECONDS for the log, because its map is up to a second old.
+    """
     deadline = time.monotonic() + AGREE_SECONDS
     while time.monotonic() < deadline:
         by_call = block_cells(client.block_pool(worker_id))
@@ -232,7 +235,7 @@ def _cells_by_command(worker_id: str) -> str:
 
 
 def _dashboard_log(cluster: ClusterState, node_id: str, filename: str) -> str:
-    """Return what the dashboard's Logs tab shows, from the same API call."""
+    """Return what the dashboard's Logs tab shows of a log file, from the same API call."""
     assert cluster.ray_token_path is not None, "the demo starts its own Ray"
     query = urllib.parse.urlencode({"node_id": node_id, "filename": filename, "lines": 1000})
     token = Path(cluster.ray_token_path).read_text(encoding="ascii")

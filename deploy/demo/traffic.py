@@ -19,12 +19,12 @@ MAX_TOKENS = 64
 TEMPERATURE = 0.7
 ALONE_ROUNDS = 5
 INDEX_SECONDS = 0.2
-"""Seconds for a worker to publish its new blocks."""
+"""Time that a worker gets to publish its new blocks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Chat:
-    """One request, in flight or finished."""
+    """One request of the demo, in flight or finished."""
 
     name: str
     group: str
@@ -61,7 +61,10 @@ def chats_of(group: DemoGroup) -> list[Chat]:
 
 
 async def run_chats(routers: Sequence[str], chats: Sequence[Chat], on_text: Callable[[Chat], None]) -> None:
-    """Run all chats. Call `on_text` for each text and each end. Raise an ExceptionGroup of BlockyardErrors."""
+    """Run all chats, in each group the first one ahead of the others. Call `on_text` for each text and each end.
+
+    Raise an ExceptionGroup of BlockyardErrors.
+    """
     leaders = [chat for chat in chats if chat.number == 1]
     leading = {chat.name for chat in leaders}
     prompts_are_cached = asyncio.Event()

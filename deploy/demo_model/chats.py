@@ -202,7 +202,7 @@ class ChatMaker:
 
 
 def describe_action(summary: str) -> str:
-    """Turn `Return the x.` into `returns the x`, for use after "that". Empty if it does not begin with a verb."""
+    """Turn `Return the x.` into `returns the x`, for use after "that". Empty if no verb seems to come first."""
     first, _, rest = summary.split(". ")[0].rstrip(".").partition(" ")
     verb = first.lower()
     if (

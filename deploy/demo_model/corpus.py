@@ -55,7 +55,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """Read the running interpreter's standard library, in an order that depends only on file names."""
+    """Read the running interpreter's standard library and language reference, in the order of their names."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = {_module_name(path.relative_to(root)): _read(path) for path in _source_files(root)}
     held_out = "\n".join(texts.pop(name) for name in HELD_OUT_MODULES)

@@ -21,7 +21,7 @@ def write_tree(tree: Any, path: Path) -> None:
 
 
 def read_tree(path: Path) -> Any:
-    """Read a tree. Raise ValueError for a file that write_tree did not write."""
+    """Read a tree that `write_tree` wrote. Raise ValueError for a safetensors file without a tree."""
     with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(_TREE)
         if text is None:

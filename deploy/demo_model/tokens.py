@@ -65,7 +65,10 @@ def train_tokenizer(corpus: Corpus, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
-    """Return (ids, labels) of a chat as the template renders it. Only the assistant's messages have labels."""
+    """Return (ids, labels) of a chat as the template renders it.
+
+    A label is the token itself in an assistant's message, from its role to its end token. Others are IGNORED_LABEL.
+    """
     start, end = _control_id(tokenizer, IM_START), _control_id(tokenizer, IM_END)
     newline = _encode(tokenizer, "\n")
     ids: list[int] = []
@@ -92,7 +95,7 @@ class WindowMaker:
         return len(self._stream)
 
     def batch(self, *, rows: int, chat_rows: int, row_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return (ids, labels), int64 [rows, row_tokens]. The first `chat_rows` rows are chats, the others source."""
+        """Return (ids, labels), int64 [rows, row_tokens]. The first `chat_rows` rows are chats, the rest documents."""
         pairs = [self._chat_row(row_tokens) for _ in range(chat_rows)]
         for _ in range(rows - chat_rows):
             start = self.rng.randrange(len(self._stream) - row_tokens)

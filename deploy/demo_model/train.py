@@ -43,7 +43,7 @@ LOG_INTERVAL_STEPS = 20
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """State of a run, with all that it needs to resume."""
+    """State of a training run, with all that it needs to resume."""
 
     model: LlamaForCausalLM
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -95,7 +95,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Build Muon for the layers' matrices and AdamW for the rest, which need fewer tokens for the same loss."""
+    """Build Muon for the layers' matrices and AdamW for the rest. Both together need fewer tokens for the same loss."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     vectors = [p for p in model.model.layers.parameters() if p.ndim < 2]
     rest = [*vectors, *model.model.embed_tokens.parameters(), *model.model.norm.parameters()]
@@ -108,7 +108,7 @@ def build_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ..
 
 
 def learning_rate_factor(progress: float) -> float:
-    """Return the factor of a short linear warm-up, then a cosine to zero. `progress` runs from 0 to 1."""
+    """Return the factor of the peak rates: a short linear warm-up, then a cosine to zero. `progress` is from 0 to 1."""
     if progress < WARMUP_FRACTION:
         return (progress + 1e-3) / WARMUP_FRACTION
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -125,14 +125,14 @@ def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, held_out_ids: Tensor) -> float:
-    """Return the mean loss in nats per token on modules that were never trained on, in rows of 512."""
+    """Return the mean loss in nats per token on modules that were never trained on, in rows of 512 tokens."""
     rows = held_out_ids[: len(held_out_ids) // ROW_TOKENS * ROW_TOKENS].view(-1, ROW_TOKENS)
     losses = [loss_of(model, chunk, chunk) * len(chunk) for chunk in torch.split(rows, ROWS)]
     return float(torch.stack(losses).sum() / len(rows))
 
 
 def train_step(training: Training, progress: float) -> float:
-    """Run one step on one batch. Return its loss."""
+    """Train on one batch, with the learning rate for `progress`. Return the loss."""
     rows, chat_rows, row_tokens = ROWS, CHAT_ROWS, ROW_TOKENS
     if training.step % LONG_STEP_INTERVAL == LONG_STEP_INTERVAL - 1:
         rows, chat_rows, row_tokens = ROWS * ROW_TOKENS // CONTEXT_TOKENS, 1, CONTEXT_TOKENS

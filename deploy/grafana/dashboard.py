@@ -58,7 +58,10 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _label_variable(name: str, label: str, query: str, *, has_all: bool = False) -> dict[str, Any]:
-    """Build a variable with one value, or with `has_all` any number. Grafana reloads it when the time range changes."""
+    """Return a variable of the dashboard, by which a user chooses a label's value, or with `has_all` any number.
+
+    Grafana reloads the values when the time range changes.
+    """
     variable = {
         "name": name,
         "type": "query",

@@ -21,12 +21,12 @@ class Panel:
     unit: str
     """One of Grafana's units."""
     questions: tuple[tuple[str, str], ...]
-    """(expression without matchers, legend)"""
+    """Pairs of a Prometheus expression, without label matchers, and its legend."""
     is_stacked: bool = False
 
     @property
     def queries(self) -> tuple[tuple[str, str], ...]:
-        """(expression, legend)"""
+        """Return pairs of an expression, with the label matchers of the chosen series, and its legend."""
         return tuple((re.sub(r"\bblockyard_\w+", _chosen, asked), legend) for asked, legend in self.questions)
 
 

@@ -20,7 +20,7 @@ groups:
 
 
 def rules(metric: Metric) -> Iterator[tuple[str, str]]:
-    """Yield vLLM's name of each series, and the expression for it."""
+    """Yield vLLM's name for each series of a metric, and the expression that computes it from our series."""
     for name in metric.vllm:
         for series in metric.series:
             expression = series

@@ -1,4 +1,4 @@
-"""Administration: rolling restarts, and the messages of drain, resume and flush commands.
+"""Administration: rolling restarts, and the messages of the drain and flush commands.
 
 Owns the order of a rolling restart. The supervisor restarts each worker or router. Drains, resumes and flushes go
 through a router's AdminService (router/client).
@@ -22,7 +22,7 @@ def restart(
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     report: Report = lambda progress: None,
 ) -> list[str]:
-    """Restart workers and routers one after the other, workers first. Without names, restart all. Return the names.
+    """Restart workers and routers one by one, workers first, and return their names. Without `names`, restart all.
 
     Raise ValueError for an unknown name, before anything is stopped. Raise RuntimeError if one does not come back. The
     ones after it are then not restarted.
@@ -36,7 +36,7 @@ def restart(
 
 
 def restart_order(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the names to restart in order. Raise ValueError for an unknown name."""
+    """Return the wanted names in the order of `known`, or all without any. Raise ValueError for an unknown name."""
     for name in wanted:
         if name not in known:
             raise ValueError(f"no worker or router is called {name!r}, only {', '.join(known)}")

@@ -51,14 +51,14 @@ LOOPBACK_AMONG_HOSTS = (
 )
 UNLIKE_CPUS = "only some nodes' CPUs have bfloat16 instructions: all workers compute in float32 (see --dtype)"
 MAX_TEMP_LENGTH = 25
-"""A Unix socket's path has at most 107 characters. Ray's part and ours take about 80."""
+"""Limit on the temporary folder's path. A Unix socket's path has at most 107 characters. Ray and we add about 80."""
 
 
 def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterState:
     """Start a cluster and return once every worker and router serves. Undo everything on any failure or Ctrl-C.
 
-    Raise ClusterStartError, RedisStartError, RayStartError, or NameTakenError. Raise ValueError for a cluster that is
-    up or starting, and for a model that the engine cannot run.
+    Raise ClusterStartError, RedisStartError, RayStartError, RayConnectError or NameTakenError. Raise ValueError for a
+    cluster that is up or starting, and for options or a model that cannot work.
     """
     try:
         refuse_if_up(options.cluster)
@@ -86,7 +86,10 @@ def up(options: UpOptions, report: Report = lambda progress: None) -> ClusterSta
 
 
 def _take_name(options: UpOptions) -> ClusterState:
-    """Take the name in this home. Another `up` of this name is refused from now on."""
+    """Save a state file for the cluster, and remove the files of a crashed one of its name.
+
+    From now on, another `up` of this name with this BLOCKYARD_HOME is refused.
+    """
     with state.alone():
         left = refuse_if_up(options.cluster)
         if left is not None and left.directory is not None:
@@ -126,9 +129,10 @@ def down(
     forget: bool = False,
     report: Report = lambda progress: None,
 ) -> None:
-    """Stop what `up` started, by pid, and remove its files.
+    """Stop what `up` started, and remove its files. Routers first drain for at most `drain_seconds`.
 
-    On a Ray cluster that we joined only our actors end, and Ray must answer unless `forget` is set.
+    On a Ray cluster that we joined, only our actors end, and Ray must answer. With `forget`, Ray is not asked to drain
+    and end actors.
     """
     report(Progress(stage="draining routers and stopping workers"))
     if not forget:
@@ -142,7 +146,7 @@ def down(
 
 
 def leftovers(cluster: ClusterState) -> list[str]:
-    """Return what is left of a cluster after `down`. Anything means that `down` has failed."""
+    """Return the processes and files that are left of a cluster after `down`. Anything means that `down` has failed."""
     left = [f"process {process.pid}" for process in cluster.recorded_processes() if is_alive(process)]
     if cluster.head is not None:
         left += [f"process {process.pid}" for process in session_members(cluster.head.session)]
@@ -294,7 +298,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
 
 
 def with_one_dtype(options: UpOptions, asked: Sequence[NodeFacts], report: Report) -> UpOptions:
-    """Return the options, with float32 if workers on these CPUs would choose different data types."""
+    """Return the options, with float32 and a warning if workers on these CPUs would choose different data types."""
     if options.engine.dtype != "auto" or not nodes.differ_in_bfloat16(asked):
         return options
     report(Progress(stage="comparing the nodes", warning=UNLIKE_CPUS))
@@ -303,7 +307,10 @@ def with_one_dtype(options: UpOptions, asked: Sequence[NodeFacts], report: Repor
 
 @contextlib.contextmanager
 def _router_ports(router: RouterConfig) -> Iterator[RouterConfig]:
-    """Choose ports that all routers share, so that routers on other nodes use the same. Reserve them in the block."""
+    """Yield the routers' config with ports that all share, on other nodes too. Reserve the ports inside the block.
+
+    Yield an unchanged config if routers share no ports.
+    """
     if not router.reuse_port:
         yield router
         return

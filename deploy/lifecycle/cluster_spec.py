@@ -1,7 +1,7 @@
 """Builds the ClusterSpec: the configuration of every worker and router, and their number, for the supervisor.
 
 Pure. It combines the operator's options (settings/wanted_cluster.py), the state file (machine/state.py) and the shape
-of workers (shape.py). It imports the supervisor's types late, because they import Ray.
+of workers (shape.py).
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
-    """Return the supervisor's spec of a cluster."""
+    """Return the spec from which the supervisor starts a cluster's workers and routers."""
     from blockyard.deploy.supervision.replicas import ClusterSpec
 
     # On a cluster of several nodes, routers connect to a worker by the address of its node.

@@ -31,7 +31,7 @@ OPTIONAL_PACKAGES = frozenset({"triton"})
 DASHBOARD_PORT = 8265
 NEEDED_MEMORY_BYTES = 2 * 2**30
 NEEDED_MEMORY_SHARE = 0.1
-"""Share of the machine's memory that should be free. A Ray that we did not start kills workers at 95 % in use."""
+"""Share of the machine's memory that should be available. A Ray that we did not start kills workers at 95 % in use."""
 NEEDED_DISK_BYTES = 2**30
 
 
@@ -51,7 +51,10 @@ def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
 
 
 def examine_nodes(address: str, model: str | None, redis_url: str | None) -> Iterator[Finding]:
-    """Yield findings about each node of a Ray cluster, compared with this machine. Raise RayConnectError."""
+    """Yield findings about each node of a Ray cluster, compared with this machine.
+
+    Raise RuntimeError if Ray or a node does not answer.
+    """
     with on_ray.joined(address):
         asked = nodes.ask_nodes(PACKAGES, model, redis_url)
     here = {name: _version(name) for name in PACKAGES}
@@ -92,7 +95,7 @@ def _backend() -> Finding:
 
 
 def _cpu_backend(num_threads: int) -> Finding:
-    """Report the backend that kernels/interface.py would choose, without building it."""
+    """Report the backend that kernels/interface.py would choose without a GPU. Do not build it."""
     from blockyard.kernels.cpu.extension import ExtensionUnavailable, prospect
 
     where = f"{num_threads} threads, no GPU here"

@@ -1,7 +1,7 @@
 """Ray driver of commands: creates a cluster's supervisor, calls it and ends it.
 
 Owns the names by which actors are found: each cluster has a namespace of its own. `looking` reads a report without
-becoming a driver. Imports ray only inside `driver`, because Ray reads its credentials once, at import.
+becoming a driver. Imports ray only inside functions, because Ray reads its credentials once, at import.
 """
 
 import contextlib
@@ -85,9 +85,10 @@ def driver(cluster: ClusterState, wheel: Path | None = None) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def _connecting(cluster: ClusterState) -> Iterator[str]:
-    """Yield Ray's address, unless the head that was started here is known not to answer.
+    """Yield Ray's address. Raise at once if a head on this machine is dead or stopped, or its supervisor is stopped.
 
-    Raise as `driver` does, with a message that says what works without a head.
+    Add to a RayConnectError, also one of the block, what still works without a head. Raise ValueError if the cluster's
+    Ray has not been started.
     """
     if cluster.ray_address is None:
         raise ValueError(f"Ray of cluster {cluster.cluster!r} has not been started")
@@ -112,7 +113,10 @@ class ClusterAnswers:
 
 
 def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) -> Child:
-    """Start a child process that answers with ClusterAnswers, without becoming a driver. Raise as `driver` does."""
+    """Start a child process that answers with ClusterAnswers, without becoming a driver.
+
+    Its `answer` raises as `driver` does, and ValueError if the cluster has no supervisor yet.
+    """
 
     def look(send: Callable[[Any], None]) -> None:
         with _connecting(cluster) as address:
@@ -146,7 +150,9 @@ def _cluster_answers(service: Any, cluster: str, seconds: float) -> ClusterAnswe
 
 
 def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:
-    """Check that Ray answers, before a command becomes a driver. Otherwise Ray would keep it waiting for minutes.
+    """Check that Ray and, if `asks_supervisor`, the supervisor answer, before a command becomes a driver.
+
+    A child process asks, because Ray would keep the command waiting for minutes.
 
     Raise TimeoutError if Ray does not answer within the command's budget, and what `driver` and `supervisor_report`
     raise.
@@ -161,7 +167,10 @@ def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> Non
 
 
 def check_lets_in(address: str) -> None:
-    """Check that Ray answers and accepts our credentials, for a Ray without a cluster of ours."""
+    """Check that Ray answers and accepts our credentials, for a Ray without a cluster of ours.
+
+    Raise TimeoutError if Ray is silent, RayConnectError if it refuses.
+    """
 
     def look(send: Callable[[Any], None]) -> None:
         with joined(address):
@@ -198,7 +207,7 @@ def hardware() -> Hardware:
 
 
 def room() -> list[Mapping[str, float]]:
-    """Return the free resources of each living node, by name."""
+    """Return the free resources of each living node, by the resource's name."""
     from ray._private import state
 
     return list(state.available_resources_per_node().values())  # type: ignore[no-untyped-call]
@@ -243,7 +252,7 @@ def create_supervisor(spec: "ClusterSpec") -> None:
 
 
 def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorReport":
-    """Ask the supervisor for its report. Raise RuntimeError if it does not answer."""
+    """Ask the supervisor for its report. Raise RuntimeError if it does not answer, ValueError if there is none."""
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -261,7 +270,7 @@ def supervisor_report(timeout_seconds: float = CALL_SECONDS) -> "SupervisorRepor
 
 
 def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Restart a worker or router and return once it serves again. Call `waiting` meanwhile.
+    """Restart a worker or router and return once it is in use. Call `waiting` with reports meanwhile.
 
     Raise RuntimeError if it does not come back.
     """
@@ -269,7 +278,9 @@ def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorRepor
 
 
 def scale(num_workers: int, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Scale to `num_workers` and return once all are in use and surplus ones are gone. Call `waiting` meanwhile.
+    """Scale to `num_workers`. Return once all are in use and surplus ones are gone.
+
+    Call `waiting` with reports meanwhile.
 
     Raise RuntimeError if a new worker does not start.
     """
@@ -292,7 +303,10 @@ def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], Non
 
 
 def shut_down(drain_seconds: float) -> None:
-    """End routers, workers and the supervisor, in this order."""
+    """End routers, workers and the supervisor, in this order. Routers first drain for at most `drain_seconds`.
+
+    Do nothing without a supervisor. Raise RuntimeError if it does not answer.
+    """
     import ray
 
     try:

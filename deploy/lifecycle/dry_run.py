@@ -26,7 +26,7 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node of the Ray cluster that runs or would run."""
+    """One node of the Ray cluster that `up` would join or start."""
 
     cpus: float
     workers: int
@@ -149,7 +149,10 @@ def _refusals(options: UpOptions) -> Iterator[Finding]:
 
 
 def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[tuple[float, ...], float, int]:
-    """Return the CPUs of each node, the number of GPUs, and the number of other machines."""
+    """Return the CPUs of each node, the number of GPUs, and the number of other machines.
+
+    Add a finding if a given Ray does not answer or its nodes have other code.
+    """
     if options.address is None:
         return *preflight.local_hardware(options), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
@@ -174,7 +177,10 @@ def _other_code() -> Iterator[Finding]:
 def _shape(
     options: UpOptions, node_cpus: tuple[float, ...], num_gpus: float, findings: list[Finding]
 ) -> Shape | None:
-    """Return the shape, or None if it does not fit. That is a new finding only on a joined cluster."""
+    """Return the shape, or None if it does not fit.
+
+    On a joined cluster that adds a finding. Otherwise preflight's check of workers has already made it.
+    """
     try:
         return shape_of(options, node_cpus, num_gpus) if node_cpus else None
     except RuntimeError as error:
@@ -192,7 +198,7 @@ def _filled(node_cpus: Iterable[float], shape: Shape | None) -> Iterator[Node]:
 
 
 def _would_have_gpu(options: UpOptions, num_gpus: float) -> bool:
-    """Tell whether workers would use GPUs. Missing GPUs are a finding, and the plan then says nothing about CPUs."""
+    """Tell whether workers would use GPUs. With `--device cuda` they would. A missing GPU is a finding."""
     return options.engine.device == "cuda" or (options.engine.device != "cpu" and num_gpus > 0)
 
 

@@ -49,7 +49,7 @@ def use_download_dir(folder: str | None) -> None:
 
 
 def hub_files(model: str, patterns: Sequence[str] = HUB_PATTERNS) -> HubFiles | None:
-    """Ask the hub for a model's files. Return None if it is offline or does not tell sizes."""
+    """Ask the hub for the sizes of a model's files. Return None if the hub does not answer or does not tell them."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # They count files, not bytes.
@@ -84,7 +84,7 @@ def download_all(model: str, tokenizer: str | None, report: Report) -> None:
 
 
 def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTERNS) -> None:
-    """Download the matching files of one hub repository, otherwise as `download_all`."""
+    """Download the files of one hub repository that match `patterns`. Do nothing, or raise, as `download_all` does."""
     if not is_on_hub(model):
         return
     stage = f"looking for {model} on the hub"
@@ -116,7 +116,7 @@ def download(model: str, report: Report, *, patterns: Sequence[str] = HUB_PATTER
 
 
 def _size(files: HubFiles | None) -> int:
-    """Return the bytes in the cache's folder, with unfinished files."""
+    """Return the bytes in the cache's folder, including unfinished files. 0 without a folder."""
     if files is None or not files.blobs.is_dir():
         return 0
     sizes = 0

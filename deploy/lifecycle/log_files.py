@@ -30,7 +30,7 @@ from blockyard.deploy.supervision.incidents import FIND_SECONDS, Incidents
 from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
 
 HEAD_BYTES = 65536
-"""Length of a log's beginning that contains Ray's markers."""
+"""Length of the beginning of a log that is searched for Ray's markers."""
 READ_SECONDS = 30.0
 """A node must send the next part of a log within this time."""
 REOPEN_SECONDS = 1.0
@@ -56,10 +56,10 @@ class Logs(Protocol):
     """The logs of one cluster."""
 
     def files(self) -> list[LogFile]:
-        """Return the logs that exist now. Raise ConnectionError, FileNotFoundError."""
+        """Return the logs that exist now. Raise ConnectionError or, if their folder is gone, FileNotFoundError."""
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
-        """Read on from where the last call ended. Raise OSError.
+        """Yield the lines of a log since the last call. Raise OSError if it cannot be read.
 
         `to_the_end` includes the last line even if it is not finished yet.
         """
@@ -127,7 +127,10 @@ class LocalLogs:
             ) from None
 
     def _described(self, part: str, key: str) -> tuple[str | None, bytes]:
-        """Return name and job. If the beginning was rotated away, the name is made of the pid."""
+        """Return the name and Ray job of the process that wrote this file. The name is None if it is not ours.
+
+        If the log's beginning was rotated away, the name is made of the pid.
+        """
         try:
             with (self.directory / part).open("rb") as file:
                 head = file.read(HEAD_BYTES)
@@ -174,7 +177,10 @@ class RayLogs:
         return [file for actor in found if (file := self._file_of(actor)) is not None]
 
     def lines(self, file: LogFile, *, to_the_end: bool) -> Iterator[bytes]:
-        """Yield all lines at the first call, and later the new ones. A thread follows each file."""
+        """Yield all lines at the first call, and later the new ones.
+
+        A thread follows the log from then on, unless its process has ended or `to_the_end` is set.
+        """
         following = self._followed.get(file.key)
         if following is not None:
             while not following.empty():
@@ -195,7 +201,10 @@ class RayLogs:
     def _follow(
         self, where: Mapping[str, Any], num_bytes: int, following: "queue.SimpleQueue[bytes]"
     ) -> None:
-        """Follow a log until this process ends, because a node that does not answer now may answer later."""
+        """Put the lines after the first `num_bytes` of a log into `following`, until this process ends.
+
+        Never give up, because a node that does not answer now may answer later.
+        """
         while True:
             with contextlib.suppress(ConnectionError), self._opened("logs/stream", where, None) as answer:
                 skipped = 0
@@ -256,7 +265,7 @@ def _why(error: urllib.error.HTTPError) -> str:
 
 
 def _ray_token(cluster: ClusterState) -> str | None:
-    """Return Ray's token from the variable or else the file, in Ray's order."""
+    """Return Ray's token: from the cluster's own token file, else from RAY_AUTH_TOKEN, else from Ray's other files."""
     given = os.environ.get("RAY_AUTH_TOKEN")
     path = cluster.ray_token_path or os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
     if given and cluster.ray_token_path is None:
@@ -277,7 +286,7 @@ class SupervisorLog:
     _found_at: float = field(default=-inf, init=False)
 
     def due_lines(self, now: float) -> list[str]:
-        """Return the incidents since the last call, or nothing while the log cannot be read.
+        """Read on in the logs, and return the lines to print about incidents. Ignore a log that cannot be read.
 
         A log that comes from a joined Ray's dashboard may hold anything. `serve` must not end because of it.
         """

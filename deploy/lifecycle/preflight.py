@@ -40,13 +40,13 @@ _SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
 
 
 def check(options: "UpOptions") -> None:
-    """Raise ValueError for the first problem."""
+    """Raise ValueError for the first of the `problems`."""
     for _, detail in problems(options):
         raise ValueError(detail)
 
 
 def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
-    """Yield each problem as its subject and a message."""
+    """Yield each problem that would prevent the start, as its subject and a message."""
     checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
         ("security", lambda options: options.security.check()),
         ("model", check_model),
@@ -77,7 +77,10 @@ def model_config(model: str) -> ModelConfig:
 
 
 def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> ChosenDataType | None:
-    """Return the workers' data type, or None if another machine's CPU decides. Raise ValueError."""
+    """Return the workers' data type, or None if another machine's CPU decides.
+
+    Raise ValueError for a --dtype that deterministic mode does not allow.
+    """
     engine, on_cpu = options.engine, not has_gpu
     possible = {dtype_of(engine, config, on_cpu=on_cpu, has_bfloat16=has).name for has in (True, False)}
     if options.address is not None and len(possible) > 1:
@@ -141,7 +144,10 @@ def other_hosts() -> int:
 
 
 def check_model(options: "UpOptions") -> None:
-    """Raise ValueError for a model that is not found, that the engine cannot run, or that does not fit."""
+    """Raise ValueError for a model that is not found, that the engine cannot run, or that does not fit into memory.
+
+    The context must fit into the KV cache too.
+    """
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
         return  # The nodes may have a model that this machine does not have.
@@ -162,14 +168,14 @@ def check_model(options: "UpOptions") -> None:
 
 
 def check_weights(engine: EngineConfig) -> None:
-    """Check the headers of a model's files, which must be on this machine. Raises ValueError."""
+    """Raise ValueError if the headers of a model's weight files are wrong. The files must be on this machine."""
     if engine.engine == "model" and engine.load_format == "auto":
         folder = resolve_model(engine.model)
         check_shards(folder, load_config(folder))
 
 
 def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
-    """Check that workers on CPUs fit into memory. Only a worker knows its GPU's. Raises ValueError."""
+    """Raise ValueError if workers on CPUs do not fit into memory. Check no GPU: only its worker knows its memory."""
     cpus, num_gpus = local_hardware(options)
     num_workers = shape_of(options, cpus, num_gpus).num_workers
     pool = pool_of(options, config, has_gpu=num_gpus > 0)
@@ -198,7 +204,10 @@ def _check_workers(options: "UpOptions") -> None:
 
 
 def _check_ports(options: "UpOptions") -> None:
-    """Check the routers' ports on this machine. On a joined cluster Ray chooses the routers' nodes."""
+    """Raise ValueError for a host that is no address of this machine, or a router's port that is taken.
+
+    Do nothing for a joined cluster, where Ray chooses the routers' nodes.
+    """
     if options.address is not None:
         return
     try:
@@ -216,7 +225,7 @@ def _check_ports(options: "UpOptions") -> None:
 
 
 def ports_moved(options: "UpOptions") -> tuple["UpOptions", list[str]]:
-    """Replace default ports that are taken on this machine by free ones. Return the options and a line for each.
+    """Replace default ports that are taken on this machine by free ones. Return the options and a warning for each.
 
     Raise ValueError if no port is free.
     """

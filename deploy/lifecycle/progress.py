@@ -26,7 +26,7 @@ class _PipeTolerantConsole(Console):
 
 
 class StageProgress:
-    """`with StageProgress() as progress: up(options, progress.report)`."""
+    """Shows the progress of a start: `with StageProgress() as progress: up(options, progress.report)`."""
 
     def __init__(self) -> None:
         self._console = _PipeTolerantConsole(stderr=True, highlight=False)
@@ -55,7 +55,7 @@ class StageProgress:
         self._bars.stop()
 
     def report(self, progress: Progress) -> None:
-        """Show progress. Callers call it at every poll, even without news."""
+        """Show progress and its warning. Call this at every poll, even without news."""
         if progress.stage != self._stage:
             self._begin_stage(progress)
         elif time.monotonic() - self._printed_at >= REPEAT_SECONDS:

@@ -43,7 +43,7 @@ def scale(
     waits_for_nodes: bool = False,
     report: Report = lambda progress: None,
 ) -> Scaled:
-    """Scale to `num_workers`. Return once surplus workers are gone and new ones are in use.
+    """Scale to `num_workers`, and save the number. Return once surplus workers are gone and new ones are in use.
 
     A worker that was taken out counts and stays out. Raise ValueError, before anything is changed, if the nodes have
     no room and `waits_for_nodes` is not set. Raise RuntimeError if a new worker does not start.
@@ -100,7 +100,10 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
 
 
 def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
-    """Suggest how this many workers could fit. With several nodes the right number of CPUs is not known."""
+    """Return how a cluster of this many workers could fit, for an error message.
+
+    With several nodes the right number of CPUs is not known.
+    """
     if report.gpus_per_worker:
         return "fewer workers"
     if len(free) != 1:
@@ -111,7 +114,7 @@ def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many workers fit on a node. The small addend is there because Ray rounds to four digits."""
+    """Return how many workers fit into a node's free resources. Ray rounds to four digits, hence the addend."""
     return min(int(node.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blockyard.deploy.supervision.replicas import Replica
 
 SERVE_SECONDS = 600.0
-"""Loading a large model from a slow disk takes minutes."""
+"""Deadline for all to serve. Loading a large model from a slow disk takes minutes."""
 CONNECT_SECONDS = 30.0
 FIRST_WORD_SECONDS = 60.0
 """Deadline for the supervisor's first answer. Its imports take long on a busy machine."""
@@ -29,7 +29,7 @@ STAGES = (STARTING, DOWNLOADING, LOADING, COMPILING, WARMING)
 
 
 class ClusterStartError(RuntimeError):
-    """The cluster did not start to serve. Everything that was started was stopped again."""
+    """The cluster cannot start, or did not start to serve. `up` then stops what it has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Serving:
     routers: tuple[str, ...]
     gateways: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """Data types that workers compute in, each once, and why."""
+    """Data types that workers compute in, each once, with the reason."""
 
 
 def wait_until_all_serve(report: Report) -> Serving:
@@ -114,7 +114,7 @@ def _who_serves(replicas: Sequence["Replica"]) -> str:
 
 
 def wait_until_connected(num_workers: int, report: Report) -> None:
-    """Wait until every router reports a session with every worker.
+    """Wait until every router reports a session with every worker. Raise ClusterStartError after CONNECT_SECONDS.
 
     The routers' own reports are needed, because a client of a shared port cannot choose the router that answers.
     """

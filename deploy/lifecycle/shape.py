@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
 
 MAX_CPUS_BESIDE_GPU = 4.0
-"""A worker with a GPU needs few threads for scheduling and sampling."""
+"""Limit on the CPUs of a worker with a GPU. It needs few threads, for scheduling and sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,10 @@ class Shape:
 
 
 def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) -> Shape:
-    """Return the shape for nodes with these CPUs each and `num_gpus` in all. Raise ClusterStartError if none fits."""
+    """Return the shape for nodes with these CPUs each and `num_gpus` in all.
+
+    Raise ClusterStartError if they cannot hold the workers.
+    """
     if not node_cpus:
         raise ClusterStartError("the Ray cluster has no CPU")
     num_workers, gpus_each = _workers_to_place(options, num_gpus)
@@ -56,7 +59,7 @@ def room_on(cpus: float, shape: Shape) -> int:
 
 
 def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, float]:
-    """Return the number of workers, and the GPUs of each."""
+    """Return the number of workers, and the GPUs of each. Raise ClusterStartError for `cuda` without a GPU."""
     if options.engine.device == "cpu" or gpus_of_cluster < 1:
         if options.engine.device == "cuda":
             raise ClusterStartError("--device cuda, but the Ray cluster has no GPU")

@@ -1,4 +1,4 @@
-"""Lines of `doctor`'s report: ok, warn (serves, but not as well as it could) or fail (cannot serve)."""
+"""Findings of `doctor` and `up --dry-run`: ok, warn (serves, but not as well as it could) or fail (cannot serve)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """One line of a report by `doctor` or `up --dry-run`: the verdict of one check."""
 
     verdict: Verdict
     subject: str

@@ -1,7 +1,7 @@
 """Deadlines of commands: a time budget, and ways to abandon a step that waits for a silent cluster.
 
-Owns the budget, which all steps of a command share. A thread ends a command that waits in Python. Ray needs a child
-process: it waits in C++ code and holds the GIL meanwhile, so that no other thread of its process runs.
+Owns the budget, which all steps of a command share. A thread ends a command that waits in Python. Calls of Ray need a
+child process, because Ray waits in C++ code and holds the GIL. No other thread of that process runs meanwhile.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import Any
 from blockyard.deploy.machine.processes import identify
 
 ANSWER_SECONDS = 8.5
-"""Time from a command's process start to its answer. Python's shutdown takes the rest of ten seconds."""
+"""Longest time from the start of a command's process to its answer. Python's shutdown takes the rest of ten seconds."""
 MAX_START_SECONDS = 4.0
-"""Limit on the start time that counts, so that a sound cluster has time to answer where Python starts slowly."""
+"""Limit on the start-up time that the budget subtracts. A sound cluster needs time, even where Python starts slowly."""
 SAY_SECONDS = 0.5
 """Part of the budget that each step leaves for reporting that it had no answer."""
 MIN_STEP_SECONDS = 1.0
-"""Least time of a step, however little is left. A sound cluster on a busy machine needs it."""
+"""Least time of a step, however little of the budget is left. A sound cluster on a busy machine needs it."""
 END_SECONDS = 0.5
-"""Time for a child that has answered to disconnect from Ray."""
+"""Time in which a child that has answered may disconnect from Ray before it is killed."""
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -45,7 +45,10 @@ class Budget:
         return max(0.0, self._ends_at - self._clock())
 
     def step_seconds(self, most_seconds: float = ANSWER_SECONDS) -> float:
-        """Return how long the next step may take. It is never 0, so that no call starts past its deadline."""
+        """Return the time limit of the next step, `most_seconds` or less.
+
+        It is at least MIN_STEP_SECONDS, so that no call starts past its deadline.
+        """
         return max(MIN_STEP_SECONDS, min(most_seconds, self.left_seconds - SAY_SECONDS))
 
 
@@ -56,10 +59,10 @@ def _age_seconds() -> float:
 
 
 class Child:
-    """A forked process that runs `look` now. `look` gets a function that sends its answer.
+    """A forked process that runs `look` at once. `look` gets a function, to which it passes its answer.
 
-    `answer` raises the RuntimeError, ValueError or OSError that `look` raises. Create it before this process imports
-    Ray or starts a thread, because a fork copies no threads.
+    If `look` raises RuntimeError, ValueError, OSError or ModuleNotFoundError, `answer` raises it here. Create a Child
+    before this process imports Ray or starts a thread, because a fork copies no threads.
     """
 
     def __init__(self, look: Callable[[Callable[[Any], None]], None]) -> None:
@@ -69,7 +72,10 @@ class Child:
         sending.close()
 
     def answer(self, seconds: float, sentence: str) -> Any:
-        """Return the answer. Raise TimeoutError with the sentence if none comes in time or the child dies."""
+        """Return the child's answer, and kill the child.
+
+        Raise TimeoutError with `sentence` if no answer comes within `seconds` or the child dies.
+        """
         try:
             if not self._answers.poll(seconds):
                 raise TimeoutError(sentence)
@@ -101,7 +107,10 @@ def _say_and_exit(sentence: str) -> None:
 def answers_within(
     seconds: float, sentence: str, *, give_up: Callable[[str], None] = _say_and_exit
 ) -> Iterator[None]:
-    """Limit the time of the block. After it the process prints the sentence on stderr and exits with code 1."""
+    """Call `give_up` with `sentence` if the block takes longer than `seconds`.
+
+    By default the process then prints the sentence on stderr and exits with code 1.
+    """
     timer = threading.Timer(seconds, give_up, (sentence,))
     timer.daemon = True
     timer.start()

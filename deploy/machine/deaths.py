@@ -27,7 +27,10 @@ _HAS_STATUS = 1 << 3
 
 
 def num_memory_kills() -> int:
-    """Return the number of OOM kills in this control group, or on the machine without one."""
+    """Return the number of OOM kills in this process's control group so far.
+
+    If the group has no counter, return the number on the whole machine. Return 0 if that cannot be read either.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip()
         for counters in (Path(f"/sys/fs/cgroup{group}/memory.events"), Path("/proc/vmstat")):
@@ -46,11 +49,11 @@ class DeathWatch:
         self._pidfd: int | None = None
         self._count_kills = memory_kills
         self._kills = memory_kills(), memory_kills()
-        """The last two readings. An OOM kill before them was of another process."""
+        """The last two readings of the OOM-kill counter. Kills that the first one counts were of other processes."""
         self._next_look: asyncio.TimerHandle | None = None
 
     def watch(self, pid: int) -> None:
-        """Begin to watch a process. Call it once."""
+        """Begin to watch a process, unless it has already ended. Call it once."""
         with contextlib.suppress(OSError):  # The process has already ended.
             self._pid, self._pidfd = pid, os.pidfd_open(pid)
             self._look()
@@ -66,7 +69,10 @@ class DeathWatch:
         self._next_look = asyncio.get_running_loop().call_later(MEMORY_SECONDS, self._look)
 
     async def reason(self) -> str:
-        """Describe how the process ended. Empty if it lives or the kernel does not say."""
+        """Describe how the process ended. Wait up to one second for its status.
+
+        Empty if the process lives, was not watched, or the kernel does not say.
+        """
         for _ in range(_LOOKS if self._pidfd is not None else 0):
             if (status := self._status()) is not None:
                 return ending(status, for_memory=self._count_kills() > self._kills[0])
@@ -74,7 +80,7 @@ class DeathWatch:
         return ""
 
     def _status(self) -> int | None:
-        """Return the wait status, as waitpid would, or None."""
+        """Return the process's wait status, as waitpid would, or None if the kernel does not give it."""
         assert self._pidfd is not None
         info = bytearray(_INFO.pack(_HAS_STATUS, *[0] * 13))
         with contextlib.suppress(OSError):
@@ -86,7 +92,7 @@ class DeathWatch:
 
 
 def ending(status: int, *, for_memory: bool) -> str:
-    """Describe a wait status. `for_memory`: there was an OOM kill meanwhile."""
+    """Describe a wait status in words. `for_memory`: an OOM kill was counted shortly before."""
     if not os.WIFSIGNALED(status):
         return f"its process exited with code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)

@@ -13,11 +13,14 @@ from types import FrameType
 
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 _asked = threading.Event()
-"""Set by the handler, because an exception raised inside a library's callback may be printed there and lost."""
+"""Set by the signal handler, because an exception raised inside a library's callback may be printed there and lost."""
 
 
 def end_like_ctrl_c() -> None:
-    """Make all three signals raise KeyboardInterrupt in the main thread, except a SIGHUP that `nohup` ignores."""
+    """Make SIGTERM, SIGHUP and SIGINT raise KeyboardInterrupt in the main thread.
+
+    A SIGHUP that `nohup` ignores stays ignored. After the first signal, only SIGINT raises again.
+    """
     for number in (*ENDS, signal.SIGINT):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
@@ -33,7 +36,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _leave_closed_terminal() -> None:
-    """Discard further output, because each write to a closed terminal would fail and stop the shutdown."""
+    """Discard further output to a closed terminal, because each write there would fail and stop the shutdown."""
     for stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or missing
             descriptor = stream.fileno()  # type: ignore[union-attr]
@@ -42,7 +45,7 @@ def _leave_closed_terminal() -> None:
 
 
 def discard_output(descriptor: int) -> None:
-    """Redirect this file descriptor to the null device. Raise OSError if it is not open."""
+    """Redirect this file descriptor to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
@@ -57,16 +60,17 @@ def _is_closed_terminal(descriptor: int) -> bool:
 
 
 def raise_if_asked() -> None:
-    """Raise KeyboardInterrupt if a signal has come. Long operations call it between steps."""
+    """Raise KeyboardInterrupt if one of the three signals has come. Long operations call it between steps."""
     if _asked.is_set():
         raise KeyboardInterrupt
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Restore signal handlers that a library changes inside the block.
+    """Restore the handlers of SIGTERM and SIGHUP after the block, in case a library changes them there.
 
-    Ray's handler of SIGTERM aborts the process, and its shutdown resets the signal to the default.
+    Do nothing outside the main thread. Ray's handler of SIGTERM aborts the process, and Ray's shutdown resets it to the
+    default.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -82,7 +86,10 @@ def handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore all three signals inside the block, so that undoing a start is not interrupted."""
+    """Ignore SIGTERM, SIGHUP and SIGINT inside the block, so that undoing a start is not interrupted.
+
+    Do nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,7 @@ _MARKERS = (b":job_id:", b":actor_name:", b":task_name:")
 """Prefixes of lines that Ray writes for its own use."""
 _PROCESS = re.compile(r"(worker-\d+|router-\d+|supervisor)\b")
 _CLASSES = {"WorkerActor": "worker", "RouterActor": "router", "Supervisor": "supervisor"}
-"""Ray's names for actors before their constructors have ended."""
+"""Names of our processes by the class name that Ray writes until an actor's constructor has ended."""
 _TIME_CHARS = len("2026-11-25 11:24:07,649")
 
 
@@ -33,7 +33,7 @@ class Line:
 
 
 class LineReader:
-    """Reads the lines of one process in order.
+    """Parses the lines of one process in order.
 
     A line without a time, such as one of a traceback, gets the time and request of the line before it.
     """
@@ -45,7 +45,7 @@ class LineReader:
         self._is_wanted = request_id is None
 
     def read(self, raw_lines: Iterable[bytes]) -> Iterator[Line]:
-        """Yield lines, without Ray's markers. With a request id, yield only lines about that request."""
+        """Parse and yield lines, without Ray's markers. With a request id, yield only lines about that request."""
         for raw in raw_lines:
             if raw.startswith(_MARKERS):
                 continue
@@ -78,7 +78,7 @@ def time_of(text: str) -> float | None:
 
 
 def process_name(head: bytes) -> str | None:
-    """Return the name of the Blockyard process that wrote this beginning of a log. None for another program."""
+    """Return the name of the Blockyard process whose log begins with `head`. None for another program."""
     found = _ACTOR.findall(head)
     if not found:
         return None

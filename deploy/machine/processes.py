@@ -1,10 +1,10 @@
 """Identifies processes, so that they can be stopped later without ever hitting another program.
 
-Owns (pid, start time) pairs, the members of a session, and their end. Does not own why a process runs.
+Owns (pid, start time) pairs, and listing and killing the members of a session. Does not own why a process runs.
 
 The kernel reuses pids, but not a pid together with its start time. Ray gives its workers process groups of their own,
 but none leaves the session in which its head was started. The kernel does not reuse a session's number while a member
-lives. So a cluster is all of a session, as long as one recorded member still lives. Reads /proc, so it needs Linux.
+lives. So all of a session belongs to a cluster as long as one recorded member lives. Reads /proc, so it needs Linux.
 """
 
 import os
@@ -37,7 +37,7 @@ class _Status:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """Return the identity of the process that has this pid, or None."""
+    """Return the identity of the living process that has this pid, or None. A zombie does not live."""
     status = _status(pid)
     return None if status is None else ProcessIdentity(pid=pid, start_ticks=status.start_ticks)
 
@@ -89,7 +89,7 @@ def state_of(pid: int) -> str:
 
 
 def listening_ports(pid: int) -> set[int]:
-    """Return the TCP ports on which a process listens. Raise OSError if it has ended."""
+    """Return the TCP ports on which a process listens. Raise OSError if it has ended or belongs to another user."""
     sockets = {_link(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     ports = set()
     for table in ("tcp", "tcp6"):
@@ -110,13 +110,16 @@ def _link(descriptor: Path) -> str:
 
 
 def owns_session(session: int, recorded: Iterable[ProcessIdentity]) -> bool:
-    """Tell whether a recorded process still lives in the session, so that the number was not reused."""
+    """Tell whether a recorded process still lives in the session. Then the session's number was not reused."""
     members = set(session_members(session))
     return any(process in members for process in recorded)
 
 
 def end_session(session: int, recorded: Iterable[ProcessIdentity], *, timeout_seconds: float = 10.0) -> None:
-    """Send SIGKILL to all of a session that is still ours. Raise TimeoutError with the pids that do not end."""
+    """Kill all processes of a session, and wait until they have ended.
+
+    Do nothing if no recorded process lives there. Raise TimeoutError with the pids that do not end in time.
+    """
     if not owns_session(session, recorded):
         return
     deadline = time.monotonic() + timeout_seconds
@@ -139,7 +142,7 @@ def _signal(process: ProcessIdentity, number: signal.Signals) -> None:
 
 
 def _reap(processes: Iterable[ProcessIdentity]) -> None:
-    """Reap those that are children of this process."""
+    """Reap those processes that have ended and are children of this one."""
     for process in processes:
         try:
             os.waitpid(process.pid, os.WNOHANG)

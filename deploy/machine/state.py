@@ -19,7 +19,7 @@ from blockyard.proto.security.loopback import LOOPBACK
 
 HOME_VARIABLE = "BLOCKYARD_HOME"
 _ALWAYS_WRITTEN = ("cluster", "model", "secret", "routers", "head", "redis")
-"""Every version has written these fields."""
+"""Fields that every version has written."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
@@ -59,7 +59,7 @@ class ClusterState:
     model: str
     secret: str = field(repr=False)
     redis_url: str | None = field(default=None, repr=False)
-    """The workers' URL."""
+    """URL by which workers reach Redis."""
     router_redis_url: str | None = field(default=None, repr=False)
     num_workers: int = 0
     cpus_per_worker: float = 0.0
@@ -78,7 +78,7 @@ class ClusterState:
     gateways: tuple[str, ...] = ()
     """Addresses (host:port) where routers serve OpenAI's API."""
     dtypes: tuple[str, ...] = ()
-    """Data types that workers computed in when the cluster started, and why."""
+    """Data types that workers computed in when the cluster started, each with the reason."""
     host: str = LOOPBACK
     """Address that routers bind to."""
     directory: str | None = None
@@ -97,7 +97,10 @@ class ClusterState:
         return redis + (() if self.head is None else self.head.processes)
 
     def anything_alive(self) -> bool:
-        """Tell whether the cluster may still run. On a joined Ray it counts as alive until `down`."""
+        """Tell whether the cluster may still run, or another process starts it.
+
+        On a joined Ray it counts as alive until `down`.
+        """
         joined = self.head is None and self.ray_address is not None
         starting = self.starter is not None and self.starter.pid != os.getpid() and is_alive(self.starter)
         return joined or starting or any(is_alive(process) for process in self.recorded_processes())
@@ -118,7 +121,7 @@ def state_path(cluster: str) -> Path:
 
 
 def save(state: ClusterState) -> None:
-    """Write the state file atomically. It is never readable by others, not even for a moment."""
+    """Write the state file atomically. Other users can never read it, not even for a moment."""
     path = state_path(state.cluster)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -130,7 +133,7 @@ def save(state: ClusterState) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Hold a lock inside the block, so that no other command with this home takes a name meanwhile."""
+    """Hold a lock inside the block, so that no other command with this home takes a cluster's name meanwhile."""
     home().mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(home(), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -143,7 +146,7 @@ def alone() -> Iterator[None]:
 def load(cluster: str) -> ClusterState:
     """Read a cluster's state file.
 
-    Raise NoSuchClusterError, which names the known clusters, or ValueError for a damaged file.
+    Raise NoSuchClusterError, which names the known clusters, or ValueError for an unreadable or damaged file.
     """
     path = state_path(cluster)
     try:

@@ -44,7 +44,7 @@ LOOK_SECONDS = 0.5
 MAX_STOPPED_LOOKS = 40
 """Checks in a row that find a process stopped before it is killed as hung."""
 MAX_PAUSE_SECONDS = 30.0
-"""Longest pause between two starts of one program. The first restart is immediate, and each pause doubles the last."""
+"""Longest pause between two starts of one program. The pause is zero at first, then one second, and then doubles."""
 STEADY_SECONDS = 60.0
 """Lifetime after which the pauses begin again at zero."""
 GCS, RAYLET, DASHBOARD = "gcs_server", "raylet", "dashboard"
@@ -77,7 +77,7 @@ class HeadProgram:
 
 
 def name_of(command: list[str]) -> str:
-    """Return the name of the head's program that has this command. Empty for any other command."""
+    """Return which of the head's programs this command runs: GCS, RAYLET or DASHBOARD. Empty for any other command."""
     if not command:
         return ""
     if Path(command[0]).name in (GCS, RAYLET):
@@ -105,7 +105,10 @@ def as_new_node(command: list[str], node_id: str) -> list[str]:
 
 
 def next_pause_seconds(last_seconds: float, alive_seconds: float) -> float:
-    """Return the pause before another start of a process that lived for `alive_seconds`."""
+    """Return the pause between this restart of a program and the next one.
+
+    The program has lived for `alive_seconds`. The pause before was `last_seconds`.
+    """
     if alive_seconds >= STEADY_SECONDS:
         return 0.0
     return min(MAX_PAUSE_SECONDS, max(1.0, 2.0 * last_seconds))
@@ -120,7 +123,10 @@ def _value(command: list[str], option: str) -> str:
 
 
 def does_answer(program: HeadProgram, *, seconds: float) -> bool:
-    """Tell whether a program answers in time. A raylet with TLS, or a program that cannot be asked, counts as well."""
+    """Tell whether a program answers in time.
+
+    A raylet with TLS, or a program that cannot be asked, counts as answering.
+    """
     if program.name == RAYLET and program.environment.get("RAY_USE_TLS") == "1":
         return True
     try:
@@ -144,7 +150,7 @@ class Guardian:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="probes")
 
     def watch(self) -> None:
-        """Watch until the control service has ended."""
+        """Restart the raylet and the dashboard when they die or hang, until Ray's control service has ended."""
         woke_at = time.monotonic()
         while is_alive(self._programs[GCS].process):
             last_at, woke_at = woke_at, time.monotonic()
@@ -204,14 +210,14 @@ class Guardian:
             program.process = identify(process.pid) or program.process
 
     def _make_room(self, raylet: HeadProgram) -> None:
-        """Remove what a dead raylet has left, and give its command a new node id."""
+        """Kill a dead raylet's workers, remove its sockets, and give its command a new node id."""
         self._end_workers()
         for option in ("--raylet_socket_name", "--store_socket_name"):
             Path(_value(raylet.command, option)).unlink(missing_ok=True)
         raylet.command = as_new_node(raylet.command, secrets.token_hex(_NODE_ID_BYTES))
 
     def _end_workers(self) -> None:
-        """Kill the workers of a dead raylet and the processes that they started. They hold ports and devices."""
+        """Kill the workers of a dead raylet and the processes that they started. They would keep ports and devices."""
         members = session_members(self._session)
         titles = {member.pid: "".join(command_of(member.pid)[:1]) for member in members}
         workers = {pid for pid, title in titles.items() if title.startswith(_WORKER_TITLE)}

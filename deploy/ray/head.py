@@ -66,11 +66,11 @@ class _HeadEnded(RayStartError):
 
 
 class RayConnectError(RuntimeError):
-    """No Ray answers at the given address, or it refuses us."""
+    """No Ray answers at the given address, or Ray refuses us."""
 
 
 class RayletDiedError(RayConnectError):
-    """The raylet died. Workers and routers ended with it and come back with the next one."""
+    """The raylet died or is stopped. Workers and routers end with it and come back with the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,8 @@ def use_token(token_path: str | None) -> None:
 def operators_token_path() -> str | None:
     """Return the token file of the operator's own Ray, so that later commands find it from any shell.
 
-    Return None if Ray asks for no token, or if the token is in an environment variable, which is never stored.
+    Return None if Ray asks for no token, if the file is missing, or if the token is in an environment variable. Such a
+    token is never stored.
     """
     if os.environ.get("RAY_AUTH_MODE") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
@@ -168,7 +169,7 @@ def connect(
     """Join a Ray cluster as a driver that prints nothing. Return Ray's address_info.
 
     Actors that the driver starts get the package from `wheel`, if given. Raise RayConnectError at once if nothing
-    listens there. Ray itself would retry for minutes.
+    listens there, where Ray itself would retry for minutes. Raise it too if Ray does not let us in.
     """
     check_listening(address)
     use_token(token_path)
@@ -243,7 +244,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def check_alive(session: int) -> None:
-    """Raise RayConnectError if the head that was started here is dead or stopped. Ray itself would wait a minute."""
+    """Raise RayConnectError if the control service or the raylet of a head on this machine is dead or stopped.
+
+    Ray itself would wait a minute. `session` is the head's session of processes.
+    """
     states = {
         Path(argv[0]).name: state_of(member.pid)
         for member in session_members(session)
@@ -259,7 +263,7 @@ def check_alive(session: int) -> None:
 
 
 def is_supervisor_stopped(session: int) -> bool:
-    """Tell whether the supervisor is stopped. It is found only on the head that was started here."""
+    """Tell whether the supervisor is stopped, as by SIGSTOP. It is found only in this session of processes."""
     return any(
         state_of(member.pid) == STOPPED
         for member in session_members(session)
@@ -268,7 +272,7 @@ def is_supervisor_stopped(session: int) -> bool:
 
 
 def check_listening(address: str) -> None:
-    """Raise RayConnectError if no Ray listens at this address, ValueError if it is no address."""
+    """Raise RayConnectError if no Ray listens at this address, ValueError if it is not host:port."""
     try:
         with socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS) as connection:
             is_ray = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
@@ -281,7 +285,7 @@ def check_listening(address: str) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Tell whether the first frame is HTTP/2 settings, as from gRPC and so from Ray's control service."""
+    """Send HTTP/2's preface. Tell whether the answer begins with settings, as Ray's control service answers (gRPC)."""
     connection.sendall(HTTP2_PREFACE)
     answer = b""
     while len(answer) < HTTP2_HEAD_BYTES and (more := connection.recv(HTTP2_HEAD_BYTES - len(answer))):
@@ -307,7 +311,7 @@ def _dashboard_port() -> int:
 
 
 def moved_dashboard(address: str) -> str | None:
-    """Return a warning for a dashboard that is not on its usual port, from its host:port."""
+    """Return a warning if the dashboard's address (host:port) does not have the usual port, or None."""
     port = address.rpartition(":")[2]
     if port == str(DASHBOARD_PORT):
         return None
@@ -317,7 +321,7 @@ def moved_dashboard(address: str) -> str | None:
 def _command(temp_dir: Path, num_cpus: int) -> list[str]:
     """Return the command that starts the head.
 
-    Port 0 lets Ray pick a port. For the other ports of agents Ray 2.52 picks only if none is given. The dashboard and
+    Port 0 lets Ray pick a port. For the agents' other ports Ray 2.52 picks one only if none is given. The dashboard and
     the client server do not accept 0.
     """
     return [
@@ -353,7 +357,7 @@ def _environment(token_path: Path) -> dict[str, str]:
 
 
 def _grafana(directory: Path) -> dict[str, str]:
-    """Make Ray's Metrics tab show our dashboard, if the operator has named a Grafana.
+    """Return variables that make Ray's Metrics tab show our Grafana dashboard. Empty if the operator named no Grafana.
 
     Ray writes a dashboard of its own with the same uid. It goes to a folder where Grafana does not find it.
     """
@@ -369,7 +373,10 @@ def _grafana(directory: Path) -> dict[str, str]:
 def _wait_until_started(
     started_path: Path, process: subprocess.Popen[bytes], log_path: Path, waiting: Callable[[], None]
 ) -> None:
-    """Wait for the file that the guardian creates once `ray start` has succeeded and left the head running."""
+    """Wait for the file that the guardian creates once `ray start` has succeeded and left the head running.
+
+    Call `waiting` at each poll. Raise RayStartError if the head ends, or START_SECONDS pass.
+    """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if started_path.exists():

@@ -3,7 +3,7 @@
 Owns the requests that they get, and when silence means a hang. Does not own kills and restarts (guardian.py).
 
 gRPC's own threads answer a raylet's connection, HTTP/2 settings and health check even while its event loop hangs. So
-the check asks for the raylet's configuration, which only that loop answers (Ray 2.60). It asks the dashboard for its
+the check asks for the raylet's configuration, which only that loop answers (Ray 2.60). The dashboard is asked for its
 version, because that request also passes through the dashboard's process for jobs. Any answer counts, even an error or
 a closed connection. This file writes HTTP/2 itself, because grpc is a heavy import for a process that lives as long as
 the cluster.
@@ -22,12 +22,12 @@ HUNG_SECONDS = 60.0
 STARTING_SECONDS = 600.0
 """The same before the first answer, because a start on a busy machine takes long."""
 LATE_SECONDS = 2.0
-"""Extra pause after which the guardian assumes that it was not scheduled. Missed checks of that time do not count."""
+"""Delay of the guardian's loop that means that it was not scheduled. A check missed meanwhile does not count."""
 HTTP2_HEAD_BYTES = 9
 """Size of a frame's header: length, type, flags and stream."""
 HTTP2_SETTINGS = b"\4"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
-"""Begin of a client's connection, with an empty settings frame."""
+"""Beginning of a client's connection, with an empty settings frame."""
 RAYLET_METHOD = "/ray.rpc.NodeManagerService/GetSystemConfig"
 _DATA, _HEADERS, _RESET = b"\0", b"\1", b"\3"
 _END_STREAM, _END_HEADERS = b"\1", b"\4"
@@ -40,7 +40,7 @@ _MIN_WAIT_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeHistory:
-    """Health checks of one incarnation of a program."""
+    """Results of the health checks of one process of the head, from its start on."""
 
     has_answered: bool = False
     num_missed: int = 0
@@ -59,7 +59,10 @@ class ProbeHistory:
 
 
 def ray_token(environment: Mapping[str, str]) -> str:
-    """Return the Ray token that processes with this environment use. Empty if Ray asks for none. Raise OSError."""
+    """Return the Ray token that processes with this environment use. Empty if Ray asks for none.
+
+    Raise OSError if the token's file cannot be read.
+    """
     if environment.get("RAY_AUTH_MODE") != "token":
         return ""
     if token := environment.get("RAY_AUTH_TOKEN"):
@@ -69,7 +72,7 @@ def ray_token(environment: Mapping[str, str]) -> str:
 
 
 def does_raylet_answer(ports: Collection[int], token: str, *, seconds: float) -> bool:
-    """Tell whether all its ports answer. Return False without a port. Raise OSError if it cannot be asked."""
+    """Tell whether a raylet answers on all these ports. False without a port. Raise OSError if it cannot be asked."""
     deadline = time.monotonic() + seconds
     question = HTTP2_PREFACE + _call(RAYLET_METHOD, token)
     return bool(ports) and all(
@@ -89,7 +92,10 @@ def does_dashboard_answer(address: tuple[str, int], token: str, *, seconds: floa
 def _answers(
     address: tuple[str, int], question: bytes, is_answer: Callable[[bytes], bool], deadline: float
 ) -> bool:
-    """Send a request and wait for an answer. Return False for silence, and if nothing listens."""
+    """Send a request and tell whether an answer comes before the deadline.
+
+    A closed connection is an answer. A refused one is none.
+    """
     try:
         with socket.create_connection(address, timeout=_left_seconds(deadline)) as connection:
             connection.sendall(question)
@@ -112,7 +118,7 @@ def _left_seconds(deadline: float) -> float:
 
 
 def _call(method: str, token: str) -> bytes:
-    """Return the frames of a call with an empty message."""
+    """Return the frames of a gRPC call of `method` with an empty message."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -145,7 +151,7 @@ def _frame(kind: bytes, flags: bytes, payload: bytes) -> bytes:
 
 
 def _is_call_answered(received: bytes) -> bool:
-    """Tell whether the call was answered, by headers or a reset. Settings and pings come from gRPC itself."""
+    """Tell whether `received` answers the call, by headers or a reset. Settings and pings come from gRPC itself."""
     return any(kind in (_HEADERS, _RESET) and stream == _STREAM for kind, stream in _frames(received))
 
 

@@ -16,7 +16,7 @@ CONNECT_SECONDS = 3.0
 
 
 class NodeProbe:
-    """An actor that runs on each node while the questions are asked."""
+    """An actor that runs on a node while the questions are asked."""
 
     async def facts(
         self, packages: Sequence[str], model: str | None, redis_url: str | None
@@ -38,7 +38,7 @@ class NodeProbe:
         return port
 
     async def unreachable(self, others: Sequence[tuple[str, str, int]]) -> list[str]:
-        """Return the names of the nodes that cannot be reached from here."""
+        """Return the names of those nodes that cannot be reached from here. `others` is (name, host, port) of each."""
         return [name for name, host, port in others if not await _reaches(host, port)]
 
 
@@ -91,7 +91,10 @@ def _model(folder: str) -> str:
 
 
 def _redis(url: str) -> str:
-    """Return what is wrong with Redis, or empty. Never return the error's text, which may quote the password."""
+    """Return the type of the error that Redis gives. Empty if it answers.
+
+    The error's text is not returned, because it may quote the password.
+    """
     try:
         import redis
 

@@ -1,6 +1,6 @@
 """Nodes of a Ray cluster: compares each node's versions, code and reachability with this machine.
 
-The questions are in node_probe.py, and Ray carries them to the nodes. Works inside `on_ray.driver`.
+The questions are in node_probe.py, and Ray carries them to the nodes. Asking needs a Ray driver (lifecycle/driver.py).
 """
 
 import time
@@ -19,7 +19,7 @@ DYING_TRIES = 4
 SHOWN_ID_CHARS = 8
 """Leading characters of a node's id that are shown. They suffice to find the node in Ray's dashboard."""
 MUST_BE_EQUAL = ("ray",)
-"""Packages that must have equal versions, because Ray refuses another version of itself. Others get a warning."""
+"""Packages that must have equal versions, because Ray refuses another version of itself. Others may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RayNode:
 
     node_id: str
     name: str
-    """Same as NodeFacts.address."""
+    """Ray's address of the node. If another node has the same, the beginning of its id is added."""
     metrics_address: str
     """Address (host:port) of the node's metrics endpoint."""
 
@@ -55,7 +55,7 @@ class NodeFacts:
 
 
 def living_nodes(service: Any, seconds: float) -> list[RayNode]:
-    """Return the living nodes by name, without asking the nodes. `service` is Ray's control service.
+    """Return the living nodes, sorted by name, without asking the nodes. `service` is Ray's control service.
 
     Raise RayError if the service does not answer.
     """
@@ -88,7 +88,7 @@ def all_node_names() -> dict[str, str]:
 def ask_nodes(
     packages: Sequence[str] = (), model: str | None = None, redis_url: str | None = None
 ) -> list[NodeFacts]:
-    """Ask each living node. Return the answers by address. Raise RuntimeError for a node that does not answer."""
+    """Ask each living node. Return the answers, sorted by address. Raise RuntimeError if a node does not answer."""
     from ray.exceptions import RayError
 
     for _ in range(DYING_TRIES):
@@ -123,7 +123,10 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
 
 
 def distinct_names(addresses: Mapping[str, str]) -> dict[str, str]:
-    """Name each node by its id: its address, with part of the id where nodes share an address."""
+    """Return each node's name by its id. `addresses` are the nodes' addresses by id.
+
+    A name is the address, followed by the beginning of the id where nodes share an address.
+    """
     shared = Counter(addresses.values())
     return {
         node_id: address if shared[address] == 1 else f"{address} ({node_id[:SHOWN_ID_CHARS]})"
@@ -140,7 +143,7 @@ def _probe_on(node_id: str) -> Any:
 
 
 def _each(probes: Mapping[str, Any], method: str, arguments: Any) -> dict[str, Any]:
-    """Call a method on all probes at once. Return the results by node."""
+    """Call a method on all probes at once. Return the results by node id."""
     import ray
 
     asked = [getattr(probe, method).remote(*arguments(node_id)) for node_id, probe in probes.items()]

@@ -22,13 +22,13 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: blockyard\nRoot-Is-Purelib: true\nTag: 
 
 @contextlib.contextmanager
 def shipped() -> Iterator[Path]:
-    """Yield a temporary wheel to give to Ray."""
+    """Build a wheel to give to Ray, yield its path, and delete it after the block."""
     with tempfile.TemporaryDirectory(prefix="by-wheel-") as folder:
         yield build_wheel(Path(folder))
 
 
 def build_wheel(folder: Path) -> Path:
-    """Write the wheel into `folder`. Its name contains the code version."""
+    """Write the wheel into `folder` and return its path. Its name contains the code version."""
     version = code_version()
     about = f"blockyard-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: blockyard\nVersion: {version}\n"

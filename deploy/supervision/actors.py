@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
 ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
-"""Ray's names for the processes."""
+"""Beginnings of the process titles that Ray gives to workers and routers."""
 KILLED_FOR_MEMORY = "Ray killed its process: its node was short of memory"
 _RAYS_WORDS = {
     "node has died": "its node died",
@@ -42,7 +42,7 @@ Reply = TypeVar("Reply")
 
 
 def adopt_or_create(spec: ClusterSpec, replica: Replica) -> Any:
-    """Return the living actor of this name, or create one."""
+    """Return the living actor that has this replica's name, or create it on Ray."""
     options = {
         "name": replica.name,
         "namespace": spec.namespace,
@@ -68,7 +68,7 @@ def living_names() -> frozenset[str]:
 
 
 def end_process(node_id: str, pid: int) -> None:
-    """Send SIGKILL to the process of an actor that hangs. Return at once.
+    """Have Ray send SIGKILL to a hanging actor's process on its node. Return at once.
 
     Ray's own kill goes through a connection to the process. A process that froze before Ray was connected to it never
     gets the request and keeps its CPUs.
@@ -78,7 +78,7 @@ def end_process(node_id: str, pid: int) -> None:
 
 
 def is_actor(pid: int) -> bool:
-    """Tell whether this pid is a worker or router. On another machine the same number is another program."""
+    """Tell whether this pid is a worker or router of this machine, by its title."""
     return "".join(command_of(pid)[:1]).startswith(ACTOR_TITLES)
 
 
@@ -90,13 +90,13 @@ def _sigkill(pid: int) -> None:
 
 
 async def answer(reference: Awaitable[Reply], timeout_seconds: float) -> Reply:
-    """Return an actor's reply. Raise TimeoutError after this time."""
+    """Return an actor's reply. Raise TimeoutError if it does not come in time."""
     async with asyncio.timeout(timeout_seconds):
         return await reference
 
 
 async def all_of(*calls: Awaitable[object]) -> None:
-    """Wait for each and ignore failures. A dead or hung actor is detected by its own `until_stopped`, not here."""
+    """Wait for all calls and ignore failures. The supervisor's loop for each actor detects that it is dead or hangs."""
     await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -106,9 +106,9 @@ class DiedError(RuntimeError):
 
 @contextlib.asynccontextmanager
 async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
-    """Turn the death of an actor into a DiedError.
+    """Raise DiedError in place of Ray's error if an actor dies inside the block. Yield a DeathWatch.
 
-    Its text comes from Ray, or from the kernel for the process that is watched.
+    The text gives the reason in Ray's words or, for a process that the DeathWatch watches, the kernel's.
     """
     with contextlib.closing(DeathWatch()) as death:
         try:
@@ -120,7 +120,7 @@ async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
 
 
 def reason_by_ray(words: str) -> str:
-    """Return the reason that Ray gives for an actor's death. Empty if Ray reports only a lost connection."""
+    """Return, in our words, the reason that Ray gives for an actor's death. Empty if Ray knows none."""
     return next((text for part, text in _RAYS_WORDS.items() if part in words), "")
 
 

@@ -1,6 +1,6 @@
 """Keeps a cluster's announcement in Ray's key-value store, where the dashboard finds it.
 
-Runs in the supervisor. While the store does not answer, the page is out of date. Nothing else suffers.
+Runs in the supervisor. While the store does not answer, the live page is out of date. Nothing else suffers.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ KV_SECONDS = 2.0
 def announcement_of(
     router: "RouterConfig", replicas: Iterable["Replica"], nodes: Mapping[str, str]
 ) -> Announcement:
-    """Describe a cluster. `nodes` maps node ids to names."""
+    """Return the announcement of a cluster. `nodes` maps node ids to names."""
     return Announcement(
         cluster=router.cluster,
         model=model_names(router.model, router.model_names)[0],
@@ -74,7 +74,7 @@ async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) 
 
 
 async def _node_names() -> dict[str, str]:
-    """Ask Ray's control service for node names by id. A node without a name has none on the page either."""
+    """Return each node's name by its id, from Ray's control service. Return nothing if Ray does not answer."""
     try:
         async with asyncio.timeout(KV_SECONDS):
             return await asyncio.to_thread(all_node_names)
@@ -84,14 +84,14 @@ async def _node_names() -> dict[str, str]:
 
 
 async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
-    """Delete a cluster's entry, best effort."""
+    """Delete a cluster's entry from Ray's key-value store. Ignore a store that does not answer in time."""
     with contextlib.suppress(RayError, OSError, TimeoutError):
         async with asyncio.timeout(KV_SECONDS):
             await _store().async_internal_kv_del(key_of(cluster), False, namespace=namespace)
 
 
 async def put(key: bytes, value: bytes, namespace: bytes = KV_NAMESPACE) -> bool:
-    """Store a value. Return False if the store did not accept it in time."""
+    """Store a value in Ray's key-value store. Return False if the store did not accept it in time."""
     try:
         async with asyncio.timeout(KV_SECONDS):
             await _store().async_internal_kv_put(key, value, True, namespace=namespace)

@@ -1,8 +1,8 @@
-"""Stores what operators have changed in a running cluster since `up`, where a restarted supervisor finds it.
+"""Stores what operators have changed since `up`, and routers' addresses, where a restarted supervisor finds them.
 
 The store is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault
 tolerant. Does not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the
-workers of `up`, and would start workers that an operator has taken out.
+number of workers that `up` started, and would start workers that an operator has taken out.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ray.experimental import internal_kv
 
 SAVE_SECONDS = 10.0
 FORGET_SECONDS = 2.0
-"""The end of a cluster waits no longer. A later cluster of the same name removes the state too."""
+"""Limit on the wait for the deletion when a cluster ends. A later cluster of the same name deletes the state too."""
 _KV_NAMESPACE = b"blockyard-wish"
 """Not the namespace of announcements, because the dashboard reads all of that one. The name is historical and stays,
 so that the state of a running cluster is still found."""
@@ -22,11 +22,11 @@ so that the state of a running cluster is still found."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState:
-    """Changes by operators to what `up` was given."""
+    """Number of workers that should run, and what else must survive a restart of the supervisor."""
 
     num_workers: int
     grace_seconds: float = 0.0
-    """Grace period of the last scaling. Workers that still leave get it."""
+    """Grace period of the last scaling. After a restart the supervisor gives it to workers that still have to leave."""
     taken_out: frozenset[str] = frozenset()
     """Workers that an operator has drained. The supervisor does not restart them by itself."""
     addresses: tuple[tuple[str, str, str], ...] = ()
@@ -34,7 +34,7 @@ class DesiredState:
 
 
 class DesiredStateStore(Protocol):
-    """Where a cluster's desired state is stored."""
+    """Store of one cluster's desired state."""
 
     def load(self) -> DesiredState | None: ...
 
@@ -50,17 +50,17 @@ class RayDesiredStateStore:
     namespace: str
 
     def load(self) -> DesiredState | None:
-        """Return the stored state, or None if no operator has changed anything."""
+        """Return the stored state, or None if nothing was stored yet."""
         found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=_KV_NAMESPACE)
         return None if found is None else decoded(found)
 
     async def save(self, desired: DesiredState) -> None:
-        """Raise TimeoutError while Ray's control service is away."""
+        """Store the state in place of the last one. Raise TimeoutError while Ray's control service is away."""
         async with asyncio.timeout(SAVE_SECONDS):
             await asyncio.to_thread(self._put, encoded(desired))
 
     async def forget(self) -> None:
-        """Raise TimeoutError while Ray's control service is away."""
+        """Delete the stored state. Raise TimeoutError while Ray's control service is away."""
         async with asyncio.timeout(FORGET_SECONDS):
             await asyncio.to_thread(self.forget_now)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_PRINTED = 3
-"""Ends of one process that are printed within FLOOD_SECONDS. Further ones are only counted."""
+"""Limit on the printed ends of one worker or router within FLOOD_SECONDS. Further ones are only counted."""
 FLOOD_SECONDS = 60.0
 FIND_SECONDS = 10.0
 """Seconds between two searches for a new supervisor's log."""
@@ -49,7 +49,7 @@ class Incidents:
         self._replicas: dict[str, _Replica] = {}
 
     def read(self, line: str) -> None:
-        """Read any line of the supervisor's log, as text or JSON, and remember what it says of a process."""
+        """Read any line of the supervisor's log, as text or JSON. Remember which process ended or serves."""
         message = _message(line)
         if found := _ENDED.search(message):
             replica = self._replicas.setdefault(found["name"], _Replica())
@@ -59,7 +59,7 @@ class Incidents:
             self._replicas.setdefault(found["name"], _Replica()).address = found["address"]
 
     def due_lines(self, now: float) -> Iterator[str]:
-        """Yield the lines to print now: ends with their reasons, and returns."""
+        """Yield the lines to print now, each once: ends with their reasons, and returns to service."""
         for name, replica in self._replicas.items():
             printed_at = replica.printed_at
             is_flood = len(printed_at) == MAX_PRINTED and now - printed_at[0] < FLOOD_SECONDS

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 LOOK_SECONDS = 0.05
 """Pause between two checks while a caller waits for a restart."""
 MAX_FAILED_STARTS = 3
-"""Failed starts of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
+"""Failed starts in a row of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,10 @@ class Joining:
     """Set when a replica has changed in a way that matters to routers."""
 
     async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
-        """Wait until a replica is in use after more than `num_starts` starts. Raise RuntimeError if that fails."""
+        """Wait until a replica, which had started `num_starts` times, has started again and is in use.
+
+        Raise RuntimeError if it does not start, leaves the cluster, or takes longer than START_SECONDS.
+        """
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._until_in_use(replica, num_starts)
@@ -38,7 +41,7 @@ class Joining:
             raise RuntimeError(f"{replica.name} was not in use within {START_SECONDS:.0f} s") from None
 
     async def wait_until_all_in_use(self, new: Iterable[Replica]) -> None:
-        """Wait until each is in use after its first start. Raise the first failure."""
+        """Wait until each new replica is in use after its first start. Raise the first failure, a RuntimeError."""
         try:
             async with asyncio.TaskGroup() as waits:
                 for replica in new:
@@ -72,7 +75,7 @@ class Joining:
                 for router in asked
             ]
         except (RayActorError, RayTaskError, TimeoutError, KeyError):
-            return False  # It has ended meanwhile. Its own loop handles that.
+            return False  # A router has ended or is silent. The supervisor's loop for it handles that.
         return all(needed <= set(incarnations) for incarnations in ready)
 
     async def keep_routers_informed(self) -> None:
@@ -105,6 +108,6 @@ class Joining:
     async def _inform(self, router: Replica, addresses: list[str]) -> None:
         actor = self.actors[router.name]
         num_ready_workers = await answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
-        # The router may have been replaced meanwhile. Then the number says nothing about its successor.
+        # The router may have been restarted meanwhile. Then the number says nothing about the new process.
         if self.actors.get(router.name) is actor:
             router.num_ready_workers = num_ready_workers

@@ -1,9 +1,9 @@
 """Checks whether a worker or router still answers its supervisor.
 
-Owns the health checks and when silence means that a process hangs. Does not own its kill or restart (supervisor.py).
+Owns the health checks and when silence means that a process hangs. Does not own killing (supervisor.py).
 
-It counts missed checks, not seconds, because a supervisor that was itself stopped for a minute then sees one late
-answer. Only one check is in flight at a time, so a slow answer, as on a busy machine, still counts.
+It counts missed checks, not seconds, because a supervisor that was itself stopped for a minute then counts at most
+one. Only one check is in flight at a time, so a slow answer, as on a busy machine, still counts.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ ANSWER_SECONDS = PUSH_SECONDS
 QUESTION_SECONDS = PUSH_SECONDS + ANSWER_SECONDS
 """Time from one missed check to the next. The supervisor pauses between checks."""
 STARTING_SECONDS = 120.0
-"""Patience with a process that starts, from its first answer on. It answers while it loads, but an import on a busy
-machine may silence it for long. A process that a new supervisor adopts gets the same, since it may have just begun."""
+"""Silence of a starting process that means a hang, from its first answer on. It answers while it loads, but an import
+on a busy machine may silence it for long. A restarted supervisor allows the same to processes that it adopts."""
 HEALTH_CHECK = "health check"
 T = TypeVar("T")
 
 
 class HungError(RuntimeError):
-    """The process lives and no longer answers."""
+    """The process lives but does not answer its health checks."""
 
 
 class HealthCheck:
@@ -44,7 +44,10 @@ class HealthCheck:
         self._hung = asyncio.Event()
 
     async def look(self) -> object | None:
-        """Return the answer, or None if it takes too long. Raise what the call raises, which is an answer too."""
+        """Ask, unless a question is still unanswered, and return the answer. Return None if it takes too long.
+
+        Raise what the call raises, which counts as an answer too.
+        """
         if self._asked is None:
             self._asked = self._checks.start(_awaited(self._ask()), name=HEALTH_CHECK)
         await asyncio.wait({self._asked}, timeout=ANSWER_SECONDS)

@@ -23,7 +23,7 @@ JOINING_SECONDS = 0.1
 worker that routers refuse."""
 
 DEFAULT_HUNG_SECONDS = 20.0
-"""Far above any pause of a sound event loop, on a busy machine too."""
+"""Default of `hung_seconds`, far above any pause of a sound event loop, on a busy machine too."""
 
 Kind = Literal["worker", "router"]
 Phase = Literal["starting", "downloading", "serving", "draining", "waiting", "stopped"]
@@ -45,7 +45,7 @@ class ClusterSpec:
     code: str = ""
     """Code version that every node must have. Empty accepts any."""
     hung_seconds: float = DEFAULT_HUNG_SECONDS
-    """Silence after which a serving worker or router is killed and started again."""
+    """Silence after which the supervisor kills a serving worker or router and starts it again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,9 +74,9 @@ class Replica:
     num_missed: int = 0
     """Health checks in a row without an answer."""
     is_leaving: bool = False
-    """The supervisor stops it. Its end is no failure, and its successor starts at once."""
+    """Whether the supervisor stops it. Its end is then no failure, and the next start has the shortest pause."""
     is_retiring: bool = False
-    """The supervisor stops it for good, because the cluster shrinks."""
+    """Whether the supervisor stops it for good, because the cluster shrinks."""
     error: str = ""
     """Why the last process ended or did not start. It never quotes a prompt."""
     failed_at: float | None = None
@@ -84,12 +84,12 @@ class Replica:
 
     @property
     def was_taken_out(self) -> bool:
-        """Tell whether an operator drained it and did not ask for a restart."""
+        """Tell whether an operator drains the replica: it drains, and the supervisor does not stop it."""
         return self.phase == "draining" and not self.is_leaving
 
     @property
     def shown_phase(self) -> str:
-        """Return the phase to show to people. A frozen process does not serve, whatever its phase."""
+        """Return the phase to show to people. A silent process is shown as such, whatever its phase."""
         return "not answering" if self.is_up and self.num_missed else self.phase
 
     @property
@@ -99,7 +99,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorReport:
-    """Replicas that should run and their states."""
+    """Replicas that should run and their states, as the supervisor reports them."""
 
     pid: int
     """Process id of the supervisor."""
@@ -112,7 +112,7 @@ class SupervisorReport:
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
 
     def error_age_seconds(self, replica: Replica) -> float | None:
-        """Return the age of a process's last error, or None without one."""
+        """Return the age of a replica's last error when the report was made, or None without an error."""
         return None if replica.failed_at is None else max(0.0, self.at_seconds - replica.failed_at)
 
 
@@ -130,7 +130,10 @@ def replicas_of(spec: ClusterSpec, num_workers: int) -> list[Replica]:
 
 
 def taken_out_of(workers: Iterable[Replica], before: frozenset[str]) -> frozenset[str]:
-    """Return the names of drained workers. A worker that is being adopted is as it was before."""
+    """Return the names of workers that operators have taken out by a drain, and not restarted since.
+
+    A worker of `before` that is not up yet counts as well, because a restarted supervisor may be about to adopt it.
+    """
     return frozenset(
         replica.name
         for replica in workers
@@ -175,15 +178,16 @@ def _own_port(first_port: int, address: str, replica: Replica, *, is_shared: boo
 
 
 def backoff_seconds(num_failures_in_a_row: int) -> float:
-    """Return the pause before the next start. It doubles from FIRST_BACKOFF_SECONDS to MAX_BACKOFF_SECONDS."""
+    """Return the pause before the next start. Failures double it, from FIRST_BACKOFF_SECONDS to MAX_BACKOFF_SECONDS."""
     doublings = max(0, min(num_failures_in_a_row - 1, 16))
     return min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**doublings)
 
 
 def push_pause_seconds(last_seconds: float, *, are_joined: bool, has_news: bool) -> float:
-    """Return the pause until routers are told again.
+    """Return the pause until routers are told the workers' addresses again.
 
-    `has_news`: a replica has changed, or routers have sessions with more or fewer workers.
+    `are_joined`: every router has a session with every serving worker. `has_news`: a replica has changed, or routers
+    have sessions with more or fewer workers. `last_seconds` is the last pause.
     """
     if are_joined:
         return PUSH_SECONDS

@@ -26,7 +26,7 @@ class SilentSupervisorError(RuntimeError):
 
 
 def encoded(report: SupervisorReport, beat: int) -> bytes:
-    """Encode a report. `beat` makes each one differ from the one before."""
+    """Encode a report. `beat` numbers the reports, so that each one differs from the one before."""
     document = asdict(report)
     return json.dumps({"beat": beat, "places": document.pop("replicas"), **document}).encode()
 
@@ -52,9 +52,9 @@ async def keep_reported(
 
 
 def next_report(read: Callable[[], bytes | None], seconds: float) -> SupervisorReport:
-    """Return the first report that is stored after the call. `read` returns the one that is stored now.
+    """Wait for the first report that is stored after the call, and return it. `read` returns what is stored now.
 
-    Raise SilentSupervisorError, ValueError, and what `read` raises.
+    Raise SilentSupervisorError if none comes in time, ValueError for another version's, and what `read` raises.
     """
     deadline = time.monotonic() + seconds
     before = read()

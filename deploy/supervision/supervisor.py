@@ -6,7 +6,7 @@ survive its death is the desired state (desired_state.py). Workers and routers a
 because the supervisor sees a death in milliseconds and Ray's own restart takes more than a second.
 
 The phases of a replica are in replicas.py. A worker that was drained and has ended counts as taken out by its operator:
-it is not restarted by itself. A worker that retires because the cluster shrinks drains, ends, and is removed.
+only the operator restarts it. A worker that retires because the cluster shrinks drains, ends, and is removed.
 """
 
 import asyncio
@@ -62,13 +62,13 @@ from blockyard.worker.actor import StartedWorker
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 30.0
-"""A replica that has served for so long starts its failure count again."""
+"""After serving for this long, a replica's next failure counts as the first in a row."""
 GOODBYE_SECONDS = 30.0
 """Time beyond the grace period for a replica to stop, because the current step has to end."""
 
 
 class Supervisor:
-    """The actor. All its loops are children of one task group, which its constructor starts."""
+    """The supervisor's actor. All its loops are children of one task group, which its constructor starts."""
 
     def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
         end_at_sigterm()
@@ -84,7 +84,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._joining = Joining(replicas=self._replicas, actors=self._actors, changed=self._changed)
         self._wanted = {replica.name: asyncio.Event() for replica in self._replicas}
-        """Set to start a replica again after it was taken out, by name."""
+        """Events by a replica's name. `restart` sets one to start a replica that was taken out."""
         self._find_what_was_before()
         self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
         self._loops: asyncio.TaskGroup | None = None
@@ -109,7 +109,10 @@ class Supervisor:
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
-        """Let routers finish their streams, deregister workers, and end all. The caller ends the supervisor."""
+        """End all routers and workers, and delete the cluster's entries in Ray's store. The caller ends this actor.
+
+        Routers first finish their streams, for at most `grace_seconds`. Then workers deregister.
+        """
         await self._tasks.aclose()
         name = self._spec.router.cluster
         await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
@@ -122,7 +125,7 @@ class Supervisor:
             self._kill(actor)
 
     async def restart(self, name: str, grace_seconds: float) -> None:
-        """Drain, stop and start a worker or router. One that was taken out is started.
+        """Drain, stop and start a worker or router. If it was taken out, only start it.
 
         Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
         Raise ValueError for an unknown name, RuntimeError if it does not come back.
@@ -139,7 +142,7 @@ class Supervisor:
         await self._joining.wait_until_in_use(replica, num_starts)
 
     async def scale(self, num_workers: int, grace_seconds: float) -> None:
-        """Scale to this many workers. Return once new workers are in use and surplus ones, by number, are gone.
+        """Scale to this many workers. Return once new workers are in use and those of higher numbers are gone.
 
         Surplus workers drain first, all at once, so that none hands its requests to another that leaves. A worker that
         was taken out counts and stays out. Raise ValueError for less than one worker, RuntimeError if a new one does
@@ -175,7 +178,10 @@ class Supervisor:
         return living_names()
 
     def _find_what_was_before(self) -> None:
-        """Adopt what runs after a death of this actor. Workers that were taken out or were leaving stay so."""
+        """Take over from the last incarnation of this actor: addresses of routers, and which workers were taken out.
+
+        Adopt running workers beyond the desired number too. They go on leaving.
+        """
         known = {name: addresses for name, *addresses in self._desired.addresses}
         for replica in self._replicas:
             if replica.name in known:
@@ -223,7 +229,7 @@ class Supervisor:
             await self._remember(addresses=addresses)
 
     async def _stop(self, replica: Replica, grace_seconds: float) -> None:
-        """Drain and end a replica. Its `_keep` loop notices the end."""
+        """Drain and end a replica, if it is up. Its `_keep` loop notices the end."""
         actor = self._actors.get(replica.name)
         if not replica.is_up or actor is None:
             return
@@ -312,7 +318,10 @@ class Supervisor:
         return 1 if steady else replica.num_failures_in_a_row + 1
 
     async def _run_once(self, replica: Replica) -> None:
-        """Adopt or create the actor and wait for its end. Raise DiedError when it dies, HungError when it hangs."""
+        """Adopt or create the replica's actor, start it, and wait for its end.
+
+        Raise DiedError when it dies, HungError when it hangs.
+        """
         replica.pid, replica.node_id = 0, ""
         actor = self._actors[replica.name] = self._adopt_or_create(replica)
         async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
@@ -335,7 +344,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def _health_check(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
-        """Have `_watch_all` check this replica's health meanwhile."""
+        """Have `_watch_all` check this replica's health inside the block. Yield the check."""
         question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
         health = self._health_checks[replica.name] = HealthCheck(question.remote)
         try:
@@ -357,7 +366,10 @@ class Supervisor:
         self._changed.set()
 
     async def _watch_all(self) -> None:
-        """Check which replicas hang and which workers drain. A worker may drain through a router's admin call."""
+        """Check at intervals which replicas hang and which workers drain. Save which were taken out.
+
+        An operator drains a worker by a call to a router, so the supervisor has to ask.
+        """
         while True:
             await asyncio.sleep(PUSH_SECONDS)
             await all_of(*(self._look(replica, health) for replica, health in self._looked_at()))
@@ -367,7 +379,7 @@ class Supervisor:
                 await all_of(self._remember(taken_out=taken_out))
 
     def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
-        """Return replicas and their health checks. A leaving replica has a deadline of its own."""
+        """Return replicas and their health checks. Leave out leaving ones, because a stop has a deadline of its own."""
         return [
             (replica, self._health_checks[replica.name])
             for replica in self._replicas
