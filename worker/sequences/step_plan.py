@@ -1,10 +1,8 @@
 """Step plan and its result: the rows to compute, the blocks to move, and the sampled tokens. Pure data."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    pass
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, TokenLogprob
 
