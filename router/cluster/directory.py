@@ -32,7 +32,7 @@ class Directory:
     ) -> None:
         """`has_failed` tells whether the last attempt to connect to an address failed."""
         self.next_after = 0
-        """Number (berth) of the index entry after which the next page begins."""
+        """Berth (an incarnation's number in the index) after which the next page begins."""
         self.num_forged = 0
         """Records without the cluster's signature: in the pass before, or in this one if it has had more."""
         self._secret = secret

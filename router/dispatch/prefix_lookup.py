@@ -28,9 +28,9 @@ from blockyard.router.cluster.view import CachedDepth
 REMEMBERED_LOOKUPS = 1000
 LEAST_HOLDERS = 256
 HOLDERS_A_WORKER = 4
-"""Berths (index entries of incarnations) read per worker in one look-up.
+"""Berths (an incarnation's numbers in the index) read per worker in one look-up.
 
-They are two per incarnation, and a worker has two incarnations until the older lease ends.
+There are two per incarnation, and a worker has two incarnations until the older lease ends.
 
 Forged berths beyond these cost cache hits, but no time.
 """
