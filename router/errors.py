@@ -139,7 +139,8 @@ class DuplicateRequest(RouterError):
 
 
 class RequestTooLarge(RouterError):
-    """The prompt and max_tokens, for all outputs or beams, can never fit a worker: its context, KV pool or `max_num_seqs`."""
+    """The prompt and max_tokens, for all outputs or beams, can never fit a worker: its context, KV pool or
+    `max_num_seqs`."""
 
     reason = "REQUEST_TOO_LARGE"
 
