@@ -27,11 +27,11 @@ class StartedRouter:
 
     address: str
     http_address: str
-    """Address of its gateway. Empty: none."""
+    """Address of the router's HTTP gateway. Empty: it has none."""
     pid: int
     node_id: str
     code: str
-    """Code version of the process."""
+    """Version of the code that the process runs."""
 
 
 class RouterActor:

@@ -34,7 +34,7 @@ class Principal:
     name: str
     role: Role
     tenant: str
-    """Tenant that owns the caller's requests and prefixes."""
+    """Tenant to which the caller's requests and cached prefixes belong."""
     limit: RateLimit = NO_LIMIT
     """Limit per minute that all tokens of this name share."""
 
@@ -43,7 +43,7 @@ class Principal:
 class KnownToken:
     principal: Principal
     expires: float | None = None
-    """Unix seconds. None: the token never expires."""
+    """Time of expiry in Unix seconds. None: the token never expires."""
 
 
 LIVE_PAGE = Principal(name="live-page", role=Role.VIEWER, tenant="live-page")

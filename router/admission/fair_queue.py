@@ -80,7 +80,7 @@ class Ticket:
     requests, so a client gains nothing by a false estimate.
     """
     is_paid: bool = False
-    """The request has left the queue and its tenant has paid for it."""
+    """True if the request has left the queue as served, and its tenant has paid its cost."""
     waited_seconds: float = 0.0
     """Total time in line, over all stays."""
 
@@ -96,7 +96,7 @@ class _Tenant:
     deficit_tokens: float = 0.0
     """Remaining budget. Below 0 after a request that left when another had become the first."""
     is_visited: bool = False
-    """The quantum of the current visit is already in the deficit."""
+    """True if the quantum of the current visit is already in `deficit_tokens`."""
     is_ahead: bool = False
     """It is in TenantQueues._ahead."""
     waiting: set[Ticket] = field(default_factory=set)

@@ -47,7 +47,7 @@ TOKENS = "prompt tokens (max_tokens_admitted)"
 NEWCOMERS_PART = 16
 """1/16 of each limit stays free for new tenants while only one tenant holds anything."""
 WEIGHT_UNITS = 1000
-"""Weights are counted in whole units of 1/1000, so that shares are exact."""
+"""Units of weight 1. Weights are rounded to whole units, so that sums of them are exact."""
 
 
 def text_bytes(*texts: str) -> int:
@@ -68,7 +68,7 @@ class _Account:
     requests: int = 0
     tokens: int = 0
     expected_until: float = 0.0
-    """A refused tenant is active until then."""
+    """Time until which a refused tenant counts as active even if it holds nothing."""
     returns_at: float = 0.0
     """Retry time of the tenant's last refusal. The next refusal gets a later one."""
 

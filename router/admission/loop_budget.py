@@ -22,7 +22,7 @@ class LoopBudget:
         self._num_taken = 0
         """Permits taken in this tick."""
         self._num_called = 0
-        """Waiters that were called and have not run yet."""
+        """Waiting tasks that were given a permit and have not run yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_following = False
         """`_begin_tick` is scheduled for the next tick. Always true while a task waits."""

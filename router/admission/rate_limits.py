@@ -66,9 +66,9 @@ class Standing:
 class _Bucket:
     per_minute: int
     level: float
-    """Below 0: debt."""
+    """Requests or tokens left. Below 0: debt."""
     at: float
-    """Time of the level, in seconds."""
+    """Time at which `level` was computed, in seconds."""
 
     def fill(self, per_minute: int, now: float) -> None:
         filled = self.level + max(now - self.at, 0.0) * self.per_minute / MINUTE_SECONDS

@@ -40,7 +40,7 @@ class CallContext(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of a call."""
+    """Client of a call: who pays for it, and with whom it shares what."""
 
     tenant: str
     """Tenant that pays for the call. Where clients do not authenticate, the one that the call names, or ""."""
@@ -117,7 +117,7 @@ class CallBounds:
 
     @asynccontextmanager
     async def deadline(self, context: CallContext) -> AsyncIterator[None]:
-        """Apply the call's deadline to the context. Raises DeadlinePassed."""
+        """Cancel the body of the context at the call's deadline. Raises DeadlinePassed then."""
         try:
             async with asyncio.timeout(self.seconds_left(context)):
                 yield

@@ -52,7 +52,7 @@ def outputs_a_call(max_requests: int) -> int:
 
 
 class Calls:
-    """Calls of one router, shared by its protocols."""
+    """Runs the calls of one router that generate or tokenize, for all its protocols."""
 
     def __init__(
         self, parts: RouterParts, bounds: CallBounds, *, slow_reader_seconds: float, outputs_a_call: int

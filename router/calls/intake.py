@@ -40,7 +40,7 @@ class Charge:
 
 
 class Intake:
-    """Incomplete requests of one router, shared by its protocols."""
+    """Bounds the incomplete requests of one router, over all its protocols."""
 
     def __init__(self, *, budget_bytes: int = BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes

@@ -38,7 +38,7 @@ from blockyard.router.client.stream_check import StreamCheck
 class AsyncClient:
     """Talks to one or more routers of a cluster. Belongs to the event loop that first uses it.
 
-    There is one connection for each address. Several routers may share an address: the connection then leads to one of
+    There is one connection for each address. Several routers may share an address. The connection then leads to one of
     them, until that router fails. list_requests() and abort() see only what that router holds.
 
     Every call raises a BlockyardError (errors.py) if it fails, and ValueError or TypeError for arguments that cannot be

@@ -53,7 +53,7 @@ class BlockyardError(Exception):
         self.retry_delay_seconds = retry_delay_seconds
         """Seconds to wait before another attempt, if the server gave them."""
         self.request_id = request_id
-        """The request's id in the logs. Empty if the server admitted no request."""
+        """The request's id in the logs. Empty if the call brought no valid request."""
 
 
 class InvalidRequestError(BlockyardError):
@@ -69,7 +69,7 @@ class NotFoundError(BlockyardError):
 
 
 class OverloadedError(BlockyardError):
-    """The router admits no more requests for now."""
+    """A limit of the router or of this client is reached for now, or the client reads too slowly."""
 
 
 class UnavailableError(BlockyardError):
@@ -88,7 +88,7 @@ class AbortedError(BlockyardError):
 
 
 class ServerError(BlockyardError):
-    """A fault of the cluster."""
+    """A fault of the cluster, or an unexpected status."""
 
 
 class LostTokensError(BlockyardError):

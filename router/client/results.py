@@ -40,7 +40,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     rank: int
-    """1 is the most likely token of all."""
+    """Place of the token among all by likelihood. 1 is the most likely."""
     top: tuple[tuple[int, float], ...]
     """(token id, logprob) of the most likely tokens, in order, as many as were asked for."""
 

@@ -26,7 +26,7 @@ class Tokens:
     index: int = 0
     """Index of the output within the request."""
     logprobs: Sequence[inference_pb2.TokenLogprob] = ()
-    """One per token, or none."""
+    """One per token, or none if the client wants none."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     cumulative_logprob: float | None = None
     """Set for a finished beam."""
@@ -40,7 +40,7 @@ class Refused:
     reason: int
     """A RejectReason of session.proto."""
     detail: str = ""
-    """A text for the client. Empty if the reason is enough."""
+    """Text about the reason for the client. Empty if the reason is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ class _Open:
 
     sink: Sink
     outputs: set[int]
-    """Outputs that have not ended."""
+    """Indexes of the outputs that have not ended."""
 
 
 class OpenRequests:

@@ -6,7 +6,7 @@ import grpc
 
 
 class StreamOver(Exception):
-    """Ends the tasks of a stream. Its text is the reason that operators see."""
+    """Raised in one task of a stream to end all of them. Its text is the reason that operators see."""
 
 
 class NoDeath(StreamOver):

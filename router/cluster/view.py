@@ -75,7 +75,7 @@ class WorkerView:
     """The worker's last report about its part of the prefix index."""
     last_heard: float | None = None
     is_draining: bool = False
-    """The worker has announced that it takes no new requests."""
+    """True if the worker has announced that it takes no new requests."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -87,7 +87,7 @@ class WorkerView:
 
 
 class ClusterView:
-    """All workers by address. Every method is synchronous and cheap."""
+    """State of all known workers, by address. Every method is synchronous and cheap."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Part:
 class IndexCondition:
     state: cluster_pb2.IndexState
     reason: str = ""
-    """Why the state is not EXACT."""
+    """Why the state is not EXACT, for operators. Empty if it is."""
     is_available: bool = False
     """True if the index answers look-ups within placement's timeout."""
 

@@ -16,7 +16,7 @@ from blockyard.router.admission.retry_delay import CompletionRate, retry_delay_s
 from blockyard.router.errors import Overloaded
 
 RECHECK_SECONDS = 0.05
-"""The head of the line checks again after this time even without an event: probes of a full worker (cluster/gate.py)
+"""The head of the line checks again after this time even without an event. Probes of a full worker (cluster/gate.py)
 become due by time."""
 
 

@@ -51,7 +51,7 @@ from blockyard.router.tokenizing.service import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Objects that the services of one router share."""
+    """Parts of one router that its services share."""
 
     facts: ModelFacts
     cluster_secret: str

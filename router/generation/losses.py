@@ -1,7 +1,7 @@
 """Losses: how often a request may lose its worker or fail on it, and the quarantine of prompts that kill workers.
 
 Pure. A request with a token from a worker did not cause that worker's death. If two workers died under a request before
-any token, it is a poison: no third worker gets it, and its prompt is refused for a while. A worker given up for
+any token, it is a poison. No third worker gets it, and its prompt is refused for a while. A worker given up for
 silence, or one that answers again, did not die. Does not own replay (relay.py).
 """
 
@@ -18,7 +18,7 @@ QUARANTINE_SECONDS = 60.0
 MAX_QUARANTINED = 1024
 
 WorkerKey = tuple[str, str]
-"""A worker's address and incarnation."""
+"""Address and incarnation of a worker."""
 
 
 @dataclass(slots=True, kw_only=True)

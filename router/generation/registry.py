@@ -35,7 +35,7 @@ class RequestRecord:
     client: str = ""
     """Key of the client's queue among waiting requests (calls/bounds.py)."""
     prompt_tokens: int = 0
-    """0 until the prompt is tokenized."""
+    """Number of prompt tokens. 0 until the prompt is tokenized."""
     progress: Progress = field(default_factory=Progress)
     is_aborted: bool = False
 
@@ -47,7 +47,7 @@ class RequestRecord:
 
 
 class RequestRegistry:
-    """Requests of one router."""
+    """Registry of the requests that one router holds, waiting or running."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

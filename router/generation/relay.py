@@ -92,7 +92,7 @@ class Progress:
     """Progress of a request. The relay writes it. Metrics, ListRequests and the Finish message read it."""
 
     worker_id: str = ""
-    """The current or last worker."""
+    """Id of the worker that has the request, or had it last."""
     cached_tokens: int | None = None
     """Reused prompt tokens, as reported by the first worker that answered."""
     num_generated: int = 0

@@ -21,7 +21,7 @@ class AboutRouter:
 
     version: str
     started: int
-    """Unix seconds."""
+    """Start of the router in Unix seconds."""
     exposition: Callable[[], bytes]
     """Returns the router's metrics as Prometheus text."""
 

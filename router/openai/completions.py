@@ -25,7 +25,7 @@ from blockyard.router.services.delta_messages import gathered
 
 
 class Completions:
-    """Completions of one gateway."""
+    """Answers the completion calls of one gateway."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls

@@ -39,7 +39,7 @@ class Described:
     verb: str
     says: str
     fields: Fields | None = None
-    """Schema of its body. None: no body."""
+    """Fields of the request's body. None: it has no body."""
     required: tuple[str, ...] = ()
     answer: str = "application/json"
     """Media type of its answer."""

@@ -33,7 +33,7 @@ class PlacementRequest:
     workers."""
     index_available: bool = True
     num_placements: int = 0
-    """Number of placements so far, for round_robin."""
+    """Number of placements that the router has made before, for round_robin."""
     session_key: bytes = b""
     """Id of the request's conversation. Empty: none."""
     session_worker: WorkerId | None = None

@@ -28,9 +28,9 @@ class Candidate(NamedTuple):
     """Address of the worker, which is unique. A worker id may have two incarnations for a while."""
     worker_id: WorkerId
     cached_tokens: int = 0
-    """Leading prompt tokens with KV on its GPU."""
+    """Number of leading prompt tokens whose KV is on its GPU."""
     host_cached_tokens: int = 0
-    """Prompt tokens that follow them, with KV in its host memory."""
+    """Number of prompt tokens that directly follow those, whose KV is in its host memory."""
     queued_prefill_tokens: int = 0
     """Prompt tokens of other requests that it has yet to compute."""
     sequences: int = 0
@@ -88,7 +88,7 @@ class Score(NamedTuple):
 
     @property
     def needed_tokens(self) -> int:
-        """Return the prompt tokens that need new blocks in the pool."""
+        """Return how many prompt tokens need new blocks in the worker's pool."""
         return self.host_cached_tokens + self.uncached_tokens
 
 

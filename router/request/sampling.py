@@ -30,7 +30,7 @@ class SamplingRequest:
     repetition_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: frozenset[int]
-    """Empty: all tokens."""
+    """The only tokens that may be sampled. Empty: all may."""
     bad_token_ids: frozenset[int]
     max_tokens: int | None
     min_tokens: int
@@ -45,7 +45,7 @@ class SamplingRequest:
     prompt_logprobs: int | None
     n: int
     beam_width: int
-    """0: sampling, no beam search."""
+    """Number of beams. 0: sample instead of searching."""
     length_penalty: float
     early_stopping: inference_pb2.EarlyStopping
     structured_output: inference_pb2.StructuredOutput | None

@@ -32,7 +32,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 LASTING_METHODS = frozenset(
     {"/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 )
-"""Calls that the client ends. Nothing else bounds their number."""
+"""Calls that last until the client ends them. Only the limits below bound their number."""
 MAX_LASTING = 256
 """Most calls of each such method at once."""
 MAX_LASTING_A_CLIENT = 32

@@ -42,7 +42,7 @@ from blockyard.router.tokenizing.wire import (
 )
 
 MAX_EXTRA_BYTES = 2 * 2**30
-"""Address space beyond what is in use once the tokenizer is loaded."""
+"""Address space that the process may use beyond what it has once the tokenizer is loaded."""
 
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 

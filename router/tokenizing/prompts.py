@@ -89,13 +89,13 @@ _Segments = tuple[list[str], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat in the form that its template gets."""
+    """A chat in the form that the tokenizer's chat template takes."""
 
     messages: list[dict[str, str]]
     kwargs: Any
-    """Variables by name, as JSON values."""
+    """Further variables for the template by name, as JSON values."""
     options: Mapping[str, Any]
-    """Further arguments of `apply_chat_template`."""
+    """Further keyword arguments of `apply_chat_template`."""
 
     @classmethod
     def of(cls, prompt: ChatPrompt) -> _Chat:

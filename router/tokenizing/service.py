@@ -205,7 +205,7 @@ class _Lane:
         self._idle = list(seats)
         self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
         self._futures: dict[int, asyncio.Future[_Seat]] = {}
-        """Futures of waiting calls, by number of ticket."""
+        """Futures of waiting calls, by their ticket's number."""
         self._numbers = itertools.count()
 
     async def take(self, client: str, num_characters: int) -> _Seat:
@@ -282,7 +282,7 @@ class _Timeouts:
 class _Call:
     future: asyncio.Future[Prepared]
     deadline: float
-    """On the event loop's clock."""
+    """Time on the event loop's clock at which the call has taken too long."""
 
 
 class _Seat:

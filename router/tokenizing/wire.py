@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prompt in the form of the engine session's Submit."""
+    """A prompt as the Submit message to a worker has it."""
 
     token_ids: bytes
     """Packed little-endian int32."""
@@ -148,7 +148,7 @@ def parse_question(content: bytes) -> Question:
 
 
 def _encoded(text: str) -> bytes:
-    """Encode any text, also with lone surrogates."""
+    """Return any text as UTF-8, even one with lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -54,7 +54,7 @@ class Envelope:
     request_id: str
     model: str
     created: int
-    """Unix seconds."""
+    """Time of the call in Unix seconds."""
 
     def whole(self, choices: list[dict[str, Any]], tally: Tally) -> dict[str, Any]:
         answer = {**self._head(WHOLE), "choices": choices, "usage": tally.usage()}

@@ -46,7 +46,7 @@ def own_headers(notes: CallNotes) -> dict[str, str]:
 class HttpCall:
     metadata: tuple[tuple[str, str | bytes], ...]
     deadline: float
-    """On the monotonic clock. One deadline for all prompts of the call."""
+    """Time on the monotonic clock by which the call must end, with all its prompts."""
     address: str = ""
     """Address of the client, as gRPC writes it: "ipv4:127.0.0.1:1234"."""
 

@@ -15,7 +15,7 @@ TextOf = Callable[[Sequence[int]], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """How a call wants its prompts back."""
+    """Form in which a call wants its prompts returned."""
 
     only_prompt: bool
     """True if `max_tokens` was 0. The engine still makes one token, which is dropped."""
