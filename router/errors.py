@@ -229,8 +229,8 @@ class EngineFailed(InternalError):
 
 
 class PoisonRequest(InternalError):
-    """Two workers died under this request, with `tokens_emitted`, or under its prompt less than a minute ago. No further
-    worker gets it."""
+    """Two workers died under this request, with `tokens_emitted`, or under its prompt less than a minute ago. No
+    further worker gets it."""
 
     reason = "POISON_REQUEST"
 
