@@ -27,7 +27,7 @@ from blockyard.router.server import RouterServer
 logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
-"""Variable of the cluster secret, which is never an argument: every user of the machine can read arguments."""
+"""Environment variable of the cluster secret. It is no argument: every user of the machine can read arguments."""
 REDIS_URL_VARIABLE = "BLOCKYARD_REDIS_URL"
 GRACE_SECONDS = 600.0
 
@@ -100,7 +100,10 @@ def _config(arguments: argparse.Namespace) -> RouterConfig:
 
 
 def _redis_url(given: str | None) -> str | None:
-    """Return the URL of Redis. Raises ValueError for a password in an argument, which every user can read."""
+    """Return the URL of Redis from the argument or the environment, or None.
+
+    Raises ValueError for a password in an argument, which every user of the machine can read.
+    """
     if given is not None and ("@" in given or "password" in given.lower()):
         raise ValueError(
             f"--redis-url names a user or a password: set {REDIS_URL_VARIABLE} instead of an argument"

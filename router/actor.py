@@ -1,6 +1,7 @@
 """Router actor: a RouterServer inside Ray. The only file of router/ that knows Ray.
 
-Owns the node's address, metrics once a second, a call that ends with the actor, and the end of a supervisor that hangs.
+Owns the node's address, the report of metrics to Ray, a call that ends with the actor, and the end of a supervisor that
+hangs.
 Clients speak gRPC to the router itself. No request passes through Ray.
 """
 
@@ -22,19 +23,19 @@ from blockyard.router.supervision import SupervisorWatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedRouter:
-    """Addresses and identity of one started router."""
+    """Addresses, process and node of one started router."""
 
     address: str
     http_address: str
-    """Address of its gateway. Empty: none."""
+    """Address of the router's HTTP gateway. Empty: it has none."""
     pid: int
     node_id: str
     code: str
-    """Code version of the process."""
+    """Version of the code that the process runs."""
 
 
 class RouterActor:
-    """Router in an actor, which the supervisor creates. `start` raises what the server raises."""
+    """Ray actor with one router, which the supervisor creates. `start` raises what RouterServer.start raises."""
 
     def __init__(self, config: RouterConfig, router_id: str, supervisor: str) -> None:
         """`supervisor` is the name of the actor that created this one."""
@@ -59,7 +60,7 @@ class RouterActor:
         return self._router_id
 
     async def whereabouts(self) -> tuple[str, int]:
-        """Return its node and process id, by which the supervisor kills a hanging actor."""
+        """Return the actor's node id and process id, by which the supervisor kills it if it hangs."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def start(self) -> StartedRouter:
@@ -70,17 +71,17 @@ class RouterActor:
         return await asyncio.shield(self._starting)
 
     async def set_workers(self, addresses: Sequence[str]) -> int:
-        """Set the workers. Return how many of the earlier ones are ready in this router."""
+        """Set the addresses of the supervisor's workers. Return how many workers are ready in this router now."""
         self._watch.heard()
         self._server.set_workers(addresses)
         return self._server.num_ready_workers
 
     async def ready_incarnations(self) -> tuple[str, ...]:
-        """Return the incarnations that get requests from this router."""
+        """Return the incarnations of the workers that this router may send requests to."""
         return self._server.ready_incarnations
 
     async def until_stopped(self) -> None:
-        """Wait for the end. Ray reports the actor's death to the caller within milliseconds.
+        """Wait until the router fails. If the actor dies, Ray ends this call within milliseconds.
 
         Raises RuntimeError if the process lives but the router has failed.
         """

@@ -31,7 +31,7 @@ DIRECTORY_SECONDS = 1.0
 
 
 async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
-    """Build the parts, which live as long as the stack. Return also the index, whose directory lists workers.
+    """Build the parts, which live as long as the stack. Return them, and the index if there is one.
 
     Raises OSError, ValueError or TokenizingError for a model folder that cannot be used.
     """

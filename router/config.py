@@ -31,7 +31,7 @@ _ORIGIN = re.compile(r"https?://(?:[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?"
 
 
 def checked_origins(origins: Iterable[str]) -> tuple[str, ...]:
-    """Return web origins as browsers write them. Raises ValueError for any other text."""
+    """Return the web origins. Raises ValueError for one that is not as browsers write it."""
     checked = tuple(origins)
     for origin in checked:
         if not _ORIGIN.fullmatch(origin):
@@ -54,7 +54,7 @@ def checked_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """Settings of each router that `blockyard up` has too. Raises ValueError for bad values."""
+    """Settings of a router that `blockyard up` has too. Raises ValueError for bad values."""
 
     max_outputs: int = setting(
         DEFAULT_MAX_OUTPUTS, help="Maximum outputs (`n`) that a request may ask for.", minimum=1
@@ -142,13 +142,13 @@ class RouterLimits:
             )
 
     def as_settings(self) -> dict[str, Any]:
-        """Return the limits as arguments of RouterConfig."""
+        """Return the limits as keyword arguments of RouterConfig."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(RouterLimits):
-    """One router process. Raises ValueError for bad values."""
+    """Settings of one router process. Raises ValueError for bad values."""
 
     model: str = field(
         metadata=described(
@@ -180,8 +180,8 @@ class RouterConfig(RouterLimits):
     cluster_secret: str = field(default="", repr=False)
     host: str = setting("127.0.0.1", help="Interface to bind.")
     advertise_host: str | None = None
-    """Address of a Ray actor that clients are given. None: `host`, or the node's address if `host` is empty or every
-    interface."""
+    """Host in the addresses that a Ray actor gives to clients. None: `host`, or the node's address if `host` is empty
+    or every interface."""
     port: int = setting(
         0, help="Port of gRPC. 0 takes a free one, which the log names.", minimum=0, maximum=MAX_PORT
     )
@@ -251,14 +251,14 @@ class RouterConfig(RouterLimits):
         help="Share the port with other routers of this machine. The kernel distributes connections among them.",
     )
     priority_ageing_seconds: float = 10.0
-    """Waiting time that makes up for one step of priority, as in the workers."""
+    """Waiting time that makes up for one step of priority, as on the workers."""
     metrics_names: MetricNames = setting(
         "blockyard",
         help="`vllm` adds vLLM's metric names, for dashboards made for vLLM, to /metrics of the gateway and of the "
         "router's own port.",
     )
     log: LogConfig = field(default_factory=LogConfig)
-    """Logging of a Ray actor. A process of its own follows the environment."""
+    """Logging of a router in a Ray actor. `python -m blockyard.router` takes its own options and the environment."""
 
     def __post_init__(self) -> None:
         RouterLimits.__post_init__(self)

@@ -42,7 +42,7 @@ from typing import ClassVar, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
-    """A wrong field of the request message, by its path, and what is allowed."""
+    """Path of a wrong field of the request message, and what is allowed there."""
 
     field: str
     description: str
@@ -69,7 +69,7 @@ class RouterError(Exception):
 
     @classmethod
     def of(cls, field: str, description: str) -> Self:
-        """Return the common case: one field is wrong."""
+        """Return an error about one wrong field."""
         violation = FieldViolation(field=field, description=description)
         return cls(f"{field}: {description}", violations=(violation,))
 
@@ -139,7 +139,8 @@ class DuplicateRequest(RouterError):
 
 
 class RequestTooLarge(RouterError):
-    """The prompt and max_tokens can never fit a worker's pool or context."""
+    """The prompt and max_tokens, for all outputs or beams, can never fit a worker: its context, KV pool or
+    `max_num_seqs`."""
 
     reason = "REQUEST_TOO_LARGE"
 
@@ -151,13 +152,14 @@ class LastWorker(RouterError):
 
 
 class Overloaded(RouterError):
-    """The router holds as many requests or prompt tokens as allowed, or the request has waited too long."""
+    """A limit of the router or a tenant's share of it is reached, or the request has waited too long."""
 
     reason = "OVERLOADED"
 
 
 class RateLimited(Overloaded):
-    """The token or its tenant has used all requests or tokens per minute that the auth file allows."""
+    """The API token or its tenant has too little left of the requests or tokens per minute that the auth file
+    allows."""
 
     reason = "RATE_LIMITED"
 
@@ -175,13 +177,13 @@ class DeadlinePassed(RouterError):
 
 
 class DeadlineUnreachable(DeadlinePassed):
-    """The first token is expected long after the deadline, according to measured rates. Nothing was computed."""
+    """The first token on any worker is expected long after the deadline, according to measured rates."""
 
     reason = "DEADLINE_UNREACHABLE"
 
 
 class RequestAborted(RouterError):
-    """An Abort ended the request, or a drain was undone."""
+    """An Abort ended the request, or the drain that the call waits for was undone."""
 
     reason = "ABORTED"
 
@@ -197,19 +199,19 @@ class NoWorkers(Unavailable):
 
 
 class WorkerLost(Unavailable):
-    """The request lost more workers than allowed. `tokens_emitted` is the number of tokens sent before."""
+    """The request lost more workers than `max_migrations`. `tokens_emitted` counts the tokens that it had got."""
 
     reason = "WORKER_LOST"
 
 
 class WorkerUnreachable(Unavailable):
-    """A worker that the call is about did not answer."""
+    """A worker that the call must ask did not answer."""
 
     reason = "WORKER_UNREACHABLE"
 
 
 class RouterDraining(Unavailable):
-    """This router is about to end. Another router can take the request."""
+    """This router shuts down. Another router can take the request."""
 
     reason = "ROUTER_DRAINING"
 
@@ -221,19 +223,21 @@ class InternalError(RouterError):
 
 
 class EngineFailed(InternalError):
-    """The engine failed on this request more than once."""
+    """The engine failed on this request, and the router does not try it again."""
 
     reason = "ENGINE_FAILED"
 
 
 class PoisonRequest(InternalError):
-    """Workers died under this request. No further worker gets it, and its prompt is refused for a minute."""
+    """Two workers died under this request, with `tokens_emitted`, or under its prompt less than a minute ago. No
+    further worker gets it."""
 
     reason = "POISON_REQUEST"
 
 
 def as_router_error(error: BaseException) -> RouterError:
-    """Return the error for the client: itself, the first of ours in a group, or INTERNAL without details."""
+    """Return the error for the client: `error` itself if it is a RouterError, else the first one in a group, else
+    INTERNAL without details."""
     if isinstance(error, RouterError):
         return error
     if isinstance(error, BaseExceptionGroup):
@@ -244,7 +248,7 @@ def as_router_error(error: BaseException) -> RouterError:
 
 
 def is_gone(error: Exception) -> bool:
-    """Return True if the client's connection has failed, also within a group."""
+    """Return True if the error, or one in a group, says that the client's connection has failed."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ConnectionError) is not None
     return isinstance(error, ConnectionError)

@@ -26,9 +26,9 @@ ALARM_PAUSE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lateness:
-    """Pauses of an event loop over some time. A pause lasts from tick to tick.
+    """Pauses of an event loop over some time. A pause is the time between two ticks of the watch.
 
-    No callback blocked the loop for longer than the worst pause. It may have been shorter by one tick.
+    No callback blocked the loop for longer than the worst pause. The longest may have been shorter by one tick.
     """
 
     num_ticks: int = 0
@@ -50,7 +50,7 @@ class Lateness:
 
 
 class LoopWatch:
-    """Sleeps for one tick again and again, and measures its absence.
+    """Sleeps for one tick again and again, and measures how long each sleep really took.
 
     The measure starts at the last tick, not at the expected end of the sleep. Otherwise a callback that begins with the
     sleep would seem shorter.
@@ -64,7 +64,7 @@ class LoopWatch:
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.lag = Histogram(by_name(ROUTER_METRICS)["loop_lag_seconds"])
-        """Lateness of all ticks. `take` does not reset it."""
+        """Lateness of all ticks, in seconds. `take` does not reset it."""
         self._tick_seconds = tick_seconds
         self._clock = clock
         self._thread_clock = thread_clock
@@ -82,7 +82,7 @@ class LoopWatch:
         return seen
 
     async def run(self) -> None:
-        """Measure until cancelled."""
+        """Measure until cancelled, and log long pauses."""
         last, last_computing = self._clock(), self._thread_clock()
         while True:
             await asyncio.sleep(self._tick_seconds)
@@ -91,7 +91,10 @@ class LoopWatch:
             last, last_computing = now, computing
 
     def note(self, pause_seconds: float, computing_seconds: float) -> None:
-        """Count one tick: the time since the last one, and the loop thread's computing time within it."""
+        """Count one tick, and log a warning if the pause was long.
+
+        `pause_seconds` is the time since the last tick, `computing_seconds` the loop thread's CPU time within it.
+        """
         seen = self._seen
         self.lag.observe(max(pause_seconds - self._tick_seconds, 0.0))
         self._seen = Lateness(

@@ -24,7 +24,7 @@ def router_source(config: RouterConfig, router_id: str) -> Source:
 
 
 async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:
-    """Return all readings. It asks the index for its state, unless the last answer is fresh."""
+    """Return all readings of now. The index is asked for its state, unless its last answer is fresh."""
     condition = await current_condition(parts.placer.prefix_lookup, parts.fleet.view)
     return {
         **parts.metrics.readings(),

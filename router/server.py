@@ -87,12 +87,12 @@ class RouterServer:
         self.metric_source = router_source(config, router_id)
         self._owns_process = owns_process
         self.failed = asyncio.Event()
-        """Set when nothing is served any more. Only a new process helps."""
+        """Set when a background task has failed and nothing is served any more. Only a new process helps."""
         self.loop_watch = LoopWatch(config.loop_tick_seconds)
         self.http_address = ""
         """Address of the gateway once it serves. Empty: none."""
         self.intake = Intake()
-        """Requests that have not arrived completely."""
+        """Bounds requests that have not arrived completely."""
         self._supervised: tuple[str, ...] = ()
         self._listed: frozenset[str] = frozenset()
         self._forged = 0
@@ -101,7 +101,7 @@ class RouterServer:
         self._fleet: Fleet | None = None
         self._stopping = asyncio.Event()
         self._grace_seconds = 0.0
-        # `start` and `stop` await the one task, whose lifetime spans both calls.
+        # Has the one task that `start` begins and `stop` awaits.
         self._tasks = BackgroundTasks(on_failure=None)
         self._serving: asyncio.Task[None] | None = None
 
@@ -120,7 +120,8 @@ class RouterServer:
         return started.result()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new requests and let running ones finish within the grace period. Health reports NOT_SERVING."""
+        """Refuse new requests, report NOT_SERVING, and let running requests finish within the grace period. Then
+        close."""
         self._grace_seconds = grace_seconds
         self._stopping.set()
         if self._serving is not None:
@@ -135,7 +136,7 @@ class RouterServer:
 
     @property
     def ready_incarnations(self) -> tuple[str, ...]:
-        """Return the incarnations that get requests from this router."""
+        """Return the incarnations of the workers that this router may send requests to."""
         return tuple(worker.incarnation for worker in self._fleet.view.ready()) if self._fleet else ()
 
     def set_workers(self, addresses: Sequence[str]) -> None:
@@ -144,7 +145,7 @@ class RouterServer:
         self._tell_fleet()
 
     async def _serve(self, started: "asyncio.Future[str]") -> None:
-        # First what an operator may have got wrong: the rest takes seconds.
+        # Read first what an operator may have got wrong: the rest takes seconds.
         config = self._config
         page_token = config.page_token_sha256
         token_file = TokenFile(config.auth_file, page_token_sha256=page_token) if config.auth_file else None
@@ -256,7 +257,8 @@ class RouterServer:
             )
 
     async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
-        """Report SERVING while a worker is ready. It polls, because silence is no event."""
+        """Report SERVING over gRPC's health service while a worker is ready. Poll, because a worker's silence is no
+        event."""
         reported = None
         while True:
             is_ready = bool(parts.fleet.view.ready())
@@ -274,9 +276,9 @@ class RouterServer:
             await asyncio.sleep(READINGS_SECONDS)
 
     async def _follow_directory(self, index: PrefixIndex, fleet: Fleet) -> None:
-        """Read the workers with signed records in the index, PAGES_A_LOOK pages at a time.
+        """Tell the fleet the addresses of workers with signed records in the index, PAGES_A_LOOK pages at a time.
 
-        A record of an ended worker may still be there, or be written back. No other process can pass for its worker
+        A record of an ended worker may still be there, or be written back. No other process can pass for that worker
         (tls.py).
         """
         directory = Directory(

@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
-"""A healthy supervisor sends its list at least every four seconds."""
+"""Silence after which the supervisor is ended. A healthy one sends its list at least every four seconds."""
 MAX_SILENCE_SECONDS = 480.0
-"""The limit doubles after each kill, up to this: on a busy machine the next supervisor takes long to import."""
+"""The limit of silence doubles after each kill, up to this: on a busy machine a new supervisor takes long to start."""
 END_SECONDS = 20.0
 
 
 class SupervisorWatch:
-    """Watch of one router. It counts checks, not seconds, so a router that was itself frozen counts only one."""
+    """Watch of one router. It counts checks, not seconds, so a router that was itself frozen counts only one check."""
 
     def __init__(self, end: Callable[[], Awaitable[None]]) -> None:
         self._end = end
@@ -30,7 +30,7 @@ class SupervisorWatch:
         self._num_silent, self._limit_seconds = 0, SILENCE_SECONDS
 
     async def run(self) -> None:
-        """Check until cancelled."""
+        """Check at intervals until cancelled, and end a supervisor that is silent for too long."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             self._num_silent += 1

@@ -1,4 +1,4 @@
-"""Authentication and authorisation: bearer tokens, their roles, and the table of methods. Pure.
+"""Authentication and authorisation: bearer tokens, their roles, and the methods that each role may call. Pure.
 
 No role may call a method that the table does not name. Only the sha256 of each token is stored, so the auth file
 reveals no token. Tokens have 256 random bits: they cannot be guessed and need no salt.
@@ -29,25 +29,25 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """The caller that a token proves."""
+    """The caller that a bearer token proves: its name, role, tenant and limit."""
 
     name: str
     role: Role
     tenant: str
-    """Tenant that owns the caller's requests and prefixes."""
+    """Tenant to which the caller's requests and cached prefixes belong."""
     limit: RateLimit = NO_LIMIT
-    """Shared by all tokens of this name."""
+    """Limit per minute that all tokens of this name share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownToken:
     principal: Principal
     expires: float | None = None
-    """Unix seconds. None: the token never expires."""
+    """Time of expiry in Unix seconds. None: the token never expires."""
 
 
 LIVE_PAGE = Principal(name="live-page", role=Role.VIEWER, tenant="live-page")
-"""Principal of Ray's dashboard, on a cluster that `up` has started."""
+"""Principal of the live page in Ray's dashboard, on a cluster that `up` has started."""
 PRINCIPAL: ContextVar[Principal | None] = ContextVar("blockyard_principal", default=None)
 """Caller of the call in progress. None where clients are not authenticated."""
 
@@ -97,7 +97,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
 
 
 class TokenTable:
-    """Principals by token, and the rate limits of tenants."""
+    """Known tokens with their principals, and the rate limits of tenants."""
 
     def __init__(
         self,
@@ -142,7 +142,10 @@ class TokenTable:
 def authenticate(
     method: str, metadata: Iterable[tuple[str, str | bytes]], tokens: TokenTable
 ) -> Principal | None:
-    """Return the caller, or None if the method is open to anyone. Raises Unauthenticated."""
+    """Return the principal of the token in the metadata, or None for a method that needs no token.
+
+    Raises Unauthenticated.
+    """
     if method in METHOD_ROLES and METHOD_ROLES[method] is OPEN:
         return None
     token = _bearer_token(metadata)
@@ -163,7 +166,10 @@ def check_role(method: str, principal: Principal) -> None:
 
 
 def check_admin(field: str) -> None:
-    """Check that the caller is an admin. Without authentication any caller passes. Raises Forbidden."""
+    """Check that the caller is an admin, who alone may set `field`. Without authentication any caller passes.
+
+    Raises Forbidden.
+    """
     principal = PRINCIPAL.get()
     if principal is not None and principal.role is not Role.ADMIN:
         raise Forbidden(f"{field}: is for admins")

@@ -20,10 +20,10 @@ from math import ceil
 from blockyard.proto.naming.identifiers import NAME_RULE, is_name
 
 QUANTUM_TOKENS = 1024
-"""Budget that one visit gives a tenant of weight 1. It covers an ordinary request. Smaller values alternate more
-often."""
+"""Budget that one visit adds for a tenant of weight 1. It covers an ordinary request. With smaller values tenants
+alternate more often."""
 LEAST_HEAP_TICKETS = 16
-"""A heap is never rebuilt below twice this length."""
+"""A heap of up to twice this length is never rebuilt, however many of its tickets were removed."""
 MIN_WEIGHT = 0.001
 MAX_WEIGHT = 1000.0
 ADDRESS_SIGN = "@"
@@ -31,9 +31,9 @@ ADDRESS_SIGN = "@"
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights by tenant. Raises ValueError.
+    """Return the weights. Raises ValueError for a wrong name or weight.
 
-    A tenant that is not listed has weight 1. The name "" stands for every address without a tenant.
+    A tenant that is not listed has weight 1. The name "" stands for each client without a tenant.
     """
     for tenant, weight in weights.items():
         if not is_name(tenant):
@@ -66,7 +66,7 @@ def parse_weights(pairs: Sequence[str]) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """Position of a request among those of its tenant. Lower tickets leave first."""
+    """Position of a request among those of its tenant, and its cost. Lower tickets leave first."""
 
     rank: float
     """Arrival time, shifted by some seconds per step of priority. No request can therefore wait for ever."""
@@ -74,15 +74,15 @@ class Ticket:
     """Order of arrival. Breaks ties of rank."""
     tenant: str = ""
     cost_tokens: int = 0
-    """All prompt tokens, cached or not, plus `max_tokens` for each output.
+    """All prompt tokens, cached or not, plus `max_tokens` for each output or beam.
 
     Cached tokens are known for one worker at one moment, and generated tokens not at all. A tenant pays for what it
     requests, so a client gains nothing by a false estimate.
     """
     is_paid: bool = False
-    """The request has left the queue and its tenant has paid for it."""
+    """True if the request has left the queue as served, and its tenant has paid its cost."""
     waited_seconds: float = 0.0
-    """Total time in the queue, over all stays."""
+    """Total time in line, over all stays."""
 
     def __lt__(self, other: "Ticket") -> bool:
         return (self.rank, self.number) < (other.rank, other.number)
@@ -94,13 +94,14 @@ class _Tenant:
 
     quantum_tokens: float
     deficit_tokens: float = 0.0
-    """Remaining budget. Below 0 after a request that left although it was no longer the first."""
+    """Remaining budget. Below 0 after a request that left when another had become the first."""
     is_visited: bool = False
-    """The quantum of the current visit is already in the deficit."""
+    """True if the quantum of the current visit is already in `deficit_tokens`."""
     is_ahead: bool = False
+    """It is in TenantQueues._ahead."""
     waiting: set[Ticket] = field(default_factory=set)
     order: list[Ticket] = field(default_factory=list)
-    """A heap. It drops removed tickets when they reach its top, or when they are most of it."""
+    """A heap of tickets. It drops those that were removed when they reach its top, or when they are most of it."""
 
     def first(self) -> Ticket | None:
         while self.order and self.order[0] not in self.waiting:
@@ -132,7 +133,7 @@ class TenantQueues:
         self._rotation: OrderedDict[str, _Tenant] = OrderedDict()
         """Tenants by name, in order of visit. The first is being visited."""
         self._ahead: deque[_Tenant] = deque()
-        """Tenants with a request that came back. They are served before the rotation goes on."""
+        """Tenants with a request that came back. They are visited before the rotation goes on."""
 
     def __contains__(self, ticket: Ticket) -> bool:
         tenant = self._rotation.get(ticket.tenant)
@@ -157,7 +158,7 @@ class TenantQueues:
                 self._ahead.append(tenant)
 
     def remove(self, ticket: Ticket, *, was_served: bool) -> None:
-        """Remove a request, which pays if it `was_served`."""
+        """Remove a request. If it `was_served`, its tenant pays its cost."""
         tenant = self._rotation[ticket.tenant]
         tenant.remove(ticket)
         if was_served:
@@ -167,7 +168,7 @@ class TenantQueues:
             del self._rotation[ticket.tenant]
 
     def first(self) -> Ticket | None:
-        """Return the next request. It stays the same until a request is added or removed."""
+        """Return the request that should leave next, or None. It stays the same until a request is added or removed."""
         while self._ahead:
             tenant = self._ahead[0]
             ticket = tenant.first()
@@ -209,7 +210,7 @@ class TenantQueues:
                 self._skip_fruitless_rounds()
 
     def _skip_fruitless_rounds(self) -> None:
-        """Add the quanta of all rounds in which no request can leave. In the next round one can."""
+        """Add the quanta of all rounds in which no request could leave. In the round after them one can."""
         tenants = self._rotation.values()
         rounds = min(_visits_needed(tenant) for tenant in tenants) - 1
         for tenant in tenants:

@@ -1,7 +1,7 @@
 """Admission ledger: counts the requests and prompt tokens that are admitted now, and refuses more than the limits.
 
-`AdmissionLedger` charges each request for its outputs and its prompt tokens. Tokens are estimated from bytes, before
-any costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted requests
+`AdmissionLedger` charges each request for its outputs and its prompt tokens. These are estimated from bytes, before any
+costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted requests
 (fair_queue.py), their waiting (dispatch/waiting_line.py) or the room of a worker (cluster/gate.py).
 
 The ledger protects the router's own resources: tokenizing, and the ids and block names that it keeps. So it counts
@@ -12,13 +12,13 @@ themselves: they admit by blocks and preempt.
 Shares of tenants:
 - While several tenants are active, no tenant may grow beyond its share of a limit, by weight.
 - A tenant is active while it has an admitted request. After a refusal it stays active until it should have come back.
-- A tenant that is active alone may take all but 1/16 of a limit. The rest stays free for the next tenant.
+- A tenant that alone holds something may grow to all but 1/16 of a limit. The rest stays free for the next tenant.
 - A tenant above its share keeps what it holds but gets nothing more.
 - A tenant that holds nothing is never above its share, however small the share is.
 - Where clients have no names, their addresses are the tenants.
 
-Tenant names are free to invent, so all refused tenants together reserve at most half of a limit. This lets each of them
-in when it comes back, and then it counts in full.
+Clients can invent tenant names, so all refused tenants that hold nothing reserve at most half of a limit together. This
+lets each of them in when it comes back, and then it counts in full.
 
 A request larger than a limit is admitted only when no other request is. On a router that is never empty it is never
 admitted, and the refusal says so.
@@ -45,9 +45,9 @@ MAX_REFUSED_TENANTS = 1024
 REQUESTS = "requests (max_requests)"
 TOKENS = "prompt tokens (max_tokens_admitted)"
 NEWCOMERS_PART = 16
-"""1/16 of each limit stays free for new tenants where one tenant holds all the rest."""
+"""1/16 of each limit stays free for new tenants while only one tenant holds anything."""
 WEIGHT_UNITS = 1000
-"""Weights are counted in whole units of 1/1000, so that shares are exact."""
+"""Units of weight 1. Weights are rounded to whole units, so that sums of them are exact."""
 
 
 def text_bytes(*texts: str) -> int:
@@ -56,26 +56,26 @@ def text_bytes(*texts: str) -> int:
 
 
 def estimate_tokens(text_bytes: int) -> int:
-    """Return the expected number of prompt tokens, at least 1."""
+    """Return the expected number of tokens of a text of this size, at least 1."""
     return text_bytes // BYTES_PER_TOKEN + 1
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """Holdings of one active tenant."""
+    """Holdings of one active tenant, and the time at which it should come back after a refusal."""
 
     weight_units: int
     requests: int = 0
     tokens: int = 0
     expected_until: float = 0.0
-    """A refused tenant is active until then."""
+    """Time until which a refused tenant counts as active even if it holds nothing."""
     returns_at: float = 0.0
     """Retry time of the tenant's last refusal. The next refusal gets a later one."""
 
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """Charge of one request: what it holds in the ledger."""
+    """Charge of one request: the outputs and prompt tokens that it holds in the ledger."""
 
     outputs: int
     tokens: int
@@ -91,7 +91,7 @@ class Charge:
 
 
 class AdmissionLedger:
-    """Ledger of what is admitted now. The end of a request gives back exactly what its charge holds then."""
+    """Ledger of the outputs and prompt tokens that are admitted now."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class AdmissionLedger:
 
     @property
     def requests(self) -> int:
-        """Number of admitted requests. A request with several outputs counts once per output."""
+        """Return the number of admitted requests. A request with several outputs or beams counts once for each."""
         return self._requests.held
 
     @property
@@ -134,7 +134,7 @@ class AdmissionLedger:
 
     @contextmanager
     def charge(self, tokens: int, *, outputs: int = 1, tenant: str = "") -> Iterator[Charge]:
-        """Hold a request's outputs and tokens for the life of the context. Raises Overloaded beyond a limit.
+        """Hold a request's outputs and prompt tokens for the life of the context. Raises Overloaded beyond a limit.
 
         A request larger than a limit is admitted when no other request is. Otherwise it could never run.
         """
@@ -170,7 +170,7 @@ class AdmissionLedger:
         limit: int,
         limit_name: str,
     ) -> None:
-        """Check one limit for one more request. Raises Overloaded."""
+        """Check that `amount` more fits one limit, and the tenant's share of it. Raises Overloaded."""
         if not self._requests.held:
             return
         if amount > limit:
@@ -192,12 +192,15 @@ class AdmissionLedger:
 
     @property
     def _shared_units(self) -> int:
-        """Return the divisor of a limit. It is at least the weight of a tenant that holds something."""
+        """Return the units of weight among which a limit is shared: at most half of them for tenants that hold
+        nothing."""
         return min(self._active_units, 2 * self._holding_units)
 
     def _refuse(self, tenant: str, account: _Account, seconds_to_free: float, reason: str) -> NoReturn:
-        """Refuse a request. A tenant's refused requests get successive retry times, at the rate at which room is
-        made."""
+        """Raise Overloaded with a retry delay, and keep the tenant active until it should have come back.
+
+        A tenant's refused requests get successive retry times, at the rate at which room is made.
+        """
         now = self._clock()
         expected_seconds = max(account.returns_at - now, 0.0) + seconds_to_free
         account.returns_at = now + min(expected_seconds, MAX_DELAY_SECONDS)

@@ -1,4 +1,4 @@
-"""Limits the number of costly steps in one tick of the event loop.
+"""Loop budget: limits the number of costly steps in one tick of the event loop.
 
 After a busy moment hundreds of writers become ready at once. The loop runs all of them before any timer or arrival.
 Does not own which steps are costly (generation/client_buffer.py).
@@ -9,8 +9,8 @@ from collections import deque
 
 
 class LoopBudget:
-    """Permits for costly steps, shared by tasks of one loop. A task that gets no permit waits for a later tick, in
-    order.
+    """Permits for costly steps, shared by tasks of one loop. A task that gets none in this tick waits in line for a
+    later one.
 
     While any task waits, no tick exceeds the limit. The tick in which the first ones arrive may have nearly twice as
     many, because the loop does not report where a tick ends.
@@ -22,7 +22,7 @@ class LoopBudget:
         self._num_taken = 0
         """Permits taken in this tick."""
         self._num_called = 0
-        """Waiters that were called and have not run yet."""
+        """Waiting tasks that were given a permit and have not run yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_following = False
         """`_begin_tick` is scheduled for the next tick. Always true while a task waits."""

@@ -23,7 +23,7 @@ from blockyard.router.errors import RateLimited
 MINUTE_SECONDS = 60.0
 MAX_PER_MINUTE = 10**12
 MAX_BUCKETS = 65_536
-"""More than an auth file can name. Beyond it, full buckets are forgotten first."""
+"""The most buckets. An auth file can name fewer. Beyond it, full buckets are forgotten first."""
 Kind = Literal["requests", "tokens"]
 KINDS: tuple[Kind, ...] = ("requests", "tokens")
 
@@ -47,9 +47,9 @@ class Limited:
     """An API token or tenant that has a limit."""
 
     key: Hashable
-    """Key of its buckets."""
+    """Names its two buckets."""
     label: str
-    """Name in a refusal."""
+    """Words for it in a refusal."""
     limit: RateLimit
 
 
@@ -66,9 +66,9 @@ class Standing:
 class _Bucket:
     per_minute: int
     level: float
-    """Below 0: debt."""
+    """Requests or tokens left. Below 0: debt."""
     at: float
-    """Time of the level, in seconds."""
+    """Time at which `level` was computed, in seconds."""
 
     def fill(self, per_minute: int, now: float) -> None:
         filled = self.level + max(now - self.at, 0.0) * self.per_minute / MINUTE_SECONDS
@@ -80,14 +80,14 @@ class _Bucket:
 
 
 class RateCharge:
-    """Charge of one call. Its end gives back all that the call did not use."""
+    """Charge of one call. `give_back` returns to the buckets all that the call did not use."""
 
     def __init__(self, taken: Sequence[tuple[_Bucket, Kind, float]], clock: Callable[[], float]) -> None:
         self._taken, self._clock = taken, clock
         self._used: dict[Kind, int] = {"requests": 1, "tokens": 0}
 
     def use(self, tokens: int) -> None:
-        """Record the total number of tokens used."""
+        """Record how many tokens the call used in total."""
         self._used = {"requests": 1, "tokens": tokens}
 
     def void(self) -> None:
@@ -114,7 +114,10 @@ class RateLimits:
 
     @contextmanager
     def charge(self, limited: Sequence[Limited], *, tokens: int) -> Iterator[RateCharge]:
-        """Take what a call may need for the life of the context. Raises RateLimited and then takes nothing."""
+        """Take one request and `tokens` from the buckets, and give the unused part back when the context ends.
+
+        Raises RateLimited, and then takes nothing.
+        """
         taken: list[tuple[_Bucket, Kind, float]] = []
         refusals: list[tuple[float, str]] = []
         for one, kind in product(limited, KINDS):
@@ -137,7 +140,7 @@ class RateLimits:
             charge.give_back()
 
     def standing(self, limited: Sequence[Limited], kind: Kind) -> Standing | None:
-        """Return the state of the bucket with the least left, or None if no limit applies."""
+        """Return the state of the bucket of this kind with the least left, or None if no limit applies."""
         buckets = [bucket for one in limited if (bucket := self._bucket(one, kind)) is not None]
         if not buckets:
             return None
@@ -149,7 +152,7 @@ class RateLimits:
         )
 
     def _bucket(self, one: Limited, kind: Kind) -> _Bucket | None:
-        """Return the bucket, filled up to now, or None if there is no limit."""
+        """Return the bucket, filled up to now, or None if there is no limit. Make it if it is new."""
         per_minute = one.limit.of(kind)
         if per_minute is None:
             return None
@@ -162,8 +165,8 @@ class RateLimits:
         return bucket
 
     def _make_room(self, now: float) -> None:
-        """Forget full buckets. Names come from the auth file, so this happens only if the file's names change all the
-        time."""
+        """At MAX_BUCKETS, forget full buckets, and then the oldest ones. Names come from the auth file, so this happens
+        only if the file's names keep changing."""
         if len(self._buckets) < MAX_BUCKETS:
             return
         for key, bucket in list(self._buckets.items()):

@@ -1,4 +1,4 @@
-"""Retry delay: estimates when the requests held now will have made room for a refused one.
+"""Retry delay: estimates when enough of what is held now will have ended to make room for a refused request.
 
 Pure: the clock is an argument. Does not own the refusals (ledger.py, dispatch/waiting_line.py).
 """
@@ -10,7 +10,7 @@ from math import exp
 SMOOTHING_SECONDS = 10.0
 """Time constant of the average. Only time in which something was held counts."""
 FIRST_GUESS_SECONDS = 1.0
-"""Assumed duration of a request until the first one has ended."""
+"""Duration of a request that the average begins with."""
 MIN_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 30.0
 SPREAD = 0.25
@@ -41,12 +41,12 @@ class CompletionRate:
         self._ended += amount
 
     def change(self, amount: int) -> None:
-        """Correct the amount held. Nothing has ended."""
+        """Change the amount held by `amount`, although nothing has begun or ended."""
         self._pass_time()
         self.held += amount
 
     def seconds_to_free(self, amount: int, held: int | None = None) -> float:
-        """Return the seconds until `amount` has ended, of everything held or of `held`."""
+        """Return the expected seconds until `amount` has ended, of everything held now or of `held`."""
         self._pass_time()
         each_held_seconds = self._held_seconds / max(self._ended, 1e-9)
         return amount * each_held_seconds / max(self.held if held is None else held, 1)
@@ -62,6 +62,9 @@ class CompletionRate:
 
 
 def retry_delay_seconds(expected_seconds: float, chance: float) -> float:
-    """Return the delay to send, within the bounds and never shorter than expected. `chance` is from 0 to 1."""
+    """Return the delay to send to a refused client: the expected one within the bounds, lengthened at random.
+
+    `chance` is from 0 to 1.
+    """
     longest = MAX_DELAY_SECONDS / (1 + SPREAD)
     return min(max(expected_seconds, MIN_DELAY_SECONDS), longest) * (1 + SPREAD * chance)

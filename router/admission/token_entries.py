@@ -19,7 +19,7 @@ from blockyard.router.admission.auth import LIVE_PAGE, KnownToken, Principal, Ro
 from blockyard.router.admission.rate_limits import KINDS, MAX_PER_MINUTE, RateLimit
 
 MAX_TOKENS = 10_000
-"""The most entries, and the most tenants."""
+"""The most entries of tokens, and the most tenants with limits."""
 TOKEN_BYTES = 32
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIMITS = frozenset(f"{kind}_per_minute" for kind in KINDS)
@@ -41,7 +41,7 @@ class Document:
 
 
 def parse_document(text: str) -> Document:
-    """Parse the file without checking its entries. Raises ValueError."""
+    """Parse the file's text, but check neither its entries nor its tenants. Raises ValueError."""
     if not text.strip():
         raise ValueError("it is empty")
     try:
@@ -61,9 +61,9 @@ def parse_document(text: str) -> Document:
 
 
 def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTable:
-    """Parse and check the whole file. Without entries no token is known.
+    """Parse and check the file's text, and return its tokens.
 
-    `page_token_sha256` is the live page's token, which is in no file. Raises ValueError, which names the entry and
+    `page_token_sha256` adds the live page's token, which is in no file. Raises ValueError, which names the entry and
     reveals no token.
     """
     document = parse_document(text)
@@ -82,7 +82,7 @@ def parse_tokens(text: str, *, page_token_sha256: str | None = None) -> TokenTab
 
 
 def no_tokens(page_token_sha256: str | None) -> TokenTable:
-    """Return a table that knows no token of any file."""
+    """Return a table that knows no token but the live page's."""
     return TokenTable(_page(page_token_sha256, {}))
 
 
@@ -169,7 +169,7 @@ def new_token(
     limit: RateLimit | None = None,
     expires: datetime | None = None,
 ) -> tuple[str, Entry]:
-    """Return a new token and its entry. Raises ValueError as `parse_tokens` does."""
+    """Draw a token and return it with its entry for the file. Raises ValueError as `parse_tokens` does."""
     token, digest = _drawn()
     limits = {} if limit is None else {f"{kind}_per_minute": limit.of(kind) for kind in KINDS}
     optional = {"tenant": tenant, "expires": None if expires is None else _written(expires), **limits}
@@ -182,7 +182,7 @@ def new_token(
 def rotated(
     entries: Sequence[Entry], name: str, *, overlap_seconds: float, now: datetime
 ) -> tuple[str, list[Entry]]:
-    """Return a new token of this name, and all entries with it.
+    """Draw a new token of this name. Return it, and all entries with the new one and without the name's expired ones.
 
     Earlier entries of the name expire after the overlap, or at their own expiry if that is earlier. The new one expires
     when the last of them would have. Raises ValueError, also if all of them have expired: the new token would be

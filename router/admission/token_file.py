@@ -28,7 +28,10 @@ _Version = tuple[int, ...]
 
 
 class TokenFile:
-    """Watches the auth file. `tokens` are the valid ones now. Raises ValueError for a file that cannot be used."""
+    """Reads the auth file and watches it. `tokens` are those that are valid now.
+
+    Raises ValueError for a file that cannot be used at the start.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class TokenFile:
         page_token_sha256: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`page_token_sha256` is a further token, which is not in the file."""
+        """`page_token_sha256` adds the live page's token, which is not in the file."""
         self._path = Path(path)
         self._page_token_sha256 = page_token_sha256
         self._clock = clock
@@ -47,7 +50,8 @@ class TokenFile:
         """When the file was first found bad. None while it is good."""
 
     async def follow(self) -> None:
-        """Check the file at intervals. A check that hangs, for example on a lost file server, counts as a bad file."""
+        """Check the file at intervals until cancelled. A check that hangs, for example on a lost file server, counts as
+        a bad file."""
         check: asyncio.Task[TokenTable | str | None] | None = None
         async with BackgroundTasks(on_failure=None) as tasks:
             while True:
@@ -61,7 +65,7 @@ class TokenFile:
                     self._take(f"auth file {self._path} cannot be read: it takes too long")
 
     def refresh(self) -> None:
-        """Check the file once and take what has changed."""
+        """Check the file once, and use its new tokens or note that it is bad."""
         self._take(self._look())
 
     def _look(self) -> TokenTable | str | None:

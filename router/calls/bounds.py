@@ -1,4 +1,4 @@
-"""Bounds of every call that costs work: its deadline, its client's share of admission, and limits per minute.
+"""Bounds of every call that costs work: its deadline, the charge of its client in the ledger, and limits per minute.
 
 Does not own the limits (config.py, admission/ledger.py, admission/rate_limits.py), the form of a tenant's name
 (request/validation.py) or permissions (admission/auth.py).
@@ -21,13 +21,13 @@ from blockyard.router.errors import DeadlinePassed, Forbidden, Overloaded
 from blockyard.router.request.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
-"""A longer deadline is cut to this."""
+"""Longest deadline. A longer one is shortened to this."""
 IPV6_CLIENT_BITS = 64
 """Bits of an IPv6 network that identify a client. One machine may use any address within its network."""
 
 
 class CallContext(Protocol):
-    """Facts about a call that bound it, for any protocol. gRPC's own context is one."""
+    """Context of a call in any protocol, which has its headers, deadline and peer. gRPC's ServicerContext is one."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
@@ -40,16 +40,17 @@ class CallContext(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of a call."""
+    """Client of a call: who pays for it, and with whom it shares what."""
 
     tenant: str
-    """Proven where clients authenticate. Otherwise as the call says, or ""."""
+    """Tenant that pays for the call. Where clients do not authenticate, the one that the call names, or ""."""
     realm: str
-    """The proven tenant, or "". Callers of different realms share neither prefixes nor request ids."""
+    """The tenant if clients authenticate, else "". Callers of different realms share neither prefixes nor request
+    ids."""
     client: str
-    """Key of its share of admission and its queue: the tenant, or the address if there is none."""
+    """Key of its account in the ledger and of its queue: the tenant, or the address if there is none."""
     limited: tuple[Limited, ...] = ()
-    """Limits per minute that apply to the call."""
+    """The API token and tenant whose limits per minute apply to the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class CallBounds:
 
     ledger: AdmissionLedger
     default_timeout_seconds: float
-    """Used for a call without a deadline."""
+    """Deadline of a call that sets none."""
     rates: RateLimits = field(default_factory=RateLimits)
     limit_of_tenant: Callable[[str], RateLimit] = lambda tenant: NO_LIMIT
 
@@ -83,7 +84,9 @@ class CallBounds:
 
     @asynccontextmanager
     async def admitted(self, context: CallContext, tokens: int) -> AsyncIterator[Charge]:
-        """Charge the call and apply its deadline. Of the limits per minute it takes one request and no tokens.
+        """Charge the call's prompt tokens and apply its deadline, for the life of the context.
+
+        Of the limits per minute the call takes one request and no tokens.
 
         Raises InvalidRequest, Forbidden, Overloaded, RateLimited or DeadlinePassed.
         """
@@ -95,8 +98,9 @@ class CallBounds:
     def charged(
         self, caller: Caller, prompt_tokens: int, *, outputs: int = 1, generated_tokens: int | None = None
     ) -> Iterator[tuple[Charge, RateCharge]]:
-        """Charge the call for the life of the context. Without `generated_tokens` no tokens count against limits per
-        minute.
+        """Charge the call in the ledger and to its limits per minute, for the life of the context.
+
+        Without `generated_tokens` no tokens count against limits per minute.
 
         Raises Overloaded or RateLimited, and then takes nothing.
         """
@@ -113,7 +117,7 @@ class CallBounds:
 
     @asynccontextmanager
     async def deadline(self, context: CallContext) -> AsyncIterator[None]:
-        """Apply the call's deadline to the context. Raises DeadlinePassed."""
+        """Cancel the body of the context at the call's deadline. Raises DeadlinePassed then."""
         try:
             async with asyncio.timeout(self.seconds_left(context)):
                 yield
@@ -122,13 +126,14 @@ class CallBounds:
 
 
 def caller_client(peer: str) -> str:
-    """Return the client to charge before a call is read: the proven tenant, or the address in `peer`."""
+    """Return the client to charge for a call that is not read yet: the token's tenant, or the address in `peer`."""
     principal = PRINCIPAL.get()
     return client_address(peer) if principal is None else principal.tenant
 
 
 def client_address(peer: str) -> str:
-    """Return the name of a client without a name: its address without the port, or its network for IPv6."""
+    """Return the key of a client without a tenant: "@" with its address without the port, or with its network for
+    IPv6."""
     kind, _, rest = peer.partition(":")
     try:
         host = ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])

@@ -1,4 +1,4 @@
-"""Call gate: authenticates a call, maps its failure to an answer, and frees a cancelled call. All protocols share it.
+"""Call gate: authenticates a call, turns its failure into an answer, and frees a cancelled call, for all protocols.
 
 Owns the audit of refusals and the log line of an internal failure. Does not own the rules (admission/auth.py) or how an
 answer is sent (services/interceptor.py, openai/routes.py).
@@ -29,7 +29,7 @@ audit = logging.getLogger("blockyard.audit")
 ENDS_PER_TICK = 8
 """Cancelled calls whose frames are freed in one tick of the event loop."""
 FAULTS = (InternalError, WorkerLost, DeadlinePassed)
-"""Errors that are logged at INFO: the request had been admitted, and its client did not end it."""
+"""Errors that are logged at INFO, because an admitted request failed by no act of its client. Others: at DEBUG."""
 UNKNOWN_LOG_SECONDS = 10.0
 """Least time between two log lines about unknown tokens. It keeps a hostile client from filling the log."""
 
@@ -45,7 +45,10 @@ class CallGate:
         self._ends = LoopBudget(ENDS_PER_TICK)
 
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """Authenticate the caller and set PRINCIPAL. Raises Unauthenticated or Forbidden."""
+        """Authenticate the caller, check that its role may call the method, and set PRINCIPAL.
+
+        Raises Unauthenticated or Forbidden.
+        """
         PRINCIPAL.set(None)
         REQUEST_ID.set("")
         if self._tokens is None:
@@ -66,10 +69,10 @@ class CallGate:
         PRINCIPAL.set(principal)
 
     async def free(self, error: asyncio.CancelledError) -> None:
-        """Free the frames of a cancelled call.
+        """Free the frames of a cancelled call, a few calls per tick of the event loop.
 
-        The frame of a task group and the error that ended it refer to each other. Freeing a few of them per tick is
-        cheap. If the garbage collector frees many at once, the loop stops.
+        The frame of a task group and the error that ended it refer to each other, so only the garbage collector would
+        free them. It would free many at once and block the loop.
         """
         await self._ends.take()
         clear_frames(error.__traceback__)
@@ -83,7 +86,7 @@ class CallGate:
 
 
 def answer_to(error: Exception, method: str) -> RouterError:
-    """Return the error to send to the client. An internal failure is logged."""
+    """Return the error to send to the client, with the request's id, and log how the request ended."""
     answer = as_router_error(error)
     if request_id := REQUEST_ID.get():
         # Operators find the log lines of the request by this id, also where the router drew it.

@@ -1,8 +1,9 @@
 """Calls that generate or tokenize, from admission to the last delta, for all protocols.
 
-Owns the order of admission, client, deadline and registry, and the share of the event loop that arrivals and writes
-take. The end of a call, whatever its cause, cancels the handler's task and frees everything that the request holds.
-Does not own messages (services/inference.py, openai/) or the work of a request (generation/generation.py).
+Owns the order in which a call is checked, charged, bounded and registered, and the share of the event loop that
+arrivals and writes take. The end of a call, whatever its cause, cancels the handler's task and frees everything that
+the request holds. Does not own messages (services/inference.py, openai/) or the work of a request
+(generation/generation.py).
 """
 
 import asyncio
@@ -43,15 +44,15 @@ LEAST_OUTPUTS_A_CALL = 16
 
 
 def outputs_a_call(max_requests: int) -> int:
-    """Return how many outputs of one call may run at once.
+    """Return how many outputs of one call with several prompts may run at once.
 
-    This is a part of what the router admits. The rest of a call with many prompts waits behind newer calls of others.
+    It is a part of `max_requests`. The other prompts of the call wait behind newer calls of others.
     """
     return min(max(max_requests // CALLS_PART, LEAST_OUTPUTS_A_CALL), max(max_requests // 2, 1))
 
 
 class Calls:
-    """Calls of one router, shared by its protocols."""
+    """Runs the calls of one router that generate or tokenize, for all its protocols."""
 
     def __init__(
         self, parts: RouterParts, bounds: CallBounds, *, slow_reader_seconds: float, outputs_a_call: int
@@ -67,11 +68,11 @@ class Calls:
     async def deltas(
         self, request: inference_pb2.GenerateRequest, context: CallContext, *, waits: bool = False
     ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
-        """Yield an admitted request's id and its output. The end of the context frees everything that the request
-        holds.
+        """Check, charge and register a request. Yield its id and the deltas of its outputs.
 
-        It runs in the calling task, which runs no other request meanwhile. With `waits` a refusal by a limit is not
-        raised: the call retries after the delay that the refusal gives.
+        The end of the context frees everything that the request holds. The request runs in the calling task, which must
+        run no other meanwhile. With `waits`, a refusal by a limit is not raised: the charge is tried again after the
+        refusal's retry delay. Raises any RouterError.
         """
         parts = self.parts
         with parts.metrics.call() as note:
@@ -98,7 +99,7 @@ class Calls:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        """Tokenize a prompt. Raises any RouterError."""
+        """Charge a prompt and return its token ids. Raises any RouterError."""
         parts = self.parts
         check_model(request, parts.facts)
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
@@ -112,7 +113,7 @@ class Calls:
     async def detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Decode tokens to text. Raises any RouterError."""
+        """Charge tokens and return their text. Raises any RouterError."""
         parts = self.parts
         check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
         skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -123,7 +124,8 @@ class Calls:
     async def _admitted(
         self, held: ExitStack, valid: ValidGeneration, caller: Caller, *, waits: bool
     ) -> tuple[Charge, RateCharge]:
-        """Enter the call's charges in `held` and return them. Raises Overloaded or RateLimited."""
+        """Charge the call in the ledger and to its limits per minute. `held` ends the charges. Raises Overloaded or
+        RateLimited."""
         outputs = valid.sampling.num_sequences
         generated_tokens = outputs * (valid.sampling.max_tokens or self.parts.max_model_len)
         while True:
@@ -138,15 +140,15 @@ class Calls:
                 await asyncio.sleep(refusal.retry_after_seconds)
 
     async def deliver(self, deltas: AsyncIterator[Delta], write: Callable[[Delta], Awaitable[None]]) -> None:
-        """Write every delta. Raises SlowReader, in a group."""
+        """Write all deltas, merged where the client reads slowly. Raises SlowReader, in a group."""
         await deliver(deltas, write, slow_reader_seconds=self.slow_reader_seconds, budget=self._writes)
 
 
 @contextmanager
 def _counted(rate: RateCharge, record: RequestRecord) -> Iterator[None]:
-    """Count tokenized and generated tokens against the limits per minute when the call ends.
+    """Count the request's prompt and generated tokens against the limits per minute when the context ends.
 
-    A call that is refused before anything was generated counts nothing.
+    A request that is refused for lack of room or workers, before it has a token, counts nothing.
     """
     was_sent_away = False
     try:

@@ -1,8 +1,8 @@
 """Intake: bounds the number, size and time of requests that clients are still sending.
 
 The ledger (admission/ledger.py) charges complete requests alone. Incomplete ones are charged here, to one budget of
-bytes for all protocols of a router. One client may hold at most half of it. An ordinary request arrives at once and is
-never charged, so a full budget keeps out only large or slow requests. Does not own how bytes are read
+bytes for all protocols of a router. One client may hold at most half of it. An ordinary request is small, arrives
+at once and is never charged, so a full budget refuses only large or slow requests. Does not own how bytes are read
 (services/interceptor.py, openai/http/body.py).
 """
 
@@ -16,11 +16,11 @@ from blockyard.router.calls.bounds import caller_client
 from blockyard.router.errors import DeadlinePassed, Overloaded
 
 MESSAGE_SECONDS = 10.0
-"""Deadline for a complete message."""
+"""Deadline for a message over gRPC to arrive completely."""
 PROMPT_SECONDS = 0.25
-"""A message that takes longer is charged as if it had the largest size: gRPC does not report how much has arrived."""
+"""A message that takes longer is charged at the largest size: gRPC does not report how much of it has arrived."""
 MAX_INCOMPLETE = 4096
-"""The most incomplete messages at once. A complete one counts until the event loop reads it."""
+"""The most incomplete messages at once. A message counts until the event loop has read it."""
 BUDGET_BYTES = 256 * 2**20
 RETRY_SECONDS = 2.0
 T = TypeVar("T")
@@ -34,13 +34,13 @@ class Charge:
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Take more bytes. Raises Overloaded."""
+        """Take more bytes of the budget. Raises Overloaded."""
         self._intake.take(self._client, num_bytes)
         self.num_bytes += num_bytes
 
 
 class Intake:
-    """Incomplete requests of one router, shared by its protocols."""
+    """Bounds the incomplete requests of one router, over all its protocols."""
 
     def __init__(self, *, budget_bytes: int = BUDGET_BYTES) -> None:
         self._budget_bytes = budget_bytes
@@ -51,7 +51,10 @@ class Intake:
 
     @contextmanager
     def charge(self, peer: str) -> Iterator[Charge]:
-        """Hold bytes for one request. `peer` is the other end of the connection, as gRPC writes it."""
+        """Yield a charge of 0 bytes, which may grow. The end of the context gives its bytes back.
+
+        `peer` is the other end of the connection, as gRPC writes it.
+        """
         client = caller_client(peer)
         charge = Charge(self, client)
         try:
@@ -74,8 +77,10 @@ class Intake:
     async def message(
         self, reading: Callable[[], Awaitable[T]], *, most_bytes: int, peer: Callable[[], str]
     ) -> T:
-        """Return the result of `reading`. Raises Overloaded, or DeadlinePassed if the message is not complete in
-        time."""
+        """Read one message by `reading` and return it. If it is late, charge `most_bytes` to the client of `peer`.
+
+        Raises Overloaded, or DeadlinePassed if the message is not complete within MESSAGE_SECONDS.
+        """
         if self.num_incomplete >= MAX_INCOMPLETE:
             self._refuse("too many requests are being received")
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The Python clients. They import neither torch nor ray nor transformers.
+"""Python clients of a cluster, one for asyncio and one that blocks. They import neither torch nor ray nor transformers.
 
     with Client("localhost:50051") as client:
         for delta in client.stream("def fibonacci(n):", max_tokens=64):

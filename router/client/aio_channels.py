@@ -1,4 +1,4 @@
-"""The parts of the asyncio client that differ in kind from the blocking one: channels, streams and sleeping.
+"""Parts of the asyncio client that differ in kind from the blocking one: channels, streams and sleeping.
 
 sync_channels.py has the same names. Everything else of the blocking client is generated from aio.py.
 """
@@ -20,14 +20,15 @@ async def collected(stream: Stream[Item]) -> list[Item]:
 
 
 class Channels:
-    """The channels of one client. Each is opened at first use, since it belongs to the event loop that then runs."""
+    """gRPC channels of one client, by address. Each is opened at first use: it belongs to the event loop that then
+    runs."""
 
     def __init__(self, connection: Connection, addresses: Sequence[str]) -> None:
         self._connection = connection
         self._channels: dict[str, grpc.aio.Channel | None] = dict.fromkeys(addresses)
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to one of the addresses."""
+        """Return the channel to one of the client's addresses, opened if it is new."""
         channel = self._channels[address] or self._opened(address)
         self._channels[address] = channel
         return channel

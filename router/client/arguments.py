@@ -1,7 +1,7 @@
 """Keyword arguments of the clients' calls, and their translation into the fields of a request.
 
-Owns the names of arguments and their Python types. The server checks ranges, except for values that protobuf itself
-cannot hold.
+Owns the names of arguments and their Python types. The server checks ranges. Only values that protobuf cannot hold are
+refused here.
 """
 
 import difflib
@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 Messages = Sequence[Mapping[str, str]]
 """A chat: [{"role": "user", "content": "..."}, ...]. A message may have a "name" too."""
 EarlyStopping = bool | Literal["never"]
-"""When a beam search ends that has enough finished beams, as in transformers. True: at once. False: once better beams
-are unlikely. "never": only once better beams are impossible."""
+"""When a beam search with enough finished beams ends, as in transformers. True: at once. False: once better beams are
+unlikely. "never": only once better beams are impossible."""
 
 Request = TypeVar("Request", bound=Message)
 
@@ -25,7 +25,7 @@ _BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_na
     *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
 }
 _SIMILARITY = 0.65
-"""Similarity of two names from which one is suggested for the other. max_completion_tokens and min_tokens have less."""
+"""Least similarity at which a known name is suggested for an unknown one."""
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
 
 
@@ -34,7 +34,7 @@ _CHAT_FIELDS = {
     "add_generation_prompt": "add_generation_prompt",
     "continue_final_message": "continue_final_message",
 }
-"""Argument names and the fields of Chat that they fill."""
+"""Names of arguments, and the fields of the Chat message that they fill."""
 
 
 class ChatArguments(TypedDict, total=False):
@@ -49,7 +49,7 @@ class ChatArguments(TypedDict, total=False):
 class GenerateArguments(ChatArguments, total=False):
     """Keyword arguments of generate() and stream(). None or absent means the server's default.
 
-    An argument with a text is an option of `blockyard generate` too, and the text is its help.
+    An argument with a text beside its type is an option of `blockyard generate` too, and the text is its help.
     """
 
     messages: Messages | None
@@ -148,7 +148,8 @@ class PlacementArguments(PromptArguments, total=False):
 
 
 def generate_request(prompt: str | None, arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
-    """Build a GenerateRequest. Raises ValueError or TypeError for values that no server accepts."""
+    """Build a GenerateRequest from generate()'s arguments. Raises ValueError or TypeError for those that cannot be
+    sent."""
     given = _given(arguments, GenerateArguments.__optional_keys__, beside=("prompt", "timeout_seconds"))
     sampling = _sampling(given)
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
@@ -157,7 +158,7 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
 
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
-    """Build a LookupPrefixRequest. Raises as generate_request does."""
+    """Build a LookupPrefixRequest from lookup_prefix()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
 
@@ -165,7 +166,7 @@ def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb
 def placement_request(
     prompt: str | None, arguments: PlacementArguments
 ) -> cluster_pb2.ExplainPlacementRequest:
-    """Build an ExplainPlacementRequest. Raises as generate_request does."""
+    """Build an ExplainPlacementRequest from explain_placement()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
         cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
@@ -175,7 +176,7 @@ def placement_request(
 def tokenize_request(
     prompt: str | None, messages: Messages | None, model: str | None, arguments: ChatArguments
 ) -> inference_pb2.TokenizeRequest:
-    """Build a TokenizeRequest. Raises as generate_request does."""
+    """Build a TokenizeRequest from tokenize()'s arguments. Raises as generate_request does."""
     chat = _given(arguments, ChatArguments.__optional_keys__, beside=("prompt", "messages", "model"))
     return inference_pb2.TokenizeRequest(model=model, **prompt_fields(prompt, messages, None, chat))
 
@@ -183,9 +184,9 @@ def tokenize_request(
 def _given(
     arguments: Mapping[str, object], known: frozenset[str], *, beside: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the arguments that are not None. Raises TypeError for unknown ones.
+    """Return the arguments that are not None. Raises TypeError for unknown ones, and suggests a similar name.
 
-    The call also takes the arguments `beside` them.
+    `beside` are further arguments of the call, which may be suggested too.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     if unknown := sorted(given.keys() - known):
@@ -202,7 +203,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _prompt_request(
     kind: type[Request], prompt: str | None, given: dict[str, Any], beside: Iterable[str]
 ) -> Request:
-    """Build a request from the prompt and the fields `beside` it. Takes both out of `given`."""
+    """Build a request of this kind from the prompt and the other fields, named in `beside`. Take all out of `given`."""
     messages, token_ids = given.pop("messages", None), given.pop("prompt_token_ids", None)
     chat = {name: given.pop(name) for name in _CHAT_FIELDS if name in given}
     request = kind(**prompt_fields(prompt, messages, token_ids, chat))
@@ -219,7 +220,8 @@ def prompt_fields(
     prompt_token_ids: Sequence[int] | None,
     chat_arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the request's `input` fields. Raises ValueError unless exactly one kind of prompt is given."""
+    """Return the one `input` field of a request, by name. Raises ValueError unless exactly one kind of prompt is
+    given."""
     if [prompt, messages, prompt_token_ids].count(None) != 2:
         raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
     if chat_arguments and messages is None:
@@ -245,7 +247,7 @@ def prompt_fields(
 
 
 def _sampling(given: dict[str, Any]) -> inference_pb2.SamplingParams:
-    """Take the sampling arguments out of `given`."""
+    """Take the sampling arguments out of `given`, and return them as a message. Raises ValueError or TypeError."""
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), str):
             given[name] = [given[name]]
@@ -286,7 +288,8 @@ def _early_stopping(value: EarlyStopping) -> inference_pb2.EarlyStopping:
 
 
 def message_of(kind: Any, field: str, value: Any, *, called: str = "") -> Any:
-    """Build a message with one field. Errors name the argument, since protobuf's own errors do not."""
+    """Build a message of this kind with one field. Raises ValueError or TypeError, which names the argument
+    (`called`)."""
     name = called or field
     try:
         return kind(**{field: value})

@@ -26,7 +26,7 @@ class TlsOptions:
     key: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises ValueError for files that cannot be used."""
+        """Read the files and return gRPC's credentials. Raises ValueError for files that cannot be used."""
         if (self.cert is None) is not (self.key is None):
             raise ValueError("tls: a client's certificate and its key go together")
         roots = None if self.ca is None else read_ca(self.ca)
@@ -55,7 +55,8 @@ class Connection:
         allow_plaintext_token: bool,
         connect_seconds: float = DEFAULT_CONNECT_SECONDS,
     ) -> "Connection":
-        """Check and join a client's settings. A token of None is BLOCKYARD_TOKEN. Raises ValueError, TypeError."""
+        """Check a client's settings and join them. A token of None takes BLOCKYARD_TOKEN. Raises ValueError or
+        TypeError."""
         shown = os.environ.get(TOKEN_VARIABLE) if token is None else token
         if shown and tls is None and not allow_plaintext_token:
             _check_private_way(addresses)

@@ -1,4 +1,4 @@
-"""Exceptions of the clients, as one tree. Owns the way from a gRPC status to an exception, and decides no retry.
+"""Exceptions of the clients, as one tree. Turns a gRPC status into an exception, and decides no retry.
 
 ```
     BlockyardError                 code, reason, field_violations, retry_delay_seconds, request_id
@@ -33,7 +33,7 @@ class FieldViolation:
 
 
 class BlockyardError(Exception):
-    """Any failed call. `str(error)` is a sentence for people, `reason` a word for programs."""
+    """Base of all errors of failed calls. `str(error)` is a sentence for people, `reason` a word for programs."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class BlockyardError(Exception):
         super().__init__(message)
         self.code = code
         self.reason = reason
-        """Stable, in capitals, such as PROMPT_TOO_LONG; empty where the server gave none."""
+        """Stable, in capitals, such as CONTEXT_LENGTH_EXCEEDED. Empty if the server gave none."""
         self.field_violations = field_violations
         self.retry_delay_seconds = retry_delay_seconds
         """Seconds to wait before another attempt, if the server gave them."""
         self.request_id = request_id
-        """The request's id in the logs. Empty if the server admitted no request."""
+        """The request's id in the logs. Empty if the call brought no valid request."""
 
 
 class InvalidRequestError(BlockyardError):
-    """The request can never succeed as it is."""
+    """The request is wrong, or the cluster's present state excludes it, such as a request with the same id."""
 
 
 class AuthenticationError(BlockyardError):
@@ -69,14 +69,14 @@ class NotFoundError(BlockyardError):
 
 
 class OverloadedError(BlockyardError):
-    """The router admits no more requests for now."""
+    """A limit of the router or of this client is reached for now, or the client reads too slowly."""
 
 
 class UnavailableError(BlockyardError):
-    """No router, or no worker, answers."""
+    """No router answers, or the router has no worker that answers."""
 
     never_began = False
-    """True where a connection was made but brought no greeting, as with a frozen router: no part of the call ran."""
+    """True if the connection brought no greeting of TLS or HTTP/2, as with a frozen router: no part of the call ran."""
 
 
 class TimedOutError(BlockyardError):
@@ -84,11 +84,11 @@ class TimedOutError(BlockyardError):
 
 
 class AbortedError(BlockyardError):
-    """An Abort or a cancellation ended the request."""
+    """An Abort, a cancellation or the undoing of a drain ended the call."""
 
 
 class ServerError(BlockyardError):
-    """A fault of the cluster."""
+    """A fault of the cluster, or an unexpected status."""
 
 
 class LostTokensError(BlockyardError):
@@ -119,7 +119,7 @@ def from_rpc(
 ) -> BlockyardError:
     """Return the exception for an RPC of grpc or grpc.aio that ended with an error status.
 
-    `has_begun`: part of its stream had been received.
+    `has_begun`: a part of the RPC's stream had been received.
     """
     # Every error that a call raises is also a Call; the base class declares nothing.
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
@@ -161,7 +161,7 @@ def from_status(code: grpc.StatusCode, message: str, packed_status: bytes) -> Bl
 
 
 def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: bool) -> str:
-    """Return the cause of a failed connection. `details` is gRPC's text, which quotes its TLS library."""
+    """Return a sentence about a failed connection. `details` is gRPC's own text, which quotes its TLS library."""
     if has_begun:
         return f"lost the connection to the router at {address} in mid-stream: the output is incomplete"
     if "certificate has expired" in details:
@@ -187,18 +187,18 @@ def _connection_failure(address: str, details: str, *, has_begun: bool, is_tls: 
 
 
 def _is_silent(details: str) -> bool:
-    """Return whether gRPC says that a connection got no greeting of TLS or HTTP/2 within `connect_seconds`."""
+    """Return True if gRPC's text says that a connection got no greeting of TLS or HTTP/2 within `connect_seconds`."""
     return "before receiving SETTINGS frame" in details or "Endpoint closing" in details
 
 
 def _pushback_seconds(value: str | bytes | None) -> float | None:
-    """Return the delay in seconds, or None if there is none. A negative value means no retry, so it is no delay."""
+    """Return the retry delay in seconds, or None. A negative value, which forbids a retry, gives None."""
     text = value if isinstance(value, str) else ""
     return int(text) / 1000 if text.isascii() and text.isdigit() else None
 
 
 def _details(packed_status: bytes) -> list[Message]:
-    """Return the details of known kinds; leave out any that a proxy added."""
+    """Return the details of the three known kinds, without any that a proxy added."""
     found: list[Message] = []
     try:
         for packed in status_pb2.Status.FromString(packed_status).details:

@@ -1,4 +1,4 @@
-"""Every RPC of the clients as a value: its path, its request, its response type.
+"""RPCs of the clients as values: each has its path, its request and its response type.
 
 Pure: opens no connection. arguments.py has the arguments of generate(). retry.py and aio.py send and retry calls.
 """
@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 
 Response = TypeVar("Response", bound=Message)
 BLOCKS_PER_PAGE = 1000
-"""Also the number of sequences in a page."""
+"""Blocks in one page of ListBlocks, and sequences in one page of ListSequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class GenerateCall(Call[inference_pb2.GenerateStreamResponse]):
 
 
 def generate_stream(prompt: str | None, arguments: GenerateArguments) -> GenerateCall:
-    """Return the call. Raises ValueError or TypeError for arguments that no server could accept."""
+    """Return a GenerateStream call. Raises ValueError or TypeError for arguments that cannot be sent."""
     request = generate_request(prompt, arguments)
     return GenerateCall(
         path="/blockyard.v1.InferenceService/GenerateStream",

@@ -1,4 +1,4 @@
-"""Results of the clients: deltas, outputs, completions.
+"""Results of the clients: deltas of a stream, whole outputs, and completions (all outputs of a request).
 
 Pure values. stream_check.py checks that no token is lost or doubled.
 """
@@ -26,21 +26,21 @@ class Finish:
     total_seconds: float
     worker_id: str
     cumulative_logprob: float | None = None
-    """Sum over all its tokens. Present with n > 1, logprobs or beams."""
+    """Sum of its tokens' log-probabilities. Present with n > 1, logprobs or beams."""
     beam_score: float | None = None
-    """The score that ranks beams."""
+    """Score by which beams are ranked. None without beams."""
     migrations: int = 0
-    """Times that the request lost its worker and continued on another."""
+    """How often the request's worker was lost or failed, and the request continued elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """The model's probability of a token, before temperature, penalties and filters."""
+    """The model's log-probability of a token, before temperature, penalties and filters."""
 
     token_id: int
     logprob: float
     rank: int
-    """1 is the most likely token of all."""
+    """Place of the token among all by likelihood. 1 is the most likely."""
     top: tuple[tuple[int, float], ...]
     """(token id, logprob) of the most likely tokens, in order, as many as were asked for."""
 
@@ -53,7 +53,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     token_offset: int
-    """Number of tokens of this output before token_ids[0]. Checked to leave no gap."""
+    """Number of tokens of this output before token_ids[0]. The client has checked that none is missing."""
     finish: Finish | None
     index: int = 0
     """Number of the output, from 0 to n - 1."""
@@ -67,7 +67,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One whole output."""
+    """One whole output of a request."""
 
     index: int
     text: str
@@ -92,7 +92,7 @@ class Completion:
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:
-    """Join all deltas of one finished stream."""
+    """Join all deltas of one finished stream into the request's result."""
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)

@@ -2,11 +2,12 @@
 
 Pure, except for the clock and the random source that it is given. The clients themselves only sleep and send.
 
-A call is retried as long as no part of its answer was received. UNAVAILABLE is retried. RESOURCE_EXHAUSTED is retried
-where the server gives a delay: without one it may be a message that is always too large.
+A call is retried at most `retries` times, and only while no part of its answer was received. UNAVAILABLE is retried.
+RESOURCE_EXHAUSTED is retried if the server gives a delay: without one it may be a message that is always too large.
 
 Several routers may share one address, and a frozen one among them accepts connections and sends nothing. Such a
-connection is given up after `connect_seconds`. No call can have begun on it, so another is tried until the deadline.
+connection is given up after `connect_seconds`. No call can have begun on it. So a client with one address tries again
+until the deadline, and does not count such attempts. With `retries` 0 it tries none.
 """
 
 import math
@@ -57,7 +58,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def channel_options(connect_seconds: float) -> tuple[tuple[str, int], ...]:
-    """Return gRPC's channel options. Raises ValueError."""
+    """Return gRPC's channel options with this time limit of a new connection. Raises ValueError."""
     if not 0.0 < connect_seconds <= MAX_CONNECT_SECONDS:
         raise ValueError(
             f"connect_seconds must be positive and at most {MAX_CONNECT_SECONDS:g}, not {connect_seconds}"
@@ -87,7 +88,10 @@ class ClientConfig:
 
     @classmethod
     def of(cls, addresses: str | Sequence[str], *, timeout_seconds: float, retries: int) -> "ClientConfig":
-        """Build from one address, several, or several in one string with commas between. Raises ValueError."""
+        """Return the settings for one address, a list of them, or one string of several with commas between.
+
+        Raises ValueError.
+        """
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         stripped = tuple(address.strip() for address in listed)
         for address in filter(None, stripped):
@@ -96,7 +100,7 @@ class ClientConfig:
 
 
 def _check_address(address: str) -> None:
-    """Raise ValueError for a URL, and for an address without a port, for which gRPC would use 443."""
+    """Raise ValueError for a URL, and for an address without a port, where gRPC would take port 443."""
     scheme, separator, rest = address.partition("://")
     if separator and scheme in ("http", "https"):
         raise ValueError(
@@ -114,7 +118,7 @@ def check_timeout(timeout_seconds: float) -> float:
 
 
 def call_metadata(token: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of each call.
+    """Return the metadata of each call, with its token and tenant.
 
     Raises ValueError for a token or tenant that no router accepts, and TypeError for one that is not text.
     """
@@ -138,12 +142,12 @@ def _checked_token(token: str) -> str:
 
 
 def abort_failure(failures: Sequence[BlockyardError]) -> BlockyardError:
-    """Return the failure of an abort at every router: not found only if every router said so."""
+    """Return the error of an abort that failed at every address: NotFoundError only if every router said so."""
     return next((error for error in failures if not isinstance(error, NotFoundError)), failures[0])
 
 
 class AddressRotation:
-    """Keeps one router in use until it fails. Clients start at random ones."""
+    """Keeps one address in use until a router there fails or is overloaded. Each client starts at a random one."""
 
     def __init__(self, addresses: Sequence[str], *, start: int | None = None) -> None:
         self._addresses = tuple(addresses)
@@ -154,13 +158,13 @@ class AddressRotation:
         return self._addresses[self._current % len(self._addresses)]
 
     def leave_after(self, failure: BlockyardError, address: str) -> None:
-        """Move to the next address if another router may do better, unless another call already moved."""
+        """Move to the next address if another router may do better, unless another call has already left this one."""
         if isinstance(failure, UnavailableError | OverloadedError) and address == self.current:
             self._current += 1
 
 
 class Attempts:
-    """The attempts of one call: how long each may take, and how long to wait after a failed one."""
+    """Attempts of one call: how long the next may take, and how long to wait before it."""
 
     def __init__(
         self,
@@ -179,7 +183,8 @@ class Attempts:
         self._deadline = self._now() + self._timeout_seconds
         self._failures = 0
         self._silence: UnavailableError | None = None
-        """Failure of the last attempt, if its connection brought no greeting. The next one waits for a greeting."""
+        """Failure of the last attempt if its connection brought no greeting. The next attempt waits for a
+        connection."""
 
     def remaining_seconds(self) -> float:
         """Return the time left for the next attempt. Raises TimedOutError if there is none."""
@@ -191,7 +196,8 @@ class Attempts:
         return remaining_seconds
 
     def delay_after(self, error: BlockyardError) -> float:
-        """Return the seconds to wait before the next attempt. Raises `error` if there must be none."""
+        """Count a failed attempt, and return the seconds to wait before the next. Raises the call's error if there must
+        be none."""
         if self._silence is not None and isinstance(error, TimedOutError):
             raise self._silence
         if isinstance(error, TimedOutError) and not error.reason:
@@ -209,11 +215,12 @@ class Attempts:
 
     @property
     def waits_for_connection(self) -> bool:
-        """Whether the next attempt waits until a connection brings a greeting."""
+        """True if the next attempt waits until a connection has brought a greeting."""
         return self._silence is not None
 
     def _silence_of(self, error: BlockyardError) -> UnavailableError | None:
-        """Return the failure if it is a silent connection. None if there are other addresses to try instead."""
+        """Return the error if its connection brought no greeting and no other address can be tried instead, else
+        None."""
         if isinstance(error, UnavailableError) and error.never_began and len(self._config.addresses) == 1:
             return error if self._config.retries else None
         return None

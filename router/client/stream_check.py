@@ -1,4 +1,4 @@
-"""Turns the messages of one stream into deltas, and checks that no token is lost or doubled.
+"""Stream check: turns the messages of one stream into deltas, and checks that no token is lost or doubled.
 
 Pure. Owns no stream.
 """
@@ -30,7 +30,10 @@ class StreamCheck:
         self._outputs: dict[int, _OutputCheck] = {}
 
     def delta(self, message: inference_pb2.GenerateStreamResponse) -> Delta:
-        """Return a message as a delta. Raises LostTokensError unless token_offset is the output's tokens so far."""
+        """Return a message as a delta, after counting its tokens.
+
+        Raises LostTokensError if tokens are missing, repeated or too many for the output.
+        """
         index = message.delta.index
         if index >= self._num_outputs:
             raise LostTokensError(f"got output {index} of {self._num_outputs}")
@@ -65,7 +68,7 @@ class StreamCheck:
 
 
 def _follow(output: _OutputCheck, offset: int, num_tokens: int) -> int:
-    """Count new tokens, and return how many the output had before them."""
+    """Count an output's new tokens, and return how many it had before. Raises LostTokensError if they do not follow."""
     num_before = output.num_tokens
     if output.finished:
         raise LostTokensError("the stream went on after its last message")

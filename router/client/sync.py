@@ -38,11 +38,11 @@ from blockyard.router.client.sync_channels import Channels, Stream, collected, s
 class Client:
     """Talks to one or more routers of a cluster. Safe to share among threads.
 
-    There is one connection for each address. Several routers may share an address: the connection then leads to one of
+    There is one connection for each address. Several routers may share an address. The connection then leads to one of
     them, until that router fails. list_requests() and abort() see only what that router holds.
 
-    Every call raises a BlockyardError (errors.py) where the cluster fails it, and ValueError or TypeError for arguments
-    that cannot be sent.
+    Every call raises a BlockyardError (errors.py) if it fails, and ValueError or TypeError for arguments that cannot be
+    sent.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Client:
     ) -> None:
         """Check the arguments; nothing is sent yet. Raises ValueError and TypeError.
 
-        `token`: None takes BLOCKYARD_TOKEN, if it is set. Without `tls` a token is sent over loopback only, unless
-        `allow_plaintext_token` is set. A new connection without a greeting is given up after `connect_seconds`.
+        `token`: None takes BLOCKYARD_TOKEN, if it is set. Without `tls` a token may go to loopback addresses only,
+        unless `allow_plaintext_token` is set. A new connection without a greeting is given up after `connect_seconds`.
         """
         self._config = ClientConfig.of(addresses, timeout_seconds=timeout_seconds, retries=retries)
         self._rotation = AddressRotation(self._config.addresses)
@@ -91,7 +91,7 @@ class Client:
         timeout_seconds: float | None = None,
         **arguments: Unpack[GenerateArguments],
     ) -> Completion:
-        """Run a request to its end."""
+        """Run a request to its end and return its whole result. The arguments are those of stream()."""
         deltas = collected(self.stream(prompt, timeout_seconds=timeout_seconds, **arguments))
         return completion(deltas)
 
@@ -102,10 +102,10 @@ class Client:
         timeout_seconds: float | None = None,
         **arguments: Unpack[GenerateArguments],
     ) -> Stream[Delta]:
-        """Yield deltas as tokens are sampled. The last delta of each output has `finish`.
+        """Run a request and yield its deltas as tokens are sampled. The last delta of each output has `finish`.
 
         The request is sent when the first delta is asked for. Closing the generator cancels the request. Raises
-        LostTokensError rather than skip a token.
+        LostTokensError if a token is missing.
         """
         call = requests.generate_stream(prompt, arguments)
         return self._deltas(call, Attempts(self._config, timeout_seconds))
@@ -131,9 +131,9 @@ class Client:
         return list(response.models)
 
     def abort(self, request_id: str) -> None:
-        """End a running request. Raises NotFoundError where no router of the client's addresses holds it.
+        """End a running request of this tenant. Raises NotFoundError if none of the routers asked holds it.
 
-        Asks each address once. Where several routers share an address, this client is connected to one of them, and a
+        It asks each address once. If several routers share an address, this client is connected to one of them, and a
         request of another client may be on another. That request is then not found. The client that started a request
         can always end it by closing its stream.
         """
@@ -147,7 +147,8 @@ class Client:
         return list(response.workers)
 
     def watch_workers(self, *, timeout_seconds: float | None = None) -> Stream[list[cluster_pb2.Worker]]:
-        """Yield all workers at once, then again at each change, until closed or out of time."""
+        """Yield the list of all workers at once, and again after each change, until the generator is closed or time is
+        up."""
         attempts = Attempts(self._config, timeout_seconds)
         with closing(self._responses(requests.watch_workers(), attempts)) as responses:
             for response in responses:
@@ -157,8 +158,7 @@ class Client:
         return self._unary(requests.block_pool(worker_id))
 
     def list_blocks(self, worker_id: str, *, limit: int | None = None) -> list[cluster_pb2.Block]:
-        """List the blocks of a worker, the first `limit` or all. Pages are read one by one, and blocks may change
-        between two of them."""
+        """Return the first `limit` KV blocks of a worker, or all. Blocks may change between two pages that are read."""
         blocks: list[cluster_pb2.Block] = []
         page_token = ""
         while True:
@@ -171,12 +171,12 @@ class Client:
     def find_blocks(
         self, worker_id: str, *, block_ids: Sequence[int] = (), names: Sequence[bytes] = ()
     ) -> list[cluster_pb2.Block]:
-        """Return blocks of a worker by number or by name, at most 1000 of either."""
+        """Return the KV blocks of a worker with these numbers or names, at most 1000 of either."""
         response = self._unary(requests.find_blocks(worker_id, block_ids, names))
         return list(response.blocks)
 
     def list_sequences(self, worker_id: str) -> list[cluster_pb2.SequenceInfo]:
-        """List the sequences that run or wait on a worker, page by page, without block tables."""
+        """Return the sequences that run or wait on a worker, without their block tables."""
         sequences: list[cluster_pb2.SequenceInfo] = []
         page_token = ""
         while True:
@@ -187,24 +187,24 @@ class Client:
                 return sequences
 
     def sequence(self, worker_id: str, sequence_id: int) -> cluster_pb2.SequenceInfo | None:
-        """Return one sequence with its block table, or None once it is over."""
+        """Return one sequence of a worker with its block table, or None if it has ended."""
         page = self._unary(requests.one_sequence(worker_id, sequence_id))
         return next(iter(page.sequences), None)
 
     def lookup_prefix(
         self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
     ) -> cluster_pb2.LookupPrefixResponse:
-        """Return how many leading blocks of a prompt each worker caches."""
+        """Return how many leading KV blocks of a prompt each worker has cached, according to the index."""
         return self._unary(requests.lookup_prefix(prompt, arguments))
 
     def explain_placement(
         self, prompt: str | None = None, **arguments: Unpack[PlacementArguments]
     ) -> cluster_pb2.ExplainPlacementResponse:
-        """Return where a prompt would run, and what each worker would cost."""
+        """Return on which worker a prompt would run now, and its estimated cost on each. Nothing runs."""
         return self._unary(requests.explain_placement(prompt, arguments))
 
     def index_info(self) -> cluster_pb2.IndexInfo:
-        """Return the prefix index as the answering router sees it. For operators: it counts the whole index."""
+        """Return the state and size of the prefix index as the answering router sees it. It counts the whole index."""
         return self._unary(requests.index_info())
 
     def list_requests(self) -> list[cluster_pb2.RequestInfo]:
@@ -222,8 +222,8 @@ class Client:
     ) -> int:
         """Stop sending new requests to a worker, and return once nothing runs there.
 
-        Returns how many requests did not finish within the grace period; they move to other workers. The drain
-        continues if this call ends early; resume_worker() takes it back. Draining the last worker that takes requests
+        Returns how many requests did not finish within the grace period and moved to other workers. The drain continues
+        if this call ends early; resume_worker() undoes it. Draining the last worker that takes requests
         needs `force`, and raises InvalidRequestError (LAST_WORKER) without it.
         """
         wanted = grace_seconds + HAND_OVER_SECONDS if timeout_seconds is None else timeout_seconds
@@ -231,20 +231,21 @@ class Client:
         return response.moved
 
     def resume_worker(self, worker_id: str) -> None:
-        """Take a drain back."""
+        """Undo a drain: the worker takes new requests again."""
         self._unary(requests.resume_worker(worker_id))
 
     def flush_cache(self, worker_id: str | None = None) -> admin_pb2.FlushCacheResponse:
-        """Evict every cached block that no running request holds, on one worker or on all."""
+        """Evict every cached block that no running request holds, on one worker or on all. Returns how many were
+        evicted."""
         return self._unary(requests.flush_cache(worker_id))
 
     def rebuild_index(self, worker_id: str | None = None) -> int:
-        """Make one worker, or all, publish every cached block anew. Returns how many workers do so."""
+        """Make one worker, or all, publish every cached block to the index again. Returns how many workers do so."""
         response = self._unary(requests.rebuild_index(worker_id))
         return response.workers
 
     def abort_any(self, request_id: str) -> None:
-        """End a running request of any tenant. Only admins may call it. Apart from that it is like abort()."""
+        """End the running requests with this id, of whatever tenant. For admins. Otherwise like abort()."""
         self._abort(requests.abort_any(request_id))
 
     def _deltas(self, call: GenerateCall, attempts: Attempts) -> Stream[Delta]:
@@ -255,7 +256,7 @@ class Client:
         check.end()
 
     def _responses(self, call: Call[Response], attempts: Attempts) -> Stream[Response]:
-        """Yield a stream's messages. Retries until the first one: a later retry would repeat messages."""
+        """Send a call and yield its stream's messages. It is retried only before the first one, so none is repeated."""
         while True:
             address, begun = self._rotation.current, False
             method = self._channels.to(address).unary_stream(

@@ -1,4 +1,4 @@
-"""The parts of the blocking client that differ in kind from the asyncio one: channels, streams and sleeping.
+"""Parts of the blocking client that differ in kind from the asyncio one: channels, streams and sleeping.
 
 aio_channels.py has the same names. sync.py is generated from aio.py and uses these.
 """
@@ -20,13 +20,13 @@ def collected(stream: Stream[Item]) -> list[Item]:
 
 
 class Channels:
-    """The channels of one client, all opened at once, so that threads can share them."""
+    """gRPC channels of one client, by address. All are opened at once, so that threads can share them."""
 
     def __init__(self, connection: Connection, addresses: Sequence[str]) -> None:
         self._channels = {address: _opened(connection, address) for address in addresses}
 
     def to(self, address: str) -> grpc.Channel:
-        """Return the channel to one of the addresses."""
+        """Return the channel to one of the client's addresses."""
         return self._channels[address]
 
     def close(self) -> None:

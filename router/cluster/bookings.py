@@ -1,9 +1,9 @@
-"""Bookings: the requests that this router has placed on one worker and that still run, with sums over them.
+"""Bookings: the requests that this router has placed on one worker and that have not ended, with sums over them.
 
     placed -> (waits in dispatch/ until the worker has room) -> sent -> started -> over
 
-Bookings include the prefixes that these requests will soon store. Pure. The sums are kept up to date, because every
-placement reads those of every worker. Does not own the load that the worker reports, or the combination of the two
+Bookings include the prefixes that these requests will soon store. Pure. Each change updates the sums, because every
+placement reads the sums of every worker. Does not own the load that the worker reports, or the combination of the two
 (view.py).
 """
 
@@ -21,11 +21,11 @@ class Placed:
     """Names of the prompt's full blocks."""
     prompt_tokens: int
     uncached_tokens: int
-    """Prompt tokens that the worker is expected to compute."""
+    """Prompt tokens that the worker is expected to compute, because it has not cached them."""
     blocks: int
     """Blocks that the request is expected to take from the worker's pool."""
     promised_blocks: int = 0
-    """Blocks cached on the worker according to the index, without speculation."""
+    """Leading blocks of the prompt that the worker has cached according to the index alone."""
     sent: bool = False
     started: bool = False
     report: int = 0
@@ -38,9 +38,9 @@ class Sums:
     prompt_tokens: int = 0
     blocks: int = 0
     unstarted: int = 0
-    """Requests without a first token."""
+    """Requests without a first output."""
     unstarted_tokens: int = 0
-    """Prompt tokens that unstarted requests have to compute."""
+    """Prompt tokens that the worker has to compute for unstarted requests."""
 
     def count(self, placed: Placed, sign: int) -> None:
         self.requests += sign
@@ -59,10 +59,10 @@ class Bookings:
 
     def __init__(self) -> None:
         self.waiting = Sums()
-        """Requests that have not been sent. No load report counts them."""
+        """Sums over requests that have not been sent. No load report counts them."""
         self.sent = Sums()
         self.unreported = Sums()
-        """Requests sent since the worker's last load report, which does not count them."""
+        """Sums over requests sent since the worker's last load report, which does not count them."""
         self.prefixes = Speculation()
         self._open: set[Placed] = set()
         self._num_reports = 0
@@ -85,7 +85,7 @@ class Bookings:
             sums.count(placed, 1)
 
     def start(self, placed: Placed, *, stored_at: float) -> None:
-        """Record the first output. From `stored_at` on the index is trusted to have the request's prefix."""
+        """Record a request's first output. From `stored_at` on, the index alone tells of the request's prefix."""
         for sums in self._sums(placed):
             sums.count_unstarted(placed, -1)
         placed.started = True
@@ -99,7 +99,7 @@ class Bookings:
             self.prefixes.forget(placed.names)
 
     def reported(self) -> None:
-        """Record a load report of the worker."""
+        """Record that a load report of the worker has arrived. It counts all requests sent before."""
         self.unreported = Sums()
         self._num_reports += 1
 
@@ -124,12 +124,16 @@ class Bookings:
 
 
 class Speculation:
-    """Names of blocks that placed requests will store or have just stored, with the number of those requests."""
+    """Speculative prefixes: names of blocks that placed requests will store or have just stored.
+
+    Each name has the number of those requests.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()
         self._fading: deque[tuple[float, Sequence[bytes]]] = deque()
-        """Stored names and the time from which the index is trusted to have them, in order of that time."""
+        """Stored names, with the time at which to forget them because the index has them by then, in order of that
+        time."""
 
     def expect(self, names: Sequence[bytes]) -> None:
         self._counts.update(names)
@@ -145,8 +149,10 @@ class Speculation:
         self._fading.append((time, names))
 
     def depth(self, names: Sequence[bytes], now: float) -> int:
-        """Return the number of leading names that are expected. A request that stores block i stores all before it, so
-        bisection is exact."""
+        """Return how many leading names are expected on the worker, and forget those whose time has passed.
+
+        A request that stores block i stores all before it, so bisection is exact.
+        """
         while self._fading and self._fading[0][0] <= now:
             self.forget(self._fading.popleft()[1])
         if not names or names[0] not in self._counts:

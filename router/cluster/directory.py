@@ -11,7 +11,7 @@ from blockyard.proto.index.contract import DirectoryPage
 from blockyard.proto.security.cluster_identity import is_genuine
 
 MAX_REPLACED = 16
-"""The most addresses that one page replaces. Each new address is one more connection to try."""
+"""The most addresses that one page of records replaces. Each new address is one more connection to try."""
 
 
 class Directory:
@@ -32,9 +32,9 @@ class Directory:
     ) -> None:
         """`has_failed` tells whether the last attempt to connect to an address failed."""
         self.next_after = 0
-        """The berth after which the next page begins."""
+        """Berth (an incarnation's number in the index) after which the next page begins."""
         self.num_forged = 0
-        """Records without the cluster's signature, in this pass or the one before."""
+        """Records without the cluster's signature: in the pass before, or in this one if it has had more."""
         self._secret = secret
         self._cluster = cluster
         self._max_addresses = max_addresses
@@ -49,10 +49,10 @@ class Directory:
         return frozenset(self._addresses)
 
     def take(self, page: DirectoryPage) -> None:
-        """Take the page after `next_after`. At the end of a pass, drop addresses that were not seen in it and do not
-        answer.
+        """Take the addresses of the page after `next_after`. At the end of a pass, drop those that it did not list and
+        whose last connection attempt failed.
 
-        An address that still answers is kept, because Redis may have lost or hidden its record.
+        An address that can be reached is kept, because Redis may have lost or hidden its record.
         """
         genuine = [
             record.address
@@ -68,8 +68,8 @@ class Directory:
             self._end_pass()
 
     def _admit(self, new: list[str]) -> None:
-        """Add new addresses. At the bound, replace only addresses that fail, at random, so that each new one is tried
-        in time."""
+        """Add new addresses. At the bound, they replace addresses that cannot be reached, at random, so that each new
+        one is tried sooner or later."""
         excess = len(self._addresses) + len(new) - self._max_addresses
         if excess > 0:
             failed = [address for address in self._addresses if self._has_failed(address)]

@@ -15,16 +15,18 @@ class Tokens:
     """The next tokens of one output of a request, in order."""
 
     offset: int
-    """Tokens of this output generated before these, by any worker."""
+    """Number of tokens of this output before these, by whichever worker."""
     token_ids: list[int]
     finish_reason: int
-    """FinishReason of the contract. 0 while the output runs."""
+    """A FinishReason of inference.proto. 0 while the output runs."""
     stop_token: int | None
+    """End-of-sequence or stop token that ended the output."""
     cached_tokens: int
+    """Prompt tokens that the worker reused."""
     index: int = 0
     """Index of the output within the request."""
     logprobs: Sequence[inference_pb2.TokenLogprob] = ()
-    """One per token, or none."""
+    """One per token, or none if the client wants none."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     cumulative_logprob: float | None = None
     """Set for a finished beam."""
@@ -33,22 +35,22 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The worker does not run the request, or does not continue it."""
+    """The worker refuses the request, or has ended it without a result."""
 
     reason: int
-    """RejectReason of the contract."""
+    """A RejectReason of session.proto."""
     detail: str = ""
-    """A text for the client. Empty if the reason is enough."""
+    """Text about the reason for the client. Empty if the reason is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """The stream ended. No further output of the worker can arrive."""
+    """The stream to the worker is down. No further output of the request can arrive on it."""
 
     was_sent: bool = True
     """False if the link was down already: the worker never received the request."""
     is_death: bool = True
-    """False if the worker was only silent for too long, or ended the stream with status OK."""
+    """False if the worker is not known to have died: it was silent for too long, or ended the stream with status OK."""
 
 
 Event = Tokens | Refused | Lost
@@ -56,8 +58,11 @@ Sink = Callable[[Event], None]
 
 
 def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]]:
-    """Return (handle, event) pairs: first the rows in order, then the failures. Raises ValueError for inconsistent
-    columns."""
+    """Return (handle, event) pairs: first the rows in order, then the failures. A handle is a request's number on the
+    stream.
+
+    Raises ValueError for inconsistent columns.
+    """
     details = _details(step)
     token_ids = list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(step.handles)
@@ -95,7 +100,10 @@ def _rows(step: session_pb2.StepOutput, indexes: list[int]) -> Iterator[tuple[in
 
 
 def _details(step: session_pb2.StepOutput) -> dict[int, session_pb2.RowDetails]:
-    """Return details by row. They are copies: a part of a message keeps the whole message in memory."""
+    """Return copies of the details, by row. A detail itself would keep the whole message in memory.
+
+    Raises ValueError for a row with two of them.
+    """
     found: dict[int, session_pb2.RowDetails] = {}
     for detail in step.details:
         if detail.row in found:

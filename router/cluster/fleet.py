@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Properties in which all workers must agree. The first accepted worker sets them for the router's lifetime."""
+    """Properties of the first accepted worker, which count for the router's lifetime.
+
+    `difference` tells whether a later worker fits them.
+    """
 
     model_fingerprint: str
     block_size: int
@@ -31,7 +34,7 @@ class ModelIdentity:
     max_model_len: int
     vocab_size: int
     index_stride_blocks: int = 1
-    """The prefix index has every Nth block of a prefix."""
+    """N: the prefix index has every Nth block of a prefix."""
 
     @classmethod
     def of(cls, hello: session_pb2.Hello) -> "ModelIdentity":
@@ -56,7 +59,7 @@ class ModelIdentity:
         )
 
     def difference(self, hello: session_pb2.Hello) -> str | None:
-        """Return why a worker cannot serve beside the first one, or None if it can."""
+        """Return why a worker cannot serve beside the first one, or None if it can. Its context may be longer."""
         if hello.model_fingerprint != self.model_fingerprint:
             return "another model or data type (--dtype) than the first worker's"
         if hello.block_size != self.block_size:
@@ -72,7 +75,7 @@ class ModelIdentity:
 
 
 class Fleet(LinkEvents):
-    """Links to all workers. `run` keeps them up. `set_addresses` may be called at any time."""
+    """Links to all workers. `run` opens, keeps and drops them. `set_addresses` may be called at any time."""
 
     def __init__(
         self,
@@ -105,11 +108,11 @@ class Fleet(LinkEvents):
         self._listeners: list[Callable[[], None]] = []
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever a worker is heard, added or removed."""
+        """Call `listener` from now on whenever a worker is heard, accepted, refused, disconnected or removed."""
         self._listeners.append(listener)
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Set the workers to connect to. A worker that is no longer listed stays while its connection does."""
+        """Set the addresses to connect to. A worker that is no longer listed stays until its connection ends."""
         self._wanted = frozenset(addresses)
         self._rearrange.set()
 
@@ -171,7 +174,7 @@ class Fleet(LinkEvents):
 
     def disconnected(self, address: str, reason: str) -> None:
         self.view.disconnected(address, reason)
-        # An address that is no longer wanted was kept only for its connection.
+        # An address that is no longer listed was kept only for its connection.
         self._rearrange.set()
         self._changed()
 

@@ -1,22 +1,22 @@
 """Worker gate: decides whether one worker may get one more request.
 
-It spares a worker whose short queue is full. After a BUSY it admits one request for each queue position that is known
-to be free. Pure: the caller gives the time. Does not own requests that wait for any worker (dispatch/waiting_line.py)
-or the choice of a worker (placement/policies.py).
+It spares a worker whose short queue is full. A worker answers BUSY (REJECT_REASON_BUSY) to a request that finds it
+full. The gate then admits one request for each queue position that is known to be free. Pure: the caller gives the
+time. Does not own requests that wait for any worker (dispatch/waiting_line.py) or the choice of a worker
+(placement/policies.py).
 """
 
 from dataclasses import dataclass
 
 PROBE_SECONDS = 0.1
-"""Time after a BUSY until one request is sent as a probe, even without news of the worker.
+"""Time after a BUSY, or after the last request sent, until one request is sent as a probe without news of the worker.
 
-For the same time a load report may be older than the BUSY, so its empty queue is ignored.
+For this time after a BUSY, a report of an empty queue is ignored, because it may be older than the BUSY.
 """
 OFFERED_PERMITS = 4
-"""Requests admitted per report of an empty queue. If all waiting requests went at once, most would be refused."""
+"""Requests admitted per report of an empty queue. If all waiting requests were sent at once, most would be refused."""
 REPORT_SECONDS = 0.02
-"""A load report may be this much older than the last request sent. Otherwise each report would offer the same
-positions."""
+"""A report that arrives this soon after positions were offered or taken may be older, so it offers none again."""
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class WorkerGate:
             self.permits += 1
 
     def shut(self, now: float) -> None:
-        """Record a BUSY. Messages arrive in order, so any position freed before was filled again."""
+        """Record a BUSY. Messages arrive in order, so all positions that were known to be free are taken."""
         self.is_shut = True
         self.permits = 0
         self.shut_at = now
         self.probe_at = now + PROBE_SECONDS
 
     def queue_was_empty(self, now: float) -> None:
-        """Record a report of an empty queue: offer a few positions, and open the gate once no request has taken
-        them."""
+        """Record a report of an empty queue: offer a few positions. If some stay free for PROBE_SECONDS, open the
+        gate."""
         if now < self.shut_at + PROBE_SECONDS:
             return
         if self.permits == 0:

@@ -1,8 +1,8 @@
 """Engine link: the router's one long-lived stream to one worker.
 
-The link connects, checks the worker, keeps the stream alive, routes messages, and reconnects. Every open request
-(open_requests.py) ends with its stream: its sink gets `Lost`, and the relay places it on another worker. Any message
-shows that the worker is alive. The link ends a stream that is silent for too long, because a hung process keeps its
+The link connects, checks the worker, keeps the stream alive, routes messages, and reconnects. When a stream ends, the
+sink of every open request (open_requests.py) gets `Lost`, and the relay places the request again. Any message shows
+that the worker is alive. The link ends a stream that is silent for too long, because a hung process keeps its
 connections open. It also ends the stream of a worker whose engine makes no progress.
 
 Does not own the content of a step (events.py), the worker's state (view.py) or a request's life (generation/relay.py).
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 0.5
 LEAST_SLEEP_SECONDS = 0.001
-"""Lower bound of a sleep. A remaining time below the clock's resolution would otherwise be slept for ever."""
+"""Lower bound of a sleep. With a shorter one, the loop of `_watch` could spin without the clock advancing."""
 HELLO_SECONDS = 5.0
 """A process that accepts connections but sends nothing is hung or not a worker."""
 FIRST_BACKOFF_SECONDS = 0.1
@@ -42,13 +42,13 @@ All rows of 256 streams at once block the loop, and so all other streams, for 21
 8 it is 6 ms.
 """
 INSPECT_SECONDS = 2.0
-"""Deadline of questions to a worker about its pool and sequences."""
+"""Deadline of a call that asks a worker about its pool or sequences."""
 
 CHANNEL_OPTIONS = (
     # One message may carry prompt log-probabilities of several requests.
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A fresh connection for each life of the link: a shared one might be half-open.
+    # A fresh connection for each stream: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     # A router that reads slowly must slow down the worker's writes, because the worker merges the steps that wait. By
@@ -69,7 +69,7 @@ def open_insecure_channel(address: str) -> grpc.aio.Channel:
 
 
 class LinkEvents:
-    """Notifications of a link to its owner. The owner overrides all of them."""
+    """Notifications of a link to its owner, which overrides all of them. Each names the worker by its address."""
 
     def accept(self, address: str, hello: session_pb2.Hello) -> str | None:
         """Return why this worker must not be used, or None to accept it."""
@@ -122,7 +122,7 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """True while connected to an accepted worker."""
+        """True while the stream to an accepted worker runs."""
         return self._outgoing is not None
 
     @property
@@ -153,8 +153,10 @@ class EngineLink:
         self._is_stopped = True
 
     def submit(self, submit: session_pb2.Submit, sink: Sink, outputs: Iterable[int] = (0,)) -> int:
-        """Send a request for these outputs and return its new handle. On a link that is down the sink gets `Lost` at
-        once."""
+        """Send a request and return its handle, a new number on the stream. `sink` gets the events of these outputs.
+
+        On a link that is down, the sink gets `Lost` at once.
+        """
         self._next_handle += 1
         handle = self._next_handle
         submit.handle = handle
@@ -166,36 +168,42 @@ class EngineLink:
         return handle
 
     def cancel(self, handle: int, index: int | None = None) -> None:
-        """End a request, or one output of it: its sink gets nothing more. An unknown or ended handle is ignored."""
+        """Cancel a request, whose sink then gets nothing more, or one of its outputs.
+
+        The sink may still get events of that one output. An unknown or ended handle is ignored.
+        """
         must_send, index = self._open.cancel(handle, index)
         if must_send and self._outgoing is not None:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
     async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
-        """Return the worker's block pool. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
+        """Ask the worker for its block pool. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         pool: cluster_pb2.BlockPool = await self.call("GetBlockPool", request, INSPECT_SECONDS)
         return pool
 
     async def list_blocks(self, request: cluster_pb2.ListBlocksRequest) -> cluster_pb2.ListBlocksResponse:
-        """Return one page of blocks. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
+        """Ask the worker for one page of its blocks. Raises grpc.aio.AioRpcError, or ConnectionError if the link is
+        down."""
         page: cluster_pb2.ListBlocksResponse = await self.call("ListBlocks", request, INSPECT_SECONDS)
         return page
 
     async def find_blocks(self, request: cluster_pb2.FindBlocksRequest) -> cluster_pb2.FindBlocksResponse:
-        """Return the blocks found. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
+        """Ask the worker for blocks by number or name. Raises grpc.aio.AioRpcError, or ConnectionError if the link is
+        down."""
         found: cluster_pb2.FindBlocksResponse = await self.call("FindBlocks", request, INSPECT_SECONDS)
         return found
 
     async def list_sequences(
         self, request: cluster_pb2.ListSequencesRequest
     ) -> cluster_pb2.ListSequencesResponse:
-        """Return one page of sequences. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
+        """Ask the worker for one page of its sequences. Raises grpc.aio.AioRpcError, or ConnectionError if the link is
+        down."""
         page: cluster_pb2.ListSequencesResponse = await self.call("ListSequences", request, INSPECT_SECONDS)
         return page
 
     async def call(self, method: str, request: Message, timeout_seconds: float) -> Any:
-        """Call any method of EngineService except Session.
+        """Call any method of the worker's EngineService except Session, and return its response.
 
         Raises grpc.aio.AioRpcError, or ConnectionError if the link is down or goes down during the call.
         """
@@ -215,7 +223,7 @@ class EngineLink:
         return self._stub
 
     async def _one_stream(self) -> tuple[bool, str]:
-        """Run one stream to its end. Return whether it was up, and why it ended."""
+        """Run one stream to its end. Return whether the worker was accepted on it, and why it ended."""
         was_up, is_death = False, True
         try:
             async with self._open_stream() as call:
@@ -292,7 +300,7 @@ class EngineLink:
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
 
     async def _watch(self) -> None:
-        """Raise NoDeath as soon as the worker has been silent for too long."""
+        """Raise NoDeath as soon as the worker has been silent for `lost_seconds`."""
         while True:
             left_seconds = self._last_heard + self._lost_seconds - self._clock()
             if left_seconds <= 0:
@@ -333,7 +341,7 @@ class EngineLink:
         raise how(f"the worker ended the stream with {code.name}")
 
     async def _route(self, step: session_pb2.StepOutput) -> None:
-        """Deliver the rows of a step to their sinks, a few per tick of the event loop."""
+        """Deliver the rows and failures of a step to their sinks, a few per tick of the event loop."""
         try:
             events = events_of(step)
         except ValueError as error:

@@ -11,11 +11,11 @@ from blockyard.router.cluster.events import Lost, Refused, Sink, Tokens
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A request that the worker has."""
+    """One open request."""
 
     sink: Sink
     outputs: set[int]
-    """Outputs that have not ended."""
+    """Indexes of the outputs that have not ended."""
 
 
 class OpenRequests:
@@ -34,9 +34,10 @@ class OpenRequests:
         self._by_handle[handle] = _Open(sink, set(outputs))
 
     def cancel(self, handle: int, index: int | None) -> tuple[bool, int | None]:
-        """End a request, or one output of it: its sink gets nothing more.
+        """Remove a request, whose sink then gets nothing more, or end one of its outputs.
 
-        Return whether to tell the worker, and which output to cancel. None stands for the whole request.
+        Return whether to tell the worker, and which output to cancel there. None stands for the whole request, also
+        after its last output.
         """
         request = self._by_handle.get(handle)
         if request is None or (index is not None and index not in request.outputs):
@@ -49,8 +50,11 @@ class OpenRequests:
         return True, None
 
     def deal(self, handle: int, event: Tokens | Refused) -> None:
-        """Pass an event to the request's sink. A cancelled request has no sink. The sink itself ignores a cancelled
-        output."""
+        """Pass an event to the request's sink, and remove the request with its last output. A cancelled request has no
+        sink.
+
+        Events of a single cancelled output still reach the sink, which ignores them.
+        """
         request = self._by_handle.get(handle)
         if request is None:
             return

@@ -1,5 +1,4 @@
-"""Ends of a stream to a worker: the exceptions of its tasks, and the reason that operators see. Keeps no frame
-alive."""
+"""Ends of a stream to a worker: the exceptions of its tasks, and the reason that operators see."""
 
 import traceback
 
@@ -7,7 +6,7 @@ import grpc
 
 
 class StreamOver(Exception):
-    """Ends the tasks of a stream. Its text is the reason that operators see."""
+    """Raised in one task of a stream to end all of them. Its text is the reason that operators see."""
 
 
 class NoDeath(StreamOver):
@@ -34,8 +33,7 @@ def first_reason(group: BaseExceptionGroup[BaseException]) -> str:
 
 
 def ended_with(error: grpc.aio.AioRpcError) -> str:
-    """Return the reason in words. It reads only gRPC's own text of a failed connection, and nothing that the peer
-    sent."""
+    """Return in words why the stream ended, without any text of the peer."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and "handshake" in (error.details() or "").lower():
         return "the TLS handshake failed: the cluster name, the cluster secret or the certificates differ"
     return f"stream ended with {error.code().name}"

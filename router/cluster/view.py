@@ -1,5 +1,4 @@
-"""Cluster view: the state of each worker as this router knows it: identity, liveness, load, and what it will soon
-cache.
+"""Cluster view: each worker as this router knows it: its identity, state and load, and what it will soon cache.
 
 Pure: events go in, snapshots come out, the clock is an argument. A worker's state follows from how long it has been
 silent. A placed request counts at once, as load and as a speculative prefix. So simultaneous requests with a common
@@ -26,12 +25,12 @@ from blockyard.router.placement.scoring import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedDepth:
-    """Leading blocks of a prompt that a worker has cached, according to the index."""
+    """Number of leading blocks of a prompt that a worker has cached, according to the index."""
 
     blocks: int = 0
     """Leading blocks on its GPU."""
     host_blocks: int = 0
-    """Blocks that follow them and are in its host memory."""
+    """Further blocks that directly follow those and are in its host memory."""
 
 
 class Usual(NamedTuple):
@@ -42,7 +41,7 @@ class Usual(NamedTuple):
 
 
 class LinkState(Enum):
-    """State of the connection itself, regardless of silence."""
+    """State of the connection to a worker, however long the worker has been silent."""
 
     CONNECTING = auto()
     ACCEPTED = auto()
@@ -64,7 +63,7 @@ NOTHING_CACHED = CachedDepth()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerView:
-    """One address, and the incarnation that last answered there."""
+    """State of one address, and of the incarnation that last introduced itself there."""
 
     address: str
     link: LinkState = LinkState.CONNECTING
@@ -76,7 +75,7 @@ class WorkerView:
     """The worker's last report about its part of the prefix index."""
     last_heard: float | None = None
     is_draining: bool = False
-    """The worker has announced that it takes no new requests."""
+    """True if the worker has announced that it takes no new requests."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -88,7 +87,7 @@ class WorkerView:
 
 
 class ClusterView:
-    """All workers by address. Every method is synchronous and cheap."""
+    """State of all known workers, by address. Every method is synchronous and cheap."""
 
     def __init__(
         self,
@@ -104,12 +103,11 @@ class ClusterView:
         self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
         self.promised_blocks = 0
-        """Blocks cached on the chosen workers according to the index, over all requests that reached their first
-        token."""
+        """Blocks that the index promised on the chosen workers, over all placements that reached their first output."""
         self.stale_blocks = 0
-        """Promised blocks that were not reused."""
+        """Promised blocks that the workers did not reuse."""
         self.reused_blocks = 0
-        """All blocks that these requests reused, promised or not."""
+        """All blocks that the workers reused for these placements, promised or not."""
 
     # Events
 
@@ -120,9 +118,9 @@ class ClusterView:
         self._workers.pop(address, None)
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
-        """Record a worker that introduced itself and serves our model. No request is placed on it yet.
+        """Record a worker that introduced itself with `hello` and may serve. Its bookings begin empty.
 
-        An incarnation that comes back keeps the age of its rates.
+        An incarnation that comes back keeps its measured rates and their age.
         """
         now, before = self._clock(), self._workers.get(address)
         is_same = (
@@ -140,7 +138,7 @@ class ClusterView:
         worker.rates.report(hello.load, now)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
-        """Record a worker that must not be used. Return True if this is news."""
+        """Record a worker that must not be used. Return True unless it was refused for the same reason before."""
         before = self._workers.get(address)
         self._workers[address] = WorkerView(
             address=address, link=LinkState.REFUSED, hello=hello, reason=reason, last_heard=self._clock()
@@ -148,8 +146,11 @@ class ClusterView:
         return before is None or before.link is not LinkState.REFUSED or before.reason != reason
 
     def disconnected(self, address: str, reason: str) -> None:
-        """Record the end of the stream. The worker stays visible as lost. Requests placed on it are no longer
-        booked."""
+        """Record the end of the stream. A worker that had been accepted stays visible as lost, without load and
+        bookings.
+
+        A refused worker stays refused.
+        """
         worker = self._workers.get(address)
         if worker is None or worker.link is LinkState.REFUSED:
             return
@@ -159,7 +160,7 @@ class ClusterView:
         worker.booked = Bookings()
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
-        """Record a message of the worker, with a load report in some cases."""
+        """Record a message of the worker, and its load report if it has one."""
         worker = self._workers[address]
         now = worker.last_heard = self._clock()
         if load is not None:
@@ -193,7 +194,7 @@ class ClusterView:
 
     @contextmanager
     def without(self, placed: Placed) -> Iterator[None]:
-        """Take a request that was not sent yet off the books, for a new choice of its worker."""
+        """Leave out an unsent request's booking for the life of the context, in which its worker is chosen again."""
         worker = self._workers.get(placed.address)
         if worker is None or placed not in worker.booked:
             yield
@@ -217,9 +218,11 @@ class ClusterView:
         return worker is not None and self._has_room(worker, self._clock())
 
     def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
-        """Record the first output: the prompt is stored, and the index will soon know it.
+        """Record a request's first output: the worker has cached the prompt, and the index will soon know. Ignore later
+        ones.
 
-        `cached_tokens` is the reused part of the prompt. None: do not compare it with the index's promise.
+        `cached_tokens` are the prompt tokens that the worker reused, to compare with the index's promise. None: do not
+        compare.
         """
         worker = self._workers.get(placed.address)
         if worker is None or placed.started or placed not in worker.booked:
@@ -239,7 +242,8 @@ class ClusterView:
             worker.is_draining = is_draining
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
-        """Record that a request finished, was cancelled or was rejected. `busy`: the worker's queue was full."""
+        """Record that a request has left its worker, for whatever reason. `busy`: the worker refused it, because its
+        queue was full."""
         worker = self._workers.get(placed.address)
         if worker is None or placed not in worker.booked:
             return
@@ -298,16 +302,16 @@ class ClusterView:
         return worker is not None and worker.link is LinkState.ACCEPTED and worker.incarnation == incarnation
 
     def find(self, worker_id: str) -> WorkerView | None:
-        """Return the worker of this id. Among several incarnations it is the one heard last."""
+        """Return the worker of this id, or None. Of several incarnations, return the one heard last."""
         known = [
             worker for worker in self._workers.values() if worker.hello and worker.worker_id == worker_id
         ]
         return min(known, key=self.silence_seconds, default=None)
 
     def namesake(self, address: str, hello: session_pb2.Hello) -> str | None:
-        """Return the address of another worker with this name that was heard recently, or None.
+        """Return the address of another incarnation with this worker id that was heard recently, or None.
 
-        A worker that has ended or hangs does not keep its successor out.
+        One that has ended or hangs does not count, so it does not keep its successor out.
         """
         return next(
             (
@@ -323,7 +327,7 @@ class ClusterView:
         )
 
     def incarnations(self) -> dict[WorkerId, Incarnation]:
-        """Return the incarnations that may get requests, by worker id. Only their index entries count."""
+        """Return the incarnation of each ready worker, by worker id. Placement ignores index entries of any other."""
         return {worker.worker_id: worker.incarnation for worker in self.ready()}
 
     def candidates(
@@ -332,9 +336,9 @@ class ClusterView:
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
     ) -> list[Candidate]:
-        """Return the workers that may take a prompt with these block names, now or after waiting.
+        """Return the ready workers, with their load and what they have cached of a prompt with these block names.
 
-        `depths` holds the cached blocks of each worker, according to the index.
+        `depths` holds what they have cached according to the index.
         """
         now, ready = self._clock(), self.ready()
         usual = Usual(
@@ -401,5 +405,8 @@ class ClusterView:
 
 
 def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:
-    """Return the tokens of a cached prefix that save work. The last prompt token is always computed, for its logits."""
+    """Return the prompt tokens that a cached prefix of `depth_blocks` saves.
+
+    The block of the last prompt token is never reused: the token is computed for its logits.
+    """
     return min(depth_blocks * block_size, (prompt_tokens - 1) // block_size * block_size)

@@ -1,4 +1,4 @@
-"""Dispatch: looks up a request's prefix, places the request, and lets it wait until its worker has room.
+"""Dispatch: looks up a prompt's prefix in the index, places the request, and makes it wait until its worker has room.
 
 Does not own the choice of the worker (../placement/).
 """

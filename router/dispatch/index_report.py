@@ -17,21 +17,21 @@ from blockyard.router.dispatch.prefix_lookup import IndexHealth, PrefixLookup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The index part of one ready incarnation. Two incarnations of one worker have one each."""
+    """One ready incarnation's part of the index. Two incarnations of one worker have a part each."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     index: cluster_pb2.WorkerIndex | None
-    """The incarnation's last report on its part of the index, or None."""
+    """The incarnation's last report on its part. None: it has reported nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexCondition:
     state: cluster_pb2.IndexState
     reason: str = ""
-    """Why the state is not EXACT."""
+    """Why the state is not EXACT, for operators. Empty if it is."""
     is_available: bool = False
-    """The index answers look-ups of placement in time."""
+    """True if the index answers look-ups within placement's timeout."""
 
 
 def index_condition(
@@ -64,8 +64,10 @@ def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) 
 
 
 def _shortcoming(part: Part, health: IndexHealth) -> str:
-    """Return why one worker's part is not exact, or "". The worker's own report is about the Redis that it publishes
-    to."""
+    """Return why one worker's part is not exact, or "".
+
+    The worker reports on the Redis that it publishes to, which may not be this router's.
+    """
     if part.index is None:
         return "publishes nothing to the index"
     if part.index.state != cluster_pb2.INDEX_STATE_EXACT:
@@ -76,7 +78,7 @@ def _shortcoming(part: Part, health: IndexHealth) -> str:
 
 
 async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:
-    """Return the state of the index, at most a second old."""
+    """Return the state of the index. It is at most about a second old."""
     if lookup is None:
         return index_condition(None, (), timeout_seconds=0.0)
     health = await lookup.health()
@@ -84,7 +86,10 @@ async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> I
 
 
 async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.IndexInfo:
-    """Count the whole index. For operators, not for each request."""
+    """Return the index's state and size, and the speed and accuracy of look-ups.
+
+    It counts the whole index: for operators, not for each request.
+    """
     size = await lookup.info() if lookup is not None else None
     condition = await current_condition(lookup, fleet.view)
     if lookup is None:

@@ -1,4 +1,5 @@
-"""Placer: finds a worker for a prompt's block names. It looks up, chooses, books, and waits until the worker has room.
+"""Placer: finds a worker for a request. It looks up the prompt's block names in the index, chooses a worker, books the
+request on it, and waits until the worker has room.
 
 Connects the index (prefix_lookup.py), the cluster view (cluster/view.py), the waiting line (waiting_line.py) and the
 choice (placement/policies.py). Does not own what happens on the worker afterwards (generation/relay.py).
@@ -23,7 +24,7 @@ from blockyard.router.placement.sessions import SessionMemory
 
 RETRY_AFTER_SECONDS = 1.0
 CHANCE_POLICIES = frozenset({"round_robin", "two_choices"})
-"""Randomised policies: re-evaluating a waiting request would only shuffle it."""
+"""Policies that choose by turn or at random: choosing again would only shuffle waiting requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +37,24 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Result of an index look-up, and its time."""
+    """Result of a look-up in the index, and its time on the placer's clock."""
 
     result: LookupResult
     at: float
 
 
 class _Elsewhere(Exception):
-    """Another worker is better now, or this one is not ready any more."""
+    """Raised for a waiting request that must be placed again: another worker is cheaper now, or this one is not
+    ready."""
 
     def __init__(self, found: _Found) -> None:
         self.found = found
 
 
 class Placer:
-    """Places the requests of one router. `lookup` None: there is no index.
+    """Places the requests of one router. `lookup` is None where there is no index.
 
-    `no_worker_seconds` bounds how long a request waits while no worker is ready.
+    A request waits at most `no_worker_seconds` while no worker is ready.
     """
 
     def __init__(
@@ -81,16 +83,19 @@ class Placer:
         self._max_queue_seconds = max_queue_seconds
         self._tenant_weights = tenant_weights
         self._line = self._new_line()
-        """Requests that wait until any worker is ready."""
+        """Requests that wait until any worker is ready, or until the first worker brings the model identity."""
         self._lines: dict[str, WaitingLine] = {}
         """Requests that wait until their worker has room, by worker address. Holds no empty line."""
         self._num_placements = 0
         self._ready_at = clock()
-        """When a waiting request last saw a ready worker."""
+        """When a waiting request last saw a ready worker. At first, when the placer was made."""
         fleet.on_change(self._notify)
 
     async def identity(self) -> ModelIdentity:
-        """Return the identity of the workers once it is known. Raises NoWorkers or Overloaded."""
+        """Wait for the first accepted worker, and return the model identity that all workers share.
+
+        Raises NoWorkers or Overloaded.
+        """
         if self._fleet.identity is not None:
             return self._fleet.identity
         arrival, ticket = self._clock(), self.ticket()
@@ -102,10 +107,10 @@ class Placer:
         return self._fleet.identity
 
     def ticket(self, priority: int = 0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
-        """Return a position in line for `place`. A request that comes back with the same ticket has lost no time.
+        """Return a position in line for `place`. A request that comes back with the same ticket gets its position back.
 
-        Lower priorities go first, and waiting makes up for priority as on the workers. Tenants alternate by the cost of
-        their requests.
+        Lower priorities go first. Each `priority_ageing_seconds` of waiting make up for one step of priority, as on the
+        workers. Tenants alternate by the cost of their requests.
         """
         rank = self._clock() + priority * self._priority_ageing_seconds
         return self._line.ticket(rank, tenant=tenant, cost_tokens=cost_tokens)
@@ -122,12 +127,13 @@ class Placer:
     ) -> Placed:
         """Choose a worker, book the request on it, and wait until it has room.
 
-        A waiting request counts as load and prefix of its worker. It moves to another worker as soon as that is
-        cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
+        While it waits, its load and its prefix count for the chosen worker. It moves to another worker as soon as that
+        is cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
         short.
 
-        Raises NoWorkers after a time without a ready worker, and Overloaded after the longest wait. Raises
-        DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected long after it.
+        Raises NoWorkers after `no_worker_seconds` without a ready worker, and Overloaded after `max_queue_seconds` in
+        line. Raises DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected
+        long after it.
         """
         prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy)
         found = await self._find(names)
@@ -153,17 +159,19 @@ class Placer:
                 raise
 
     def started(self, placed: Placed, *, cached_tokens: int | None = None) -> None:
-        """Record the first output of a request."""
+        """Record a request's first output, which frees its position in the worker's queue, and wake waiting
+        requests."""
         self._fleet.view.started(placed, cached_tokens=cached_tokens)
         self._notify()
 
     def draining(self, address: str) -> None:
-        """Record that a worker takes no new requests."""
+        """Record that a worker takes no new requests, and wake those that wait for it."""
         self._fleet.view.draining(address)
         self._notify()
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
-        """Record that a request has ended or moves. `busy`: the worker's queue was full."""
+        """Record that a request has left its worker, and wake waiting requests. `busy`: the worker refused it, because
+        its queue was full."""
         self._fleet.view.ended(placed, busy=busy)
         self._notify()
 
@@ -178,8 +186,10 @@ class Placer:
         self._ready_at = self._clock()
 
     async def _room(self, placed: Placed, prompt: _Prompt, found: _Found, ticket: Ticket) -> None:
-        """Wait until the request is first in its worker's line and the worker has room. Raises _Elsewhere or
-        Overloaded."""
+        """Wait until the request is first in its worker's line and the worker has room.
+
+        Raises _Elsewhere if it should move to another worker, and Overloaded after the longest wait.
+        """
         address = placed.address
         line = self._lines.get(address)
         if line is None:
@@ -201,7 +211,10 @@ class Placer:
                 self._lines.pop(address, None)
 
     async def _still_the_best(self, placed: Placed, prompt: _Prompt, found: _Found) -> _Found:
-        """Return the latest look-up. Raises _Elsewhere if the request should move."""
+        """Choose again, after a new look-up if the last one is stale. Return the latest look-up.
+
+        Raises _Elsewhere if the choice is another worker.
+        """
         if self._clock() - found.at > self._config.stale_lookup_seconds:
             found = await self._find(prompt.names)
         if prompt.policy in CHANCE_POLICIES and self._fleet.view.is_ready(placed.address):
@@ -216,7 +229,7 @@ class Placer:
         return WaitingLine(max_wait_seconds=self._max_queue_seconds, tenant_weights=self._tenant_weights)
 
     def _notify(self) -> None:
-        """Wake the head of each line that may go on."""
+        """Wake the head of the general line, and of each worker's line that may go on."""
         self._line.notify()
         for address, line in self._lines.items():
             if self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address):
@@ -225,7 +238,8 @@ class Placer:
     async def explain(
         self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
     ) -> tuple[Placement | None, bool]:
-        """Return the placement that a prompt would get now, with all scores, and whether the index answered."""
+        """Return the placement that a prompt would get now, or None if no worker is ready, and whether the index
+        answered."""
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
         return self._choose(prompt, found), found.result.available
@@ -257,7 +271,11 @@ class Placer:
         return place(request, candidates, prompt.policy, self._rng, self._config)
 
     def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
-        """Raise DeadlineUnreachable if the deadline cannot be met. Only measured rates count."""
+        """Raise DeadlineUnreachable if no worker's first token is expected before `hopeless_factor` times the time
+        left.
+
+        Refuse nothing until the chosen worker has measured its prefill rate.
+        """
         worker = self._fleet.view.at(placement.chosen.address)
         if worker is None or worker.load.prefill_tokens_per_second <= 0:
             return
@@ -298,9 +316,10 @@ class Placer:
         return names[min(num_blocks, len(names)) - 1]
 
     def _check_worker_wait(self, arrival: float) -> None:
-        """Raise NoWorkers after too long without a ready worker.
+        """Raise NoWorkers if no worker has been ready for `no_worker_seconds`, counted from the request's arrival at
+        least.
 
-        All waiting requests share this time. They do not serve it one after another.
+        The time runs for all waiting requests at once, not for one after another.
         """
         now = self._clock()
         if self._fleet.view.ready():

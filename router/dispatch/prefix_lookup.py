@@ -3,7 +3,7 @@
 Owns the timeout, the circuit breaker, the count of failures, and the stride: the index has every S-th block of a
 prefix. For operators it also owns two slower queries: which incarnations are in the index, and its size. Each runs at
 most once a second, however many ask. Does not own the index or the fallback: with `available=False` placement decides
-without prefixes. Nothing here raises.
+without prefixes. No method raises an error of the index.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ from blockyard.router.cluster.view import CachedDepth
 REMEMBERED_LOOKUPS = 1000
 LEAST_HOLDERS = 256
 HOLDERS_A_WORKER = 4
-"""Berths read per worker in one look-up: two per incarnation, and two incarnations until the older lease ends.
+"""Berths (an incarnation's numbers in the index) read per worker in one look-up.
+
+There are two per incarnation, and a worker has two incarnations until the older lease ends.
 
 Forged berths beyond these cost cache hits, but no time.
 """
@@ -40,10 +42,12 @@ _NOBODYS_NAME = bytes(16)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLookupConfig:
     timeout_seconds: float = 0.04
-    """The most that a request waits. Recomputing a prefix that is worth finding takes longer."""
+    """Timeout of a look-up, extended only while the event loop is late. Computing a prefix worth finding takes
+    longer."""
     failures_to_open: int = 3
     """Failures in a row that open the breaker. While it is open, requests do not even wait for the timeout."""
     open_seconds: float = 1.0
+    """Time for which the open breaker admits no look-up."""
     check_timeout_seconds: float = 1.0
     """Timeout for the check whether the index answers at all. It is long, because a busy machine may be late."""
     refresh_seconds: float = 1.0
@@ -53,7 +57,7 @@ class PrefixLookupConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
     depth_by_worker: dict[WorkerId, CachedDepth] = field(default_factory=dict)
-    """Cached blocks by worker. A worker without any is missing."""
+    """Cached leading blocks of the prompt, by worker. Workers without any are left out."""
     available: bool
 
 
@@ -62,9 +66,9 @@ class IndexHealth:
     """State of the index as this router sees it."""
 
     answers: bool
-    """The index answers within `check_timeout_seconds`."""
+    """True if the index answers within `check_timeout_seconds`."""
     in_time: bool
-    """The index answers look-ups within the timeout of placement. If not, placement goes without it."""
+    """True if it answers look-ups within `timeout_seconds`. If not, placement goes without it."""
     standing: frozenset[tuple[WorkerId, Incarnation]]
     """Incarnations with a valid lease in the index. Empty if it does not answer."""
 
@@ -73,7 +77,7 @@ class BreakerState(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
-    """One request probes. The others still go without the index."""
+    """One look-up runs as a probe. All others still go without the index."""
 
 
 class CircuitBreaker:
@@ -87,7 +91,7 @@ class CircuitBreaker:
         self._reopen_at = 0.0
 
     def admits(self, now: float) -> bool:
-        """Return True if a look-up may run. The caller must then report `succeeded`, `failed` or `abandoned`."""
+        """Return True if a look-up may run. The caller must then call `succeeded`, `failed` or `abandoned`."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN and now >= self._reopen_at:
@@ -106,7 +110,7 @@ class CircuitBreaker:
             self._reopen_at = now + self._open_seconds
 
     def abandoned(self) -> None:
-        """Record that the caller was cancelled. The result is unknown, and the next request may probe."""
+        """Record that the look-up was cancelled. Its result is unknown, so the next look-up may be the probe."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
 
@@ -128,14 +132,15 @@ class PrefixLookup:
             failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
         )
         self.errors: Counter[ErrorKind] = Counter()
-        """Failures of look-ups. Probes do not count."""
+        """Failures of requests' look-ups, by kind. Failures of checks without a request do not count."""
         self.num_lookups = 0
+        """Look-ups of requests that the breaker admitted."""
         self.num_skipped = 0
         """Requests that went without the index because the breaker was open."""
         self.durations_seconds = deque[float](maxlen=REMEMBERED_LOOKUPS)
         """Durations of the last answered look-ups."""
         self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
-        """None if the last check had no answer."""
+        """Incarnations with a valid lease at the last check. None if it had no answer."""
         self._size: IndexInfo | None = None
         self._checked_at = self._counted_at = float("-inf")
         self._checking, self._counting = asyncio.Lock(), asyncio.Lock()
@@ -155,10 +160,10 @@ class PrefixLookup:
         *,
         stride_blocks: int = 1,
     ) -> LookupResult:
-        """Return each worker's cached prefix of `names`, rounded down to the stride of the index.
+        """Return how many leading blocks of `names` each worker has cached, rounded down to the stride of the index.
 
-        Only the incarnations that the router knows count. Blocks of an ended incarnation are lost, and an incarnation
-        that was replaced must get no requests.
+        Only `incarnations`, those that may get requests, count. Blocks of an ended incarnation are lost, and an
+        incarnation that was replaced must get no requests.
         """
         known = names[stride_blocks - 1 :: stride_blocks]
         if not known or not incarnations:
@@ -176,7 +181,10 @@ class PrefixLookup:
         return LookupResult(depth_by_worker=_depths(reply, incarnations, stride_blocks), available=True)
 
     async def health(self) -> IndexHealth:
-        """Return the state of the index for operators, at most `refresh_seconds` old. Not for placement."""
+        """Return the state of the index for operators, at most `refresh_seconds` old. Not for placement.
+
+        If the breaker is due for a probe, run one.
+        """
         async with self._checking:
             if self._clock() - self._checked_at >= self._config.refresh_seconds:
                 self._standing = await self._who_stands()
@@ -215,7 +223,7 @@ class PrefixLookup:
             return None
 
     async def _is_available(self) -> bool:
-        """Return True if the index answers. If the breaker needs a probe, look up a name that no block has."""
+        """Return True if the index counts as answering in time. If a probe is due, look up a name that no block has."""
         if self._breaker.state is BreakerState.CLOSED:
             return True
         return self._breaker.admits(self._clock()) and not isinstance(
@@ -223,7 +231,7 @@ class PrefixLookup:
         )
 
     async def _ask(self, names: Sequence[bytes], *, most: int) -> list[Holder] | ErrorKind:
-        """Run a look-up that the breaker has admitted."""
+        """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
         try:
             async with _patient_timeout(self._config.timeout_seconds):
                 holders = await self._index.lookup(names, most=most)

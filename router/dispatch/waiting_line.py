@@ -1,7 +1,7 @@
 """Waiting line: admitted requests that wait for a worker, in order of arrival and priority, with fair tenants.
 
-A request keeps its ticket. If a worker refuses it or dies, the request comes back to the same position. No request
-waits longer than the limit, over all its stays. Does not own the order (admission/fair_queue.py), whether a worker has
+A request keeps its ticket. If a worker refuses it or dies, the request comes back to the same position. Its stays in
+line together last at most `max_wait_seconds`. Does not own the order (admission/fair_queue.py), whether a worker has
 room (cluster/gate.py) or the choice of a worker (placement/policies.py).
 """
 
@@ -16,7 +16,8 @@ from blockyard.router.admission.retry_delay import CompletionRate, retry_delay_s
 from blockyard.router.errors import Overloaded
 
 RECHECK_SECONDS = 0.05
-"""The head of the line checks again after this time even without an event, because probes become due by time."""
+"""The head of the line checks again after this time even without an event. Probes of a full worker (cluster/gate.py)
+become due by time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +25,12 @@ class _Position:
     """State of one waiting request."""
 
     leave_at: float
-    """In seconds on the loop's clock."""
+    """Time on the event loop's clock at which the request has waited too long."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WaitingLine:
-    """Requests in line. Only the head checks whether it can go on."""
+    """Requests in line for a worker. Only the head checks whether it can go on."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class WaitingLine:
     def standing(self, ticket: Ticket) -> Iterator[None]:
         """Stand in line for the life of the context. Leaving wakes the next head.
 
-        A request that leaves by an exception or a cancellation does not pay.
+        A request that leaves normally has been served, and its tenant pays its cost (admission/fair_queue.py). One that
+        leaves by an exception or a cancellation costs nothing.
         """
         begun_at = asyncio.get_running_loop().time()
         self._queues.add(ticket)
@@ -107,7 +109,7 @@ class WaitingLine:
         await self.reach_head(ticket)
 
     def _waited_too_long(self) -> Overloaded:
-        """Return the error, with the time that the line now takes to serve as many requests as it holds."""
+        """Return the refusal. Its retry delay is the time in which the line now serves as many requests as it holds."""
         expected_seconds = self._rate.seconds_to_free(self._rate.held)
         return Overloaded(
             f"no worker had room within {self._max_wait_seconds:g} s",

@@ -1,7 +1,7 @@
 """Assembly: turns the tokens of a request's outputs into deltas of text and log-probabilities.
 
-Owns the figures of a Finish. Does not own when text is safe to show (proto/text.py) or where tokens come from
-(relay.py).
+Owns the counts, times and reason in the Finish message that ends an output. Does not own when text is safe to show
+(proto/text.py) or where tokens come from (relay.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Assembly:
-    """Turns one request's chunks into deltas."""
+    """Turns the chunks of one request's outputs into deltas for the client."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Assembly:
 
 
 class _OutputAssembly:
-    """One output, with the figures for its last delta."""
+    """Text of one output so far, with the counts and times for its last delta."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from blockyard.router.errors import RouterError, SlowReader
 
 @dataclass(slots=True, kw_only=True)
 class Delta:
-    """The next piece of an output. The last one carries `finish`."""
+    """The next piece of an output for the client. An output's last delta carries `finish`."""
 
     text: str
     token_ids: list[int]
@@ -31,17 +31,17 @@ class Delta:
     """Sent with the output's first piece, if the client wants them."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Cached prompt tokens, as far as known by now."""
+    """Prompt tokens that the first worker reused. 0 while unknown."""
 
     def merge(self, later: "Delta") -> None:
-        """Append the piece that follows this one."""
+        """Append the delta that directly follows this one in the same output."""
         assert self.finish is None
         assert later.index == self.index
         assert later.token_offset == self.token_offset + len(self.token_ids)
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        # They come once, with the first piece.
+        # Both come once, with an output's first delta.
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
         self.prompt_tokens, self.cached_tokens = later.prompt_tokens, later.cached_tokens
@@ -50,10 +50,10 @@ class Delta:
 
 @dataclass(slots=True)
 class Outbox:
-    """Unread output of one client: at most one piece per output, then the end."""
+    """Unread deltas of one client: at most one per output, then the end or an error."""
 
     _waiting: dict[int, Delta] = field(default_factory=dict)
-    """Pieces by output, the longest waiting first."""
+    """Unread deltas by index of the output, the longest waiting first."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
     _error: RouterError | None = None
@@ -62,14 +62,14 @@ class Outbox:
         return len(self._waiting)
 
     def put(self, delta: Delta) -> None:
-        """Add a piece without waiting. It merges with an unread piece of the same output."""
+        """Add a delta without waiting. An unread delta of the same output absorbs it."""
         waiting = self._waiting.setdefault(delta.index, delta)
         if waiting is not delta:
             waiting.merge(delta)
         self._changed.set()
 
     async def fill(self, deltas: AsyncIterator[Delta]) -> None:
-        """Take all deltas. A RouterError is raised to the reader after it has read everything before."""
+        """Put all deltas, then mark the end. A RouterError is kept for `take`, which raises it after the last delta."""
         try:
             async for delta in deltas:
                 self.put(delta)
@@ -79,7 +79,7 @@ class Outbox:
         self._changed.set()
 
     async def take(self) -> Delta | None:
-        """Return the next piece, or None at the end. Raises the error that ended the output early."""
+        """Wait for the next delta and return it, or None at the end. Raises the error that ended the deltas early."""
         while not self._waiting:
             if self._error is not None:
                 raise self._error
@@ -92,13 +92,15 @@ class Outbox:
 
 @dataclass(slots=True)
 class _Pace:
-    """Watches how long one write waits for its client. A timer per write would cost more than making its text."""
+    """Watches how long the current write waits for its client. A timer per write would cost more than making its
+    text."""
 
     limit_seconds: float
     writing_since: float | None = None
 
     async def watch(self) -> None:
-        """Raise SlowReader, at most a quarter of the limit late. Runs until cancelled."""
+        """Raise SlowReader for a write that takes longer than the limit, at most a quarter of it late. Runs until
+        cancelled."""
         while True:
             await asyncio.sleep(self.limit_seconds / 4)
             since = self.writing_since
@@ -113,7 +115,10 @@ async def deliver(
     slow_reader_seconds: float,
     budget: LoopBudget,
 ) -> None:
-    """Write every piece. Raises SlowReader, in a group, if one write takes longer than the limit."""
+    """Write all deltas, merged where the client reads slowly. `budget` bounds the writes per tick of the event loop.
+
+    Raises SlowReader, in a group, if one write takes longer than `slow_reader_seconds`.
+    """
     outbox, pace = Outbox(), _Pace(slow_reader_seconds)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.fill(deltas))

@@ -51,7 +51,7 @@ from blockyard.router.tokenizing.service import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Objects that the services of one router share."""
+    """Parts of one router that its services share."""
 
     facts: ModelFacts
     cluster_secret: str
@@ -73,13 +73,14 @@ class RouterParts:
         return identity.max_model_len if identity else self.facts.max_position_embeddings
 
     def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
-        """Return the root of a prompt's block names. A realm shares prefixes, and all callers share public ones."""
+        """Return the root of a prompt's chain of block names. Callers of one realm (calls/bounds.py) share cached
+        prefixes, and all callers share public ones."""
         tenant = "" if is_public else realm
         return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
 
 
 def scoped_session(session_id: str, realm: str) -> str:
-    """Return a session's name that is unique across realms. Neither part can contain a slash."""
+    """Return a session id that is unique across realms (calls/bounds.py). Neither part can contain a slash."""
     return f"{realm}/{session_id}" if realm and session_id else session_id
 
 
@@ -93,9 +94,9 @@ async def tokenise(
     client: str,
     keep_last: int | None = None,
 ) -> Prepared:
-    """Tokenize a prompt, name its blocks, and correct the charge. Failures become errors for the client.
+    """Tokenize a prompt, name its blocks, and set the charge to its number of tokens. Raises RouterErrors.
 
-    Clients alternate by the name `client`. A longer prompt keeps its last `keep_last` tokens.
+    Waiting clients take turns by the name `client`. Only the last `keep_last` tokens of a longer prompt are kept.
     """
     max_tokens = most_encoded_tokens(parts.max_model_len)
     try:
@@ -126,7 +127,10 @@ async def tokenise(
 
 
 def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
-    """Check a request. Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported."""
+    """Add the tokens of `bad_words` to the message, and return the checked request.
+
+    Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported.
+    """
     tokenizer = parts.tokenizing.tokenizer
     ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
     return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
@@ -135,7 +139,9 @@ def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGe
 async def generate(
     parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
 ) -> AsyncGenerator[Delta, None]:
-    """Yield the outputs in pieces. Closing the generator ends the request everywhere. Raises any RouterError.
+    """Tokenize a checked request, run it, and yield its outputs in deltas. Raises any RouterError.
+
+    Closing the generator also cancels the request on its worker.
 
     `deadline` is on the clock of `parts`.
     """

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 PERMITS_OF_A_WORKER = 8
-"""Permits of one client per worker: a quarter of `max_unstarted`."""
+"""Permits of one client per ready worker: a quarter of the default of `max_unstarted`."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class GrammarQuota:
     """Permits of all clients of one router. A client without requests is forgotten."""
 
     def __init__(self, num_workers: Callable[[], int]) -> None:
-        """`num_workers` returns the number of ready workers. Without any, a client has the permits of one."""
+        """`num_workers` returns the number of ready workers. If it is 0, a client has the permits of one worker."""
         self._num_workers = num_workers
         self._clients: dict[str, _Client] = {}
 
@@ -40,7 +40,7 @@ class GrammarQuota:
         return len(self._clients)
 
     def hand_out(self) -> None:
-        """Give out new permits. Call it when a worker has become ready."""
+        """Give permits to waiting requests. Call it when a worker has become ready, which adds permits."""
         for own in self._clients.values():
             if own.waiting:
                 own.hand_out(self._num_permits)
@@ -51,8 +51,8 @@ class GrammarQuota:
 
     @asynccontextmanager
     async def permit(self, client: str | None) -> AsyncIterator[Callable[[], None]]:
-        """Wait for a permit, in order of arrival. Yield the function that returns it early; the end of the context
-        returns it too.
+        """Wait for a permit, in order of arrival, and hold it for the life of the context. Yield a function that gives
+        it back earlier.
 
         `client` None stands for a request without a grammar, which needs no permit.
         """

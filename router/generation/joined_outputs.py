@@ -14,13 +14,13 @@ from blockyard.router.cluster.events import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFinish:
-    """The engine ended the output."""
+    """How the engine ended an output."""
 
     reason: inference_pb2.FinishReason
     stop_token: int | None
     """End-of-sequence or stop token that ended it. It is the last token of the output."""
     cumulative_logprob: float | None = None
-    """Set for beams, as is the score."""
+    """Set for beams, as is beam_score."""
     beam_score: float | None = None
 
 
@@ -29,6 +29,7 @@ class TokenChunk:
     """The next tokens of one output, contiguous with those before. Its last chunk carries `finish`."""
 
     offset: int
+    """Number of tokens of this output before these."""
     token_ids: list[int]
     finish: EngineFinish | None
     index: int = 0
@@ -39,7 +40,7 @@ class TokenChunk:
 
 
 class Outputs:
-    """Outputs of one request, over all its workers."""
+    """Outputs of one request, with all their tokens so far, from whichever worker."""
 
     def __init__(self, sampling: session_pb2.EngineSampling) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(sampling.n or 1)]
@@ -47,7 +48,7 @@ class Outputs:
         self._is_beams = sampling.beam_width > 0
         self._wants_logprobs = sampling.HasField("logprobs")
         self.wants_prompt_logprobs = sampling.HasField("prompt_logprobs")
-        """True until they have arrived."""
+        """True if the client wants prompt log-probabilities and they have not arrived."""
 
     @property
     def running(self) -> Set[int]:
@@ -60,14 +61,15 @@ class Outputs:
         return sum(map(len, self._tokens))
 
     def follows(self, tokens: Tokens) -> bool:
-        """Return True if these tokens can be joined to the present ones. False is a fault of the worker."""
+        """Return False if these tokens leave a gap after the known ones or lack log-probabilities: a fault of the
+        worker."""
         if tokens.index not in self._running:
             return True
         has_logprobs = bool(tokens.logprobs) or not tokens.token_ids or not self._wants_logprobs
         return has_logprobs and tokens.offset <= len(self._tokens[tokens.index])
 
     def take(self, tokens: Tokens) -> TokenChunk | None:
-        """Return the new part of the tokens, or None. A finish ends the output."""
+        """Append the tokens that are new, and return them, or None if nothing is new. A finish ends the output."""
         if tokens.index not in self._running:
             return None
         generated = self._tokens[tokens.index]
@@ -88,17 +90,19 @@ class Outputs:
         )
 
     def end(self, index: int) -> None:
-        """End an output: no more of its tokens are wanted."""
+        """End an output: `take` drops all later tokens of it."""
         self._running.discard(index)
 
     def resumed(self) -> bytes:
-        """Return the tokens after the prompt in a submit: those of a single sampled output."""
+        """Return the generated tokens, packed, that follow the prompt in the next submit. Only a single sampled output
+        has them there."""
         return pack_tokens(self._tokens[0]) if len(self._tokens) == 1 and not self._is_beams else b""
 
     def continuations(self) -> list[session_pb2.Continuation]:
-        """Return the running outputs of several, once each has a token.
+        """Return the tokens of each running output for the next submit, if there are several outputs and each has a
+        token.
 
-        Beams send nothing before their end and start again.
+        Otherwise return nothing. Beams send no tokens before their end, so a replay starts them again.
         """
         if len(self._tokens) == 1 or self._is_beams or not all(self._tokens[i] for i in self._running):
             return []
@@ -108,9 +112,9 @@ class Outputs:
         ]
 
     def submitted(self, continuations: Sequence[session_pb2.Continuation]) -> Set[int]:
-        """Return the outputs that a worker runs for a submit with these continuations.
+        """Return the indexes of the outputs that a worker runs for a submit with these continuations.
 
-        There are more than the running ones if all outputs start again because one of them has no token yet.
+        If one running output has no token yet, all outputs start again, even those that have ended.
         """
         if continuations or self._is_beams:
             return self._running

@@ -1,7 +1,7 @@
-"""Losses: how often a request may lose its worker, and the quarantine of prompts that kill workers.
+"""Losses: how often a request may lose its worker or fail on it, and the quarantine of prompts that kill workers.
 
 Pure. A request with a token from a worker did not cause that worker's death. If two workers died under a request before
-any token, it is a poison: no third worker gets it, and its prompt is refused for a while. A worker given up for
+any token, it is a poison. No third worker gets it, and its prompt is refused for a while. A worker given up for
 silence, or one that answers again, did not die. Does not own replay (relay.py).
 """
 
@@ -12,26 +12,26 @@ from hashlib import sha256
 from blockyard.router.errors import EngineFailed, PoisonRequest, WorkerLost
 
 DEADLY = 2
-"""Deaths that make a request a poison."""
+"""Number of workers that died under a request before it is a poison, or of failed steps before it fails."""
 QUARANTINE_SECONDS = 60.0
-"""Time for which the same prompt is refused at once."""
+"""Time for which requests with a poison's prompt are refused at once."""
 MAX_QUARANTINED = 1024
 
 WorkerKey = tuple[str, str]
-"""A worker's address and incarnation."""
+"""Address and incarnation of a worker."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Losses:
-    """Losses of one request."""
+    """Lost workers and failed steps of one request."""
 
     max_migrations: int
     num: int = 0
-    """Workers lost, for any reason."""
+    """Number of workers lost, for whatever reason, and of failed steps."""
     _suspicious: list[WorkerKey] = field(default_factory=list)
-    """Workers lost before they had sent a token."""
+    """Workers that died before they sent a token of the request, and have not come back."""
     _num_failures: int = 0
-    """Failures of the engine before it had sent a token."""
+    """Failed steps before the worker had sent a token of the request."""
 
     def add(
         self,
@@ -41,9 +41,9 @@ class Losses:
         is_alive: Callable[[WorkerKey], bool],
         tokens_emitted: int,
     ) -> None:
-        """Count a lost worker. Raises PoisonRequest or WorkerLost.
+        """Count a lost worker. Raises PoisonRequest or WorkerLost if no further worker may get the request.
 
-        `is_suspicious`: the worker died before it had sent a token.
+        `is_suspicious`: the worker died before it had sent a token of the request.
         """
         self.num += 1
         metadata = {"tokens_emitted": str(tokens_emitted)}
@@ -60,7 +60,10 @@ class Losses:
             raise WorkerLost(f"{self.num} workers were lost under this request", metadata=metadata)
 
     def add_failure(self, *, brought_tokens: bool) -> None:
-        """Count a failed step, which ended all its requests. The worker itself continues. Raises EngineFailed."""
+        """Count a failed step, which ended all requests in it. The worker itself continues.
+
+        `brought_tokens`: the worker had sent a token of the request. Raises EngineFailed if it may not be tried again.
+        """
         self.num += 1
         self._num_failures += not brought_tokens
         if self._num_failures >= DEADLY or self.num > self.max_migrations:
@@ -68,12 +71,12 @@ class Losses:
 
 
 class Quarantine:
-    """Prompts that killed workers, for QUARANTINE_SECONDS. One per router."""
+    """Remembers the prompts under which workers died, for QUARANTINE_SECONDS each. One per router."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until: dict[bytes, float] = {}
-        """End of quarantine by hash of the prompt, in order of time."""
+        """End of the quarantine, by sha256 of root and prompt, in order of time."""
 
     def check(self, prompt: bytes) -> None:
         """Raise PoisonRequest if the prompt is in quarantine."""

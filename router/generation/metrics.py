@@ -1,4 +1,4 @@
-"""Request metrics as clients see them: times, tokens and outcomes.
+"""Metrics of requests, as clients see them: times, tokens and outcomes.
 
 Called for each piece of each output, which costs 0.4 us (bench/metrics.py). Does not own what other parts count
 themselves (metric_readings.py), or how metrics leave the process.
@@ -21,7 +21,7 @@ from blockyard.router.generation.registry import RequestRecord
 OK = "OK"
 CANCELLED = "CANCELLED"
 FINISHES = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
-"""Names in metrics and in OpenAI's API."""
+"""Names of finish reasons, in metrics and in OpenAI's API."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class TenantCounts:
         self._counts = {OTHER_TENANTS: TenantCount()}
 
     def served(self, tenant: str) -> TenantCount:
-        """Return the count of a tenant that gets tokens. It becomes the tenant's own if one is free."""
+        """Return the count of a tenant that gets its first token, after giving it a count of its own if one is free."""
         if tenant and tenant not in self._counts and len(self._counts) < MOST_TENANTS:
             self._counts[tenant] = TenantCount()
         return self.of(tenant)
@@ -88,7 +88,7 @@ class RouterMetrics:
 
     @contextmanager
     def call(self) -> Iterator[CallNote]:
-        """Measure one call for generation. Each outcome is counted once."""
+        """Count one call for generation by its outcome and tenant, and measure its time if it succeeds."""
         arrival, note = self.clock(), CallNote()
         try:
             with self._of_tenant(note):
@@ -136,7 +136,7 @@ class RouterMetrics:
 
 
 class RequestMeter:
-    """Measures one request as a context manager. The record gives its times before the first token."""
+    """Measures the pieces of one request, as a context manager. `record` has its arrival and the time it was sent."""
 
     __slots__ = ("_began", "_last", "_metrics", "_num_generated", "_record", "_tenant")
 
@@ -147,7 +147,7 @@ class RequestMeter:
         self._began = 0.0
         """Time of the first piece."""
         self._last: dict[int, float] = {}
-        """Time of each output's last piece."""
+        """Time of each output's latest piece, by index."""
         self._num_generated = 0
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class RequestMeter:
             self._metrics.request_generated.observe(self._num_generated)
 
     def piece(self, index: int, num_tokens: int) -> None:
-        """Record that an output's next tokens go to the client."""
+        """Record that the next tokens of an output go to the client now."""
         metrics, now, last = self._metrics, self._metrics.clock(), self._last.get(index)
         if last is not None:
             metrics.gaps.observe(now - last)

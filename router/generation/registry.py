@@ -19,7 +19,7 @@ RETRY_AFTER_SECONDS = 0.5
 
 class RequestState(Enum):
     QUEUED = auto()
-    """No worker has the request, or no longer."""
+    """The request has no token yet, and no worker has it."""
     PLACED = auto()
     STREAMING = auto()
 
@@ -28,14 +28,14 @@ class RequestState(Enum):
 class RequestRecord:
     request_id: str
     arrival: float
-    """On the registry's clock."""
+    """Time of arrival on the registry's clock."""
     task: asyncio.Task[object]
     tenant: str = ""
     realm: str = ""
     client: str = ""
     """Key of the client's queue among waiting requests (calls/bounds.py)."""
     prompt_tokens: int = 0
-    """0 until the prompt is tokenized."""
+    """Number of prompt tokens. 0 until the prompt is tokenized."""
     progress: Progress = field(default_factory=Progress)
     is_aborted: bool = False
 
@@ -47,7 +47,7 @@ class RequestRecord:
 
 
 class RequestRegistry:
-    """Requests of one router."""
+    """Registry of the requests that one router holds, waiting or running."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -64,9 +64,10 @@ class RequestRegistry:
     def hold(
         self, request_id: str, *, tenant: str = "", realm: str = "", client: str = ""
     ) -> Iterator[RequestRecord]:
-        """Hold the request that the calling task runs, for the life of the context.
+        """Register the request that the calling task runs, for the life of the context, and yield its record.
 
-        Raises DuplicateRequest, RouterDraining, and RequestAborted if `abort` ended it.
+        Raises DuplicateRequest if the realm has a request of this id, RouterDraining, and RequestAborted if `abort`
+        ended the request.
         """
         if self.is_draining:
             raise RouterDraining("this router is shutting down", retry_after_seconds=RETRY_AFTER_SECONDS)
@@ -98,8 +99,10 @@ class RequestRegistry:
                 self._idle.set()
 
     def abort(self, request_id: str, *, realm: str | None = None) -> None:
-        """Abort a request of this realm, or of any realm for None. Raises UnknownRequest, also for another realm's
-        request."""
+        """Cancel the task of the request with this id in this realm, or in every realm if `realm` is None.
+
+        Raises UnknownRequest, also if only another realm has such a request.
+        """
         records = [
             record
             for record in self._records.values()
@@ -113,7 +116,7 @@ class RequestRegistry:
                 record.task.cancel()
 
     def num_waiting(self) -> int:
-        """Return the number of requests that no worker has."""
+        """Return the number of requests without a token that no worker has."""
         return sum(record.state is RequestState.QUEUED for record in self._records.values())
 
     async def until_idle(self) -> None:

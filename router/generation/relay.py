@@ -1,6 +1,6 @@
 """Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
-A replay sends the tokens of the unfinished outputs with the same seed. New tokens are joined by offset
+A replay submits the prompt with the tokens of the unfinished outputs and the same seed. New tokens are joined by offset
 (joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Yields tokens, never text. Does not own
 the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
 """
@@ -36,17 +36,17 @@ from blockyard.router.placement.config import PolicyName
 logger = logging.getLogger(__name__)
 
 LINK_DOWN_SECONDS = 0.01
-"""Wait before the next try if a link was down. The cluster view learns of it in that time."""
+"""Wait before the next placement if a link was down. The cluster view learns of it in that time."""
 
 LOST_WORKER_SECONDS = 0.05
-"""Wait after a lost worker. A second worker that dies at the same time is known by then.
+"""Wait before the next placement after a lost worker. A second worker that dies at the same time is known by then.
 
 A request that went to the second worker would be blamed for both deaths.
 """
 
 
 FAILURE_JITTER_SECONDS = 0.5
-"""Longest wait after a failed step. Retry with jitter, so that the failing request ends up in a batch of its own."""
+"""Longest wait after a failed step. The wait is random, so that the request at fault ends up in a batch of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,49 +61,51 @@ class Generation:
     """The root's name, then those of the prompt's full blocks, 16 bytes each."""
     sampling: session_pb2.EngineSampling
     deadline: float
-    """On the relay's clock."""
+    """Time on the relay's clock by which the request must end."""
     priority: int = 0
     """Lower values are served earlier."""
     client: str = ""
-    """Key of the client's queue, here and where a worker compiles its grammar."""
+    """Key of the client's queue in this router's lines, and on a worker that compiles its grammar."""
     cache_account: str = ""
     """Tenant whose share of the workers' caches holds its blocks. Empty: no tenant."""
     session_id: str = ""
-    """The conversation of the request. Empty: none."""
+    """Id of the request's conversation. Empty: none."""
     policy: PolicyName | None = None
     """Placement policy of the request. None: the router's own."""
 
     @property
     def identity(self) -> bytes:
-        """Return the prompt with its root. Tenants that share no prefixes get different values."""
+        """Return the root's name and the prompt, by which a poison is known. Tenants that share no prefixes differ in
+        it."""
         return self.block_names[:NAME_BYTES] + self.prompt
 
     @property
     def cost_tokens(self) -> int:
-        """Return the cost for the tenant: all tokens that the request may compute or generate."""
+        """Return the cost that the tenant pays in line: the prompt's tokens, and `max_tokens` for each output or
+        beam."""
         num_sequences = max(self.sampling.n, self.sampling.beam_width, 1)
         return self.prompt_tokens + self.sampling.max_tokens * num_sequences
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Progress of a request. The relay writes it, and reports read it."""
+    """Progress of a request. The relay writes it. Metrics, ListRequests and the Finish message read it."""
 
     worker_id: str = ""
-    """The current or last worker."""
+    """Id of the worker that has the request, or had it last."""
     cached_tokens: int | None = None
     """Reused prompt tokens, as reported by the first worker that answered."""
     num_generated: int = 0
-    """Tokens of all outputs together."""
+    """Generated tokens of all outputs together."""
     num_migrations: int = 0
-    """How often its worker was lost or failed."""
+    """How often its worker was lost, or a step failed, and the request went on."""
     is_placed: bool = False
     sent_at: float | None = None
     """When it was first sent to a worker, on the relay's clock."""
 
 
 class Relay:
-    """Runs the requests of one router. `max_migrations`: how many lost workers a request survives."""
+    """Runs the requests of one router. A request survives at most `max_migrations` lost workers and failed steps."""
 
     def __init__(
         self,
@@ -121,21 +123,25 @@ class Relay:
         self._quarantine = Quarantine(clock)
         self._rng = rng or random.Random()
         self.num_migrations = 0
+        """Lost workers and failed steps after which a request was placed again."""
         self.num_lost = 0
-        """Requests given up because they used all their migrations."""
+        """Requests that ended with WorkerLost, because they had used all their migrations."""
         self.num_quarantined = 0
-        """Requests given up because workers died under them."""
+        """Requests given up because two workers died under them."""
 
     async def run(
         self, generation: Generation, progress: Progress, stopped: Container[int] = ()
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield tokens to the end of the last output. Closing the generator cancels the request on its worker at once.
+        """Place a request, submit it, and yield its tokens until the last output ends. Place it again after each
+        failure.
+
+        Closing the generator cancels the request on its worker at once.
 
         The caller may put an output's index into `stopped` before it asks for more. That output is then cancelled, and
         the others continue.
 
-        Raises InvalidRequest (a grammar), NoWorkers, Overloaded, WorkerLost (all migrations used), PoisonRequest,
-        RequestTooLarge, DeadlinePassed or EngineFailed.
+        Raises InvalidRequest (a bad grammar, or no token left to choose), NoWorkers, Overloaded, PoisonRequest,
+        WorkerLost (all migrations used), RequestTooLarge, DeadlinePassed or EngineFailed.
         """
         self._quarantine.check(generation.identity)
         losses = Losses(max_migrations=self._max_migrations)
@@ -195,7 +201,8 @@ class Relay:
     def _count_loss(
         self, generation: Generation, progress: Progress, losses: Losses, attempt: "_Attempt"
     ) -> None:
-        """Count a lost worker. Raises PoisonRequest or WorkerLost."""
+        """Count a lost worker. Raises WorkerLost, or PoisonRequest after a quarantine of the prompt, if no further
+        worker may get the request."""
         try:
             losses.add(
                 attempt.worker,
@@ -232,12 +239,12 @@ class Relay:
 
 
 def tenant_key(tenant: str) -> int:
-    """Return the number that stands for a tenant on workers, which need no names. 0: no tenant."""
+    """Return the 64-bit number that stands for a tenant's or client's name on workers. 0: no name."""
     return int.from_bytes(sha256(tenant.encode()).digest()[:8]) | 1 if tenant else 0
 
 
 class _Attempt:
-    """One request on one worker."""
+    """One submit of a request to one worker, until it ends there."""
 
     def __init__(
         self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress, worker: WorkerKey
@@ -265,7 +272,10 @@ class _Attempt:
         self._link.cancel(self._handle, index)
 
     async def next_tokens(self, outputs: Outputs) -> Tokens | None:
-        """Return the worker's next tokens, or None if the request must go to another worker."""
+        """Wait for the worker's next tokens. Return None, and note the cause, if the request must be placed again.
+
+        Raises a RouterError if the worker refused the request for good.
+        """
         match await self._events.get():
             case Tokens() as tokens if outputs.follows(tokens):
                 self._note(tokens)

@@ -17,17 +17,17 @@ from blockyard.router.services.inference import model_message, model_messages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AboutRouter:
-    """Facts about the router."""
+    """Facts about the router that the routes report."""
 
     version: str
     started: int
-    """Unix seconds."""
+    """Start of the router in Unix seconds."""
     exposition: Callable[[], bytes]
-    """Returns its metrics as Prometheus text."""
+    """Returns the router's metrics as Prometheus text."""
 
 
 class AboutRoutes:
-    """Handlers of GET."""
+    """Handlers of the GET routes."""
 
     def __init__(self, parts: RouterParts, about: AboutRouter) -> None:
         self._parts, self._about = parts, about
@@ -63,7 +63,7 @@ class AboutRoutes:
         return Response(body=self._page, headers=PAGE_HEADERS)
 
     def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
-        """Return a model as OpenAI's JSON. `max_model_len` is vLLM's. Its creation time is the router's start."""
+        """Return a model as OpenAI's JSON, with `max_model_len` as vLLM adds it. `created` is the router's start."""
         return {
             "id": model.id,
             "object": "model",

@@ -1,4 +1,4 @@
-"""Completions: a call of either route, from its JSON to its answer, by the same rules as gRPC's calls."""
+"""Completions: answers a checked call of /v1/chat/completions or /v1/completions by the same rules as gRPC's calls."""
 
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +25,7 @@ from blockyard.router.services.delta_messages import gathered
 
 
 class Completions:
-    """Completions of one gateway."""
+    """Answers the completion calls of one gateway."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -34,10 +34,12 @@ class Completions:
     async def answer(
         self, wanted: Wanted, call: HttpCall, request_id: str, events: EventStream
     ) -> StreamResponse:
-        """Answer one call. `events` is for a streaming call. Raises RouterErrors, also in groups, before anything has
-        been sent."""
+        """Run one call and answer it, by `events` if it streams.
+
+        Raises RouterErrors, also in groups, but only before anything has been sent.
+        """
         wanted.named(request_id)
-        # Several prompts have tasks and ids of their own. The call's id is for what ends all of them.
+        # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
         envelope = Envelope(
             wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
@@ -67,7 +69,7 @@ class Completions:
     async def _events(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
     ) -> list[dict[str, Any]]:
-        """Send all events but the last ones, and return those."""
+        """Send an event per delta, and return the values of the events that end the stream."""
         wanted = envelope.wanted
         tally = Tally(wanted.outputs_a_prompt)
 
@@ -81,7 +83,7 @@ class Completions:
 
     @asynccontextmanager
     async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[AsyncIterator[Delta]]:
-        """Yield the deltas of `outputs`, after their prompts if the call wants an echo."""
+        """Yield the deltas of all prompts' outputs, with each prompt before its outputs if the call wants an echo."""
         async with outputs(self._calls, wanted, call) as deltas:
             if wanted.echo is None:
                 yield deltas
@@ -95,7 +97,7 @@ class Completions:
             yield echoed(deltas, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
     async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
-        """End a stream that has begun, with the reason, unless the client is gone or does not read."""
+        """End a stream that has begun with the error as its last event. Cut off a client that does not read."""
         if is_gone(error):
             return
         answer = answer_to(error, "a stream over HTTP")

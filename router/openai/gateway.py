@@ -1,6 +1,6 @@
 """Gateway: the port of OpenAI's API, with its socket, TLS and lifetime, in the router's process and event loop.
 
-Owns the bounds of connections that are not read or have vanished. Does not own requests (routes.py).
+Owns the bounds of connections whose client does not read or has vanished. Does not own requests (routes.py).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CLOSE_SECONDS = 1.0
 """Time for requests that outlive the grace period to receive their error."""
 BACKLOG = 1024
 SEND_BUFFER_BYTES = 256 * 1024
-"""Buffer per connection in the kernel. Without a bound megabytes would wait there for a client that does not read."""
+"""Send buffer per connection in the kernel. By default megabytes would wait there for a client that does not read."""
 VANISHED_SECONDS = 15
 """A client that acknowledges nothing for this long counts as gone, as with gRPC's pings."""
 
@@ -66,7 +66,7 @@ async def gateway(
 
 
 def _listener(host: str, port: int, *, shares_port: bool) -> socket.socket:
-    """Return a listening socket. Accepted connections inherit its options. An IPv6 address is in brackets, as in
+    """Return a socket bound to the port. Accepted connections inherit its options. An IPv6 `host` is in brackets, as in
     gRPC."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     for level, option, value in (

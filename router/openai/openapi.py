@@ -34,12 +34,12 @@ PAGE_HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """Description of a path."""
+    """Description of one path of the API."""
 
     verb: str
     says: str
     fields: Fields | None = None
-    """Schema of its body. None: no body."""
+    """Fields of the request's body. None: it has no body."""
     required: tuple[str, ...] = ()
     answer: str = "application/json"
     """Media type of its answer."""
@@ -69,11 +69,11 @@ PATHS: Mapping[str, Described] = {
     "/openapi.json": Described(verb="GET", says="This document as OpenAPI."),
     "/docs": Described(verb="GET", says="This document as a page.", answer="text/html"),
 }
-"""All paths."""
+"""All paths of the API, in the order of the document."""
 
 
 def document(version: str) -> dict[str, Any]:
-    """Return the description as OpenAPI."""
+    """Return the description of the API as an OpenAPI document."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Blockyard", "version": version},
@@ -87,7 +87,7 @@ def document(version: str) -> dict[str, Any]:
 
 
 def page(version: str) -> str:
-    """Return the description as HTML that loads nothing and runs nothing."""
+    """Return the description of the API as HTML that loads nothing and runs nothing."""
     title = f"Blockyard {html.escape(version)}: HTTP API"
     sections = "".join(_section(path, described) for path, described in PATHS.items())
     return (
@@ -144,7 +144,7 @@ def body_schema(fields: Fields, required: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _comments() -> dict[str, str]:
-    """Return the comments of the contract's fields, by name."""
+    """Return the comments of request fields in inference.proto, by the field's name."""
     found: dict[str, dict[str, str]] = {}
     message, comment = "", list[str]()
     for line in files("blockyard.proto.v1").joinpath("inference.proto").read_text().splitlines():

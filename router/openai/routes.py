@@ -45,7 +45,7 @@ Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 @dataclass(frozen=True, slots=True)
 class _Route:
     method: str
-    """gRPC method with the same permissions."""
+    """gRPC method whose permissions the route has."""
     handler: Handler
 
 
@@ -98,7 +98,10 @@ class Routes:
         return response
 
     def _admitted(self, request: BaseRequest) -> str | None:
-        """Authenticate before anything else. Raises Unauthenticated or Forbidden."""
+        """Authenticate the caller before anything else, and return the path, or None for an unknown one.
+
+        Raises Unauthenticated or Forbidden.
+        """
         path = self._path(request.path)
         # An unknown path needs a token too, so a caller without one learns nothing.
         self._gate.admit(self._routes[path or MODELS].method, call_metadata(request))
@@ -113,12 +116,12 @@ class Routes:
         return await self._routes[path].handler(request, notes)
 
     def _path(self, path: str) -> str | None:
-        """Return the path if it is one of ours."""
+        """Return the path as in the table of routes, or None if it is not there."""
         known = MODEL if path.startswith(f"{MODELS}/") else path
         return known if known in self._routes else None
 
     def _logged_path(self, request: BaseRequest) -> str:
-        """Return the path for the log. An unknown path is the client's text."""
+        """Return the path for the log, where an unknown path, as the client's own text, must not appear."""
         return self._path(request.path) or "a path"
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
@@ -149,7 +152,7 @@ class Routes:
             return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
 
     async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
-        """Send the rest of the response, if the client reads it."""
+        """Send a response that has not begun. Cut off a client that does not read it in time."""
         if response.prepared:
             return
         self._headed(response, request, notes)

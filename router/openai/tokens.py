@@ -29,11 +29,11 @@ TOKENIZE_FIELDS: Fields = {
 }
 DETOKENIZE_FIELDS: Fields = {"tokens": token_ids, "model": REQUEST_SCALARS["model"]}
 TOKENS_PER_TICK = 4096
-"""Tokens whose names are looked up in one tick of the event loop."""
+"""Token ids whose strings are looked up in one tick of the event loop."""
 
 
 async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
-    """Tokenize a prompt or chat. Raises any RouterError."""
+    """Return the answer of /tokenize for a prompt or a chat. Raises any RouterError."""
     request = _tokenize_request(body)
     shows_names = given(body, "return_token_strs", boolean)
     answer = await calls.tokenize(request, call)
@@ -46,7 +46,7 @@ async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
 
 
 async def detokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
-    """Decode tokens, including special ones, as vLLM does. Raises any RouterError."""
+    """Return the answer of /detokenize. As in vLLM, its text has special tokens too. Raises any RouterError."""
     refuse_others(body, DETOKENIZE_FIELDS)
     request = inference_pb2.DetokenizeRequest(
         model=given(body, "model", text),

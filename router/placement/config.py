@@ -1,4 +1,4 @@
-"""Every setting of placement, with its unit, in one frozen value. Their use is in scoring.py and policies.py.
+"""Every setting of placement, with its unit, in one frozen value.
 
 A field is a setting of `--placement NAME=VALUE` (proto/runtime/settings.py).
 """
@@ -15,9 +15,9 @@ PolicyName = Literal["prefix", "round_robin", "least_loaded", "two_choices", "se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """Settings of placement: the weight of each term in a worker's cost, limits, and how long reports are believed.
+    """Settings of placement: the weight of each term in a worker's cost, limits, and how long reports are trusted.
 
-    Weights need not be exact: only the order of the workers counts. Raises ValueError for bad values.
+    Weights need not be exact: only the order of the workers by cost counts. Raises ValueError for bad values.
     """
 
     assumed_prefill_tokens_per_second: float = setting(
@@ -158,7 +158,7 @@ class PlacementConfig:
 
 
 def parse_placement(pairs: Sequence[str]) -> PlacementConfig:
-    """Return the settings given as "name=value", and defaults for the others. Raises ValueError, which names one."""
+    """Return the settings given as "name=value", with defaults for the others. Raises ValueError for a wrong pair."""
     kinds = {member.name: member.kind for member in setting_fields(PlacementConfig)}
     values: dict[str, float] = {}
     for pair in pairs:

@@ -2,14 +2,16 @@
 
 - `prefix`: the least total_ms. A busy worker with the prefix loses to an idle one as soon as recomputing is faster than
   waiting, so hot prefixes replicate. Among near-equal workers the one that last served the session wins, else chance.
-  Without the index: rendezvous hashing of the session or the prefix between two workers.
+  Without the index: rendezvous hashing of the session or the prefix among `prefix_homes` workers.
 - `round_robin`: in turn.
-- `least_loaded`: the least load_ms, whatever is cached.
+- `least_loaded`: the least load_ms: queue, decodes and memory.
 - `two_choices`: of two random workers the one with less load_ms (Mitzenmacher 1996).
-- `session`: rendezvous hashing of the session over all workers, except loaded ones. Without a session: by load.
+- `session`: rendezvous hashing of the session over all workers, except loaded ones. Without a session, or if all are
+  loaded: as `least_loaded`.
 - `dynamo`: the published cost of NVIDIA Dynamo's KV router, as a reference.
 
-Owns the policies. Does not own the arithmetic of the terms (scoring.py) or the state of workers (cluster/view.py).
+Owns the policies. Does not own the terms of the cost, such as load_ms (scoring.py), or the state of workers
+(cluster/view.py).
 """
 
 from collections.abc import Sequence
@@ -27,12 +29,13 @@ from blockyard.router.placement.scoring import Candidate, Score, score_all
 class PlacementRequest:
     prompt_tokens: int
     prefix_key: bytes = b""
-    """Name of one of the prompt's first blocks. Without the index, requests with the same key should meet."""
+    """Name of one of the prompt's first blocks. Without the index, requests with the same key prefer the same
+    workers."""
     index_available: bool = True
     num_placements: int = 0
-    """Number of placements so far, for round_robin."""
+    """Number of placements that the router has made before, for round_robin."""
     session_key: bytes = b""
-    """The conversation of the request. Empty: none."""
+    """Id of the request's conversation. Empty: none."""
     session_worker: WorkerId | None = None
     """The worker that last served the session, as far as this router knows."""
 
@@ -42,12 +45,14 @@ class Placement:
     chosen: Score
     considered: Sequence[Score]
     costs: Sequence[float]
-    """Costs that the policy compared, one per considered score."""
+    """Costs that the policy compared, in its own unit, one per considered score."""
 
     @property
     def scores(self) -> tuple[Score, ...]:
-        """Return the scores of all candidates, cheapest first. Computed on demand: placing a request needs only the
-        chosen one."""
+        """Return the scores of all candidates with the policy's costs, cheapest first.
+
+        Computed on demand: placing a request needs only the chosen one.
+        """
         priced = (score._replace(cost=cost) for score, cost in zip(self.considered, self.costs, strict=True))
         return tuple(sorted(priced, key=lambda score: score.cost))
 
@@ -59,7 +64,7 @@ def place(
     rng: Random,
     config: PlacementConfig | None = None,
 ) -> Placement:
-    """Choose among at least one candidate. Raises ValueError without any."""
+    """Score the candidates and choose one by the policy. Raises ValueError if there are none."""
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
     config = config or PlacementConfig()
@@ -81,7 +86,7 @@ def place(
 
 
 Choice = tuple[int, list[float]]
-"""Number of the chosen score, and the costs of all scores."""
+"""Index of the chosen score, and the costs of all scores in their order."""
 
 
 def _prefix(
@@ -115,7 +120,7 @@ def _two_choices(scores: Sequence[Score], rng: Random) -> Choice:
 
 
 def _round_robin(num_placements: int, scores: Sequence[Score]) -> Choice:
-    """Choose the next worker. The cost is a worker's distance in the rotation."""
+    """Choose the next worker in turn. The cost is the number of placements until a worker's turn."""
     order = sorted(range(len(scores)), key=lambda number: (scores[number].worker_id, scores[number].address))
     costs = [0.0] * len(scores)
     for position, number in enumerate(order):
@@ -131,10 +136,11 @@ def _session(key: bytes, scores: Sequence[Score], rng: Random, config: Placement
 def _by_rendezvous(
     key: bytes, scores: Sequence[Score], num_homes: int, config: PlacementConfig
 ) -> Choice | None:
-    """Choose by rendezvous hashing: equal keys meet without shared memory. Return None if every home is loaded.
+    """Choose by rendezvous hashing, which sends equal keys to the same worker on every router. Return None if every
+    worker that serves the key is loaded.
 
     Each key has its own order of the workers, and the first `num_homes` of it serve the key. The cost is a worker's
-    position in that order. Loaded homes and all other workers come last.
+    position in that order. Loaded ones, and workers that do not serve the key, come last.
 
     Losing a worker moves only its own keys (Thaler and Ravishankar 1998).
     """
@@ -159,9 +165,9 @@ def _dynamo(
     the cost is the same.
 
     Prefill blocks are the queued prefill and this prompt's uncached tokens. Decode blocks are the blocks in use and
-    those that this request adds. Dynamo also counts cached blocks that it uses again, which a load report does not
-    show. With a temperature, costs are scaled to 0..1 and softmax gives the chances. Equal costs are drawn at random,
-    where Dynamo prefers the smaller tree.
+    those that this request adds. Dynamo also counts cached blocks that the request uses again, which a load report does
+    not show. With a temperature, costs are scaled to 0..1 and softmax gives the chances. Equal costs are drawn at
+    random, where Dynamo prefers the smaller tree.
     """
     costs = [
         config.dynamo_overlap_score_weight

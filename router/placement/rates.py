@@ -1,4 +1,4 @@
-"""Rates that workers have measured of themselves, and how long they are trusted.
+"""Prefill and decode rates that workers measure of themselves, and how long a router trusts them.
 
 Only work renews a rate. A worker with a low rate gets few requests and measures little, so it would stay slow for ever.
 Therefore a rate that is not renewed is trusted for a while and then rises towards the cluster's median. A rate above
@@ -28,10 +28,10 @@ def typical(rates: Iterable[float]) -> float:
 
 
 def faded(own: float, usual: float, *, age_seconds: float, half_life_seconds: float) -> float:
-    """Return the trusted value of a rate of this age.
+    """Return the trusted value of a worker's `own` rate of this age.
 
-    It is the rate itself for one half-life. Each further half-life halves its distance to `usual`, as a ratio. A
-    half-life of 0 keeps the rate for ever.
+    It is `own` for one half-life. Each further half-life halves its distance to `usual`, the cluster's median, as a
+    ratio. A half-life of 0 keeps `own` for ever, as does a rate that is not below `usual`.
     """
     fading_seconds = age_seconds - half_life_seconds
     if (
@@ -46,14 +46,16 @@ def faded(own: float, usual: float, *, age_seconds: float, half_life_seconds: fl
 
 @dataclass(slots=True)
 class Measured:
-    """One rate of one worker."""
+    """One rate of one worker, as last reported, and the time of its last measurement."""
 
     tokens_per_second: float = 0.0
     renewed_at: float = float("-inf")
 
     def report(self, tokens_per_second: float, now: float) -> None:
-        """Take the rate of a load report. A new measurement has a different value, because it is a smoothed quotient of
-        times."""
+        """Take the rate of a load report. Only a changed value counts as a new measurement.
+
+        A measurement is a smoothed quotient of times, so two of them are never equal.
+        """
         if tokens_per_second != self.tokens_per_second:
             self.tokens_per_second, self.renewed_at = tokens_per_second, now
 

@@ -2,9 +2,10 @@
 
     total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + interference_ms
 
-The terms estimate the time to the first token in milliseconds. So they add up, and operators can check each of them
-(ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences on the worker. With
-its full weight, a choice minimises the cost of all requests together, not only its own.
+All terms but the last estimate parts of the time to the first token, in milliseconds. So they add up, and operators can
+check each of them (ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences
+on the worker. With its full weight (`others_fraction=1`), a choice minimises the cost of all requests together, not
+only its own.
 
 Does not own the choice among the costs (policies.py) or the state of workers (cluster/view.py).
 """
@@ -27,10 +28,11 @@ class Candidate(NamedTuple):
     """Address of the worker, which is unique. A worker id may have two incarnations for a while."""
     worker_id: WorkerId
     cached_tokens: int = 0
-    """Leading prompt tokens with KV on its GPU."""
+    """Number of leading prompt tokens whose KV is on its GPU."""
     host_cached_tokens: int = 0
-    """Prompt tokens that follow them, with KV in its host memory."""
+    """Number of prompt tokens that directly follow those, whose KV is in its host memory."""
     queued_prefill_tokens: int = 0
+    """Prompt tokens of other requests that it has yet to compute."""
     sequences: int = 0
     """Running and waiting sequences."""
     context_tokens: int = 0
@@ -39,43 +41,45 @@ class Candidate(NamedTuple):
     total_blocks: int = 0
     block_size: int = 16
     prefill_tokens_per_second: float = 0.0
-    """Measured and still trusted (rates.py). 0 until measured."""
+    """Trusted value of its measured rate (rates.py). 0 until measured."""
     decode_tokens_per_second: float = 0.0
-    """Rate of all its sequences together, in steps that only decode. Trusted likewise."""
+    """Trusted rate of all its sequences together, in steps that only decode. 0 until measured."""
     host_tokens_per_second: float = 0.0
-    """Rate from host memory to the GPU, as measured. Without it host memory is ignored."""
+    """Measured rate from host memory to the GPU. If it is 0, host memory is ignored."""
 
 
 class Score(NamedTuple):
-    """Terms of one candidate, in milliseconds."""
+    """Terms of one candidate's cost, in milliseconds, and the tokens from which they follow."""
 
     address: str
     worker_id: WorkerId
     cached_tokens: int
     host_cached_tokens: int
-    """Tokens to load from host memory. 0 if the rate is unknown."""
+    """Prompt tokens to load from host memory. 0 if its rate is unknown."""
     uncached_tokens: int
-    """Tokens to compute."""
+    """Prompt tokens to compute."""
     queue_ms: float
-    """Queued prefill of other requests."""
+    """Time of the queued prefill of other requests."""
     prefill_ms: float
-    """Prefill of the uncached part of this prompt."""
+    """Time to compute the uncached part of this prompt."""
     host_load_ms: float
-    """Loading from host memory, even where that is slow: a worker loads what it finds there."""
+    """Time to load from host memory, even where computing is faster: a worker loads whatever it finds there."""
     decode_ms: float
-    """Part of the decode steps of present sequences, and the time to read all their context."""
+    """Delay by the decode steps of present sequences: a price per sequence, and one for all context that they read."""
     memory_ms: float
+    """Price of a pool that is nearly full once it holds this request."""
     interference_ms: float
     """Part of the delay that this prompt's prefill causes to present sequences."""
     cost: float
     """Value that the policy compares, in its own unit. The least wins.
 
-    Under `prefix` it is total_ms. Without the index it is a position in the prefix's order of workers.
+    Under `prefix` it is total_ms, or the position in the order of workers by which rendezvous hashing chose.
     """
 
     @property
     def load_ms(self) -> float:
-        """Return the cost of the worker's load alone, whatever the prompt."""
+        """Return the cost of the worker's queue, decodes and memory, without that of computing or loading this
+        prompt."""
         return self.queue_ms + self.decode_ms + self.memory_ms
 
     @property
@@ -84,12 +88,12 @@ class Score(NamedTuple):
 
     @property
     def needed_tokens(self) -> int:
-        """Return the prompt tokens that need new blocks in the pool."""
+        """Return how many prompt tokens need new blocks in the worker's pool."""
         return self.host_cached_tokens + self.uncached_tokens
 
 
 def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: PlacementConfig) -> list[Score]:
-    """Return scores in the order of the candidates, with total_ms as cost."""
+    """Return the candidates' scores in their order, with total_ms as cost."""
     typical_rate = _typical_rate(candidates, config)
     return [_score(prompt_tokens, candidate, typical_rate, config) for candidate in candidates]
 
@@ -138,7 +142,8 @@ def _sequence_ms(candidate: Candidate, config: PlacementConfig) -> float:
 
 
 def _memory_ms(needed_tokens: int, candidate: Candidate, config: PlacementConfig) -> float:
-    """Return 0 while the pool has room, rising linearly to the full price where the request no longer fits."""
+    """Return the price of memory: 0 while the pool has room, rising linearly to the full price where this request no
+    longer fits."""
     if candidate.total_blocks == 0:
         return 0.0
     needed_blocks = -(-needed_tokens // candidate.block_size)

@@ -1,6 +1,6 @@
-"""Session memory: the worker that last served each conversation, as a hint for placement. Bounded in size.
+"""Session memory: the worker that last served each session (conversation), as a hint for placement.
 
-Pure. Each router has its own memory. What other routers did is visible only through the index.
+Pure. Each router remembers only the sessions that it served itself.
 """
 
 from collections import OrderedDict
@@ -9,12 +9,13 @@ from blockyard.proto.index.contract import WorkerId
 
 
 class SessionMemory:
-    """Last worker by session. At its limit it forgets the session that was used longest ago."""
+    """Maps each session to its last worker. Beyond `max_sessions` it forgets the session that was served longest
+    ago."""
 
     def __init__(self, max_sessions: int) -> None:
         self._max_sessions = max_sessions
         self._last_worker: OrderedDict[str, WorkerId] = OrderedDict()
-        """Ordered by last use, the latest last."""
+        """Ordered by the time at which the session was last served, the latest last."""
 
     def __len__(self) -> int:
         return len(self._last_worker)

@@ -30,7 +30,7 @@ class SamplingRequest:
     repetition_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: frozenset[int]
-    """Empty: all tokens."""
+    """The only tokens that may be sampled. Empty: all may."""
     bad_token_ids: frozenset[int]
     max_tokens: int | None
     min_tokens: int
@@ -41,11 +41,11 @@ class SamplingRequest:
     include_stop_in_output: bool
     skip_special_tokens: bool
     logprobs: int | None
-    """Log-probabilities for the client. `for_engine` may request more."""
+    """Number of top tokens that the client gets with each token's log-probability. None: no log-probabilities."""
     prompt_logprobs: int | None
     n: int
     beam_width: int
-    """0: sampling, no beam search."""
+    """Number of beams. 0: sample instead of searching."""
     length_penalty: float
     early_stopping: inference_pb2.EarlyStopping
     structured_output: inference_pb2.StructuredOutput | None
@@ -57,13 +57,13 @@ class SamplingRequest:
 
     @property
     def wants_score(self) -> bool:
-        """Return True if the client gets the log-probability of each whole output."""
+        """Return True if the client gets the summed log-probability of each output."""
         return self.n > 1 or self.logprobs is not None or self.beam_width > 0
 
     def for_engine(self, *, room_tokens: int, facts: ModelFacts) -> session_pb2.EngineSampling:
-        """Return the engine's parameters. `room_tokens` is the room after the prompt, and caps the output."""
+        """Return the engine's parameters. `room_tokens`, the context's room after the prompt, caps each output."""
         max_tokens = room_tokens if self.max_tokens is None else min(self.max_tokens, room_tokens)
-        # The score of a sampled output is summed up here. The engine sums that of a beam.
+        # The router sums the log-probabilities of a sampled output (assembly.py), the engine those of a beam.
         summed = 0 if self.wants_score and not self.beam_width else None
         return session_pb2.EngineSampling(
             temperature=self.temperature,
@@ -94,7 +94,10 @@ class SamplingRequest:
 def parse_sampling(
     message: inference_pb2.SamplingParams, model_defaults: SamplingDefaults = NEUTRAL
 ) -> SamplingRequest:
-    """Convert a message that passes `sampling_violations`. Beam search ignores the model's defaults."""
+    """Return the parameters of a message without `sampling_violations`, with defaults for those it lacks.
+
+    A missing seed is drawn at random. Beam search ignores the model's defaults.
+    """
     stopping = message.early_stopping
     defaults = NEUTRAL if message.beam_width else model_defaults
     return SamplingRequest(

@@ -1,4 +1,4 @@
-"""Checks of sampling parameters: every problem at once, by field, and nothing of what the client sent.
+"""Checks of sampling parameters. They report all problems at once, by field, and quote nothing that the client sent.
 
 Owns which fields exclude one another. protobuf lets NaN and any number through, so each is checked here. Counts come
 first: nothing is copied or read that is longer than allowed. Does not own ranges and counts (proto/limits.py) or
@@ -28,12 +28,12 @@ from blockyard.router.tokenizing.model_facts import ModelFacts
 TOKEN_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_token_ids")
 
 Problem = tuple[str, str]
-"""A field of SamplingParams, and what is allowed."""
+"""A wrong field of SamplingParams, and what is allowed there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """Limits of one request on this router."""
+    """The most outputs and beams of one request on this router."""
 
     max_outputs: int = DEFAULT_MAX_OUTPUTS
     max_beam_width: int = DEFAULT_MAX_BEAM_WIDTH
@@ -83,10 +83,10 @@ def _bad_lists(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iter
 
 
 def ban_words(message: inference_pb2.SamplingParams, encode: Callable[[str], Sequence[int]]) -> None:
-    """Add the tokens of `bad_words` to `bad_token_ids`. The engine forbids a token whatever comes before it.
+    """Add the tokens of `bad_words` to the message's `bad_token_ids`, since the engine forbids only single tokens.
 
-    A word of two tokens would forbid other words too. Raises InvalidRequest for a word that is not a single token.
-    Words that are wrong by themselves are left to `sampling_violations`.
+    Raises InvalidRequest for a word of several tokens: to forbid each of them would forbid other words too. Words that
+    are too many, too long or empty are left to `sampling_violations`.
     """
     if len(message.bad_words) > COUNTS["bad_words"] or not all(map(_is_bad_word, message.bad_words)):
         return
@@ -114,7 +114,8 @@ def _bad_lengths(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
 
 
 def _no_token_left(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iterator[Problem]:
-    """Yield a problem if the token lists leave nothing to sample, or nothing before min_tokens."""
+    """Yield a problem if the lists of tokens leave no token to sample, or only ones that end the output before
+    min_tokens."""
     if any(field not in _countable(message) for field in TOKEN_FIELDS):
         return
     ends = set(message.stop_token_ids) | (frozenset() if message.ignore_eos else facts.eos_token_ids)
@@ -166,12 +167,12 @@ def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
 
 
 def _countable(message: inference_pb2.SamplingParams) -> Collection[str]:
-    """Return the repeated fields that are not too long."""
+    """Return the names of the repeated fields that have no more elements than allowed."""
     return {field for field, limit in COUNTS.items() if len(getattr(message, field)) <= limit}
 
 
 def _bounded(message: inference_pb2.SamplingParams, field: str) -> Iterable[Any]:
-    """Return the elements of a repeated field, or none if it is too long."""
+    """Return the elements of a repeated field, or none if it has more than allowed."""
     return getattr(message, field) if field in _countable(message) else ()
 
 

@@ -12,7 +12,7 @@ from blockyard.proto.v1 import inference_pb2
 
 
 def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:
-    """Return what is wrong, without quoting it, or None."""
+    """Return what is wrong with a structured output, without quoting it, or None."""
     kind = message.WhichOneof("kind")
     match kind:
         case "json_schema" | "regex":
@@ -61,7 +61,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def is_deeper_than(value: object, max_depth: int) -> bool:
-    """Compare the depth level by level, without recursion."""
+    """Return True if a JSON value is nested deeper than `max_depth` levels. Go level by level, without recursion."""
     level = [value]
     for _ in range(max_depth + 1):
         level = [child for item in level for child in _children(item)]

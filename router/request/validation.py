@@ -38,20 +38,21 @@ MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant"})
 MAX_NAMES_TOLD = 8
-"""Names of the served model in the error for another model."""
+"""The most names of the served model that the error for another model lists."""
 MAX_TOLD = 5
-"""Violations in the text of an error. Its details have all of them."""
+"""The most violations in the text of an error. Its details have all of them."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
 CONTEXTS_ENCODED = 2
-"""A prompt of more contexts than this is refused before all of it is encoded."""
+"""A prompt longer than this many context lengths is refused before all of it is encoded."""
 LEAST_TOKENS_ENCODED = 131_072
-"""Lower bound of that limit. Encoding this many tokens takes little time."""
+"""Prompts of at most this many tokens are encoded even if the context is short. That takes little time."""
 MAX_PROMPT_REPORT_BYTES = 8 * 1024 * 1024
-"""Most bytes of prompt_logprobs, which are sent in one message: half of the limit of a worker's stream."""
+"""Most bytes of prompt_logprobs, which are sent in one message. A router reads messages of up to 64 MiB from a
+worker."""
 LOGPROB_BYTES = 24
-"""Most bytes of a token's own entry in a message."""
+"""Most bytes of a prompt token's own entry in that message."""
 TOP_LOGPROB_BYTES = 14
-"""Most bytes of each top token beside it."""
+"""Most bytes of each top token in that entry."""
 
 PromptMessage = (
     inference_pb2.GenerateRequest
@@ -72,21 +73,23 @@ class ValidGeneration:
     priority: int
     """Lower values are served earlier."""
     session_id: str
-    """The conversation of the request. Empty: none."""
+    """Id of the request's conversation. Empty: none."""
     public_prefix: bool
-    """The prompt's prefix is shared with other tenants that do the same."""
+    """Share the prompt's cached prefix with all requests that set this, of whatever tenant."""
     policy: PolicyName | None
-    """None: the router's own."""
+    """Placement policy of the request. None: the router's own."""
     truncate_prompt_tokens: int | None
-    """The last tokens of the prompt to keep. -1: as many as leave room."""
+    """Number of last tokens of the prompt to keep. -1: as many as leave room for the output. None: all."""
     return_prompt_token_ids: bool
 
 
 def valid_generation(
     message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
 ) -> ValidGeneration:
-    """Check a request. Raises InvalidRequest with all violations, ContextLengthExceeded, UnknownModel or
-    Unsupported."""
+    """Check a request and return it with its defaults.
+
+    Raises InvalidRequest with all violations, ContextLengthExceeded, UnknownModel or Unsupported.
+    """
     check_model(message, facts)
     if message.HasField("lora_name"):
         raise Unsupported.of("lora_name", "is not supported yet")
@@ -113,13 +116,14 @@ def check_model(
     message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
     facts: ModelFacts,
 ) -> None:
-    """Raise UnknownModel. A request without the field takes the served model."""
+    """Raise UnknownModel if the request names a model that is not served. Without a name it means the served one."""
     if message.HasField("model"):
         check_model_name(message.model, facts)
 
 
 def check_model_name(name: str, facts: ModelFacts) -> None:
-    """Raise UnknownModel. The error repeats the name only if it has the form of a model's name."""
+    """Raise UnknownModel if no served model has this name. The error repeats only what has the form of a model's
+    name."""
     if name in facts.names:
         return
     asked = f"model `{name}`" if is_model_name(name) else "model asked for"
@@ -129,7 +133,8 @@ def check_model_name(name: str, facts: ModelFacts) -> None:
 
 
 def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: int) -> PromptInput:
-    """Return the prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded or Unsupported."""
+    """Return the checked prompt of any message that has one. Raises InvalidRequest, ContextLengthExceeded or
+    Unsupported."""
     match message.WhichOneof("input"):
         case "prompt":
             # Each access to the field builds the text again, which takes milliseconds for megabytes.
@@ -159,7 +164,7 @@ def valid_question(
     *,
     max_model_len: int,
 ) -> PromptInput:
-    """Return the prompt of a question about placement.
+    """Return the checked prompt of a LookupPrefix or ExplainPlacement request.
 
     Raises InvalidRequest with all violations, ContextLengthExceeded or Unsupported.
     """
@@ -171,9 +176,9 @@ def valid_question(
 
 
 def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the tenant that the metadata names, or "". Raises InvalidRequest.
+    """Return the tenant that the call's metadata names, or "". Raises InvalidRequest.
 
-    calls/bounds.py decides whether the caller may use it.
+    calls/bounds.py decides whether the caller may name it.
     """
     names = [value for key, value in metadata if key == headers.TENANT]
     if not names:
@@ -185,13 +190,13 @@ def valid_tenant(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def most_encoded_tokens(max_model_len: int) -> int:
-    """Return the most tokens that are encoded. A longer prompt is refused before all of it is encoded, even if
-    truncated."""
+    """Return the most tokens of a prompt that are encoded. A longer one is refused, even if the client asked to
+    truncate it."""
     return max(CONTEXTS_ENCODED * max_model_len, LEAST_TOKENS_ENCODED)
 
 
 def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
-    """Return how many of the prompt's tokens to keep, or None for all. Raises InvalidRequest."""
+    """Return how many of the prompt's last tokens to keep, or None for all. Raises InvalidRequest."""
     if valid.truncate_prompt_tokens != -1:
         return valid.truncate_prompt_tokens
     kept = max_model_len - (valid.sampling.max_tokens or 1)
@@ -224,7 +229,10 @@ def check_prompt_report(prompt_tokens: int, prompt_logprobs: int | None) -> None
 
 
 def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
-    """Check the length of texts before tokenizing, where megabytes of one client would delay all prompts."""
+    """Check that the texts can fit the context. Megabytes would otherwise delay the tokenizing of other prompts.
+
+    Raises ContextLengthExceeded.
+    """
     limit_bytes = facts.max_text_bytes(max_model_len)
     if text_bytes(*texts) > limit_bytes:
         raise ContextLengthExceeded(
@@ -245,7 +253,7 @@ def check_detokenize(
 
 
 def prompt_estimate(prompt: PromptInput) -> int:
-    """Return the number of prompt tokens, estimated from bytes if the client sent text."""
+    """Return the prompt's number of tokens, estimated from bytes if the client sent text."""
     match prompt:
         case TextPrompt(text):
             return estimate_tokens(text_bytes(text))
@@ -258,7 +266,7 @@ def prompt_estimate(prompt: PromptInput) -> int:
 def _valid_beside(
     violations: list[FieldViolation], message: PromptMessage, facts: ModelFacts, *, max_model_len: int
 ) -> PromptInput:
-    """Return the prompt. Raises its violations together with the given ones."""
+    """Return the checked prompt. Raises InvalidRequest with the prompt's violations and the given ones."""
     try:
         prompt = valid_prompt(message, facts, max_model_len=max_model_len)
     except InvalidRequest as invalid:
@@ -309,7 +317,7 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
 
 
 def _template_kwargs_problem(text: str) -> str | None:
-    """Return what is wrong, or None. The tokenizer process checks names that the template defines itself."""
+    """Return what is wrong with the template's variables, or None. The tokenizer process checks their names."""
     if not text:
         return None
     if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
@@ -372,7 +380,7 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
 
 
 def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:
-    """Return violations of `(field, was_sent, text)` triples."""
+    """Return the violations of fields that must hold an id, from `(field, was_sent, text)` triples."""
     return [
         FieldViolation(field=field, description=f"must be {NAME_RULE}, not empty")
         for field, was_sent, text in given

@@ -42,15 +42,15 @@ T = TypeVar("T")
 
 
 def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
-    """Return True if another worker takes requests without this one.
+    """Return True if a worker other than `worker_id` takes requests and will go on to do so.
 
-    `asked` are the workers whose drain was requested here. They may not have announced it yet.
+    `asked` are workers with a drain requested on this router, which they may not have announced yet.
     """
     return any(other != worker_id and other not in asked for other in ready)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """AdminService of one router. `principal` returns the name of the current caller."""
+    """AdminService of one router. `principal` returns the name of the current caller, for the audit log."""
 
     def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
         self._parts = parts
@@ -118,7 +118,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.FlushCacheRequest | admin_pb2.RebuildIndexRequest,
         context: Context,
     ) -> list[Any]:
-        """Ask the named worker, or all connected ones. A failure of one does not keep the others from being asked."""
+        """Pass a call on to the named worker, or to all connected ones at once, and return the answers.
+
+        Raises WorkerUnreachable if any of several failed, after all have been asked.
+        """
         if request.HasField("worker_id"):
             links = [self._link(request.worker_id)]
         else:
@@ -183,7 +186,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             )
 
     def _audit(self, method: str, about: str) -> None:
-        """Log names alone, which have passed their check: nothing of a prompt, and nothing that breaks a line."""
+        """Write the audit line of a call. `about` holds only checked names, so it cannot break the line."""
         logger.info("%s %s by %s", method, about, self._principal())
 
 

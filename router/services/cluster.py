@@ -94,7 +94,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Count a watch, which reads all workers at intervals. Raises Overloaded beyond MAX_WATCHES."""
+        """Count one watch for the life of the context. Raises Overloaded beyond MAX_WATCHES."""
         if self._num_watches >= MAX_WATCHES:
             raise Overloaded(f"{MAX_WATCHES} watches run already", retry_after_seconds=WATCH_RETRY_SECONDS)
         self._num_watches += 1
@@ -194,7 +194,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def _named(
         self, request: PrefixQuestion, context: Context
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
-        """Yield the prompt's length in tokens and the names of its full blocks. Admission is that of a generation."""
+        """Charge and tokenize the prompt. Yield its number of tokens and the names of its full blocks.
+
+        The charge and the deadline last for the life of the context.
+        """
         parts = self._parts
         prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
         salt, caller = request.cache_salt, self._bounds.caller(context)
@@ -222,8 +225,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 async def _ask(question: Callable[[], Awaitable[T]]) -> T:
-    """Return a worker's answer. Its refusals of the client's fields pass through. Any other failure is
-    WorkerUnreachable."""
+    """Return a worker's answer. Raises InvalidRequest if the worker refuses the page token, else WorkerUnreachable."""
     try:
         return await question()
     except ConnectionError:

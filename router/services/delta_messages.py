@@ -25,7 +25,7 @@ def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStre
 
 @dataclass(slots=True)
 class _Gathered:
-    """One output so far."""
+    """Pieces of one output that have arrived."""
 
     message: inference_pb2.Output
     texts: list[str] = field(default_factory=list)
@@ -43,7 +43,10 @@ class _Gathered:
 
 
 async def gathered(request_id: str, deltas: AsyncIterator[Delta]) -> inference_pb2.GenerateResponse:
-    """Return all outputs in order of index. The first one is repeated in the older fields for a single output."""
+    """Gather all deltas of a request into one response, with its outputs in order of index.
+
+    The first output is repeated in the response's older fields, which hold a single one.
+    """
     response = inference_pb2.GenerateResponse(request_id=request_id)
     outputs: dict[int, _Gathered] = {}
     async for delta in deltas:

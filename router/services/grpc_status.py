@@ -25,7 +25,7 @@ CODES: dict[type[RouterError], grpc.StatusCode] = {
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-"""Codes of the tree's first level. A subclass has its parent's code."""
+"""Codes by error. A subclass that is not listed has its parent's code."""
 
 
 def code_of(error: RouterError) -> grpc.StatusCode:
@@ -51,7 +51,7 @@ def rpc_status(error: RouterError) -> status_pb2.Status:
 
 
 def trailing_metadata(error: RouterError) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the details, and the retry delay that gRPC's own retries obey."""
+    """Return the error's details as metadata, with the retry delay in the form that gRPC's own retries obey."""
     metadata: list[tuple[str, str | bytes]] = [
         (headers.STATUS_DETAILS, rpc_status(error).SerializeToString())
     ]

@@ -73,7 +73,7 @@ def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
 
 
 def model_message(parts: RouterParts) -> inference_pb2.Model:
-    """Return the cluster's one model. Before any worker has come, block_size is 0: unknown."""
+    """Return the cluster's one model. Its block_size is 0 until the first worker has come."""
     identity = parts.fleet.identity
     return inference_pb2.Model(
         id=parts.facts.name,

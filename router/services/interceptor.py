@@ -32,7 +32,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 LASTING_METHODS = frozenset(
     {"/grpc.health.v1.Health/Watch", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 )
-"""Calls that the client ends. Nothing else bounds their number."""
+"""Calls that last until the client ends them. Only the limits below bound their number."""
 MAX_LASTING = 256
 """Most calls of each such method at once."""
 MAX_LASTING_A_CLIENT = 32
@@ -40,7 +40,7 @@ LASTING_RETRY_SECONDS = 5.0
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates calls. The handler finds its caller in PRINCIPAL."""
+    """Authenticates calls, and refuses those without permission. The handler finds its caller in PRINCIPAL."""
 
     def __init__(self, gate: CallGate) -> None:
         self._gate = gate
@@ -74,7 +74,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         """`message_bytes` is the largest message that the server reads."""
         self._gate, self._intake, self._message_bytes = gate, intake, message_bytes
         self._num_lasting: Counter[tuple[str, str]] = Counter()
-        """Number of calls by method and client. The client "" stands for all clients of a method."""
+        """Number of lasting calls that run, by method and client. The client "" stands for all clients of a method."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -98,7 +98,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         return make(behave, request_deserializer=None, response_serializer=handler.response_serializer)
 
     def _bounded(self, inner: Callable[[Context], Awaitable[Any]], method: str) -> Behaviour:
-        """Return a handler that reads its own messages. Its exceptions become statuses."""
+        """Return `inner` as a handler whose exceptions become statuses. A lasting method also has a bounded number of
+        calls."""
 
         async def behave(_: AsyncIterator[bytes], context: Context) -> Any:
             try:
@@ -152,7 +153,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _lasting(self, method: str, client: str) -> Iterator[None]:
-        """Count a long call. Raises Overloaded beyond its limits."""
+        """Count a lasting call for the life of the context. Raises Overloaded beyond the limits of its method."""
         everybody, own = (method, ""), (method, client)
         for key, most, whose in (
             (own, MAX_LASTING_A_CLIENT, " of this client"),

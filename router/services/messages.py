@@ -54,7 +54,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
 
 
 def timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worker]:
-    """Return the workers without the fields that change by themselves."""
+    """Return copies of the workers without the fields that change with time alone."""
     workers = []
     for worker in message.workers:
         copy = cluster_pb2.Worker()

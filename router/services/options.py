@@ -18,7 +18,7 @@ IDLE_SECONDS = 300
 """A connection without a call for this long is closed. gRPC clients connect again with their next call."""
 MIN_MESSAGE_BYTES = 8 * 2**20
 BESIDE_TEXT_BYTES = 2**20
-"""Part of a message for schemas, biases and lists of tokens."""
+"""Room in a message for schemas, biases and lists of tokens, beside the prompt's text."""
 SERVER_OPTIONS = (
     # The limit of our client: one response may have log-probabilities of many outputs.
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
@@ -49,7 +49,7 @@ SERVER_OPTIONS = (
 
 
 def server_options(*, text_bytes: int) -> Sequence[tuple[str, int]]:
-    """Return the options of a router whose prompts have at most this many bytes of text."""
+    """Return the server options of a router whose prompts have at most `text_bytes` bytes."""
     return (
         *SERVER_OPTIONS,
         ("grpc.max_receive_message_length", max_message_bytes(text_bytes)),
@@ -58,11 +58,13 @@ def server_options(*, text_bytes: int) -> Sequence[tuple[str, int]]:
 
 
 def max_message_bytes(text_bytes: int) -> int:
-    """Return the largest message to read. A prompt somewhat too long is still read, and refused with a clear error."""
+    """Return the size of the largest message to read. A prompt that is a little too long still fits, for a clear
+    refusal."""
     return min(max(text_bytes + BESIDE_TEXT_BYTES, MIN_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
 
 
 def max_connections() -> int:
-    """Return the limit per port. There are two ports, and half of the process's files stay free for other uses."""
+    """Return the most connections per port. With two ports, half of the process's file descriptors stay free for
+    others."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 4)

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of sampling parameters that a request does not set. A model may bring its own."""
+    """Values of the sampling parameters that a request does not set. The model's generation_config.json may change
+    them."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -41,12 +42,12 @@ class ModelFacts:
     names: tuple[str, ...]
     """Names that requests may use. The first is the model's id, which responses have."""
     vocab_size: int
-    """Token ids below this are known to both tokenizer and model."""
+    """Number of token ids that both tokenizer and model know: all ids below it."""
     max_position_embeddings: int
     """The model's context. Workers may serve a shorter one."""
     eos_token_ids: frozenset[int]
     longest_token_bytes: int
-    """Most bytes of text that one token stands for."""
+    """Upper bound of the bytes of text that one token stands for."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property
@@ -55,7 +56,7 @@ class ModelFacts:
         return self.names[0]
 
     def max_text_bytes(self, num_tokens: int) -> int:
-        """Return the most bytes that a text of this many tokens can have."""
+        """Return an upper bound of the bytes of a text of this many tokens."""
         return num_tokens * self.longest_token_bytes
 
 
@@ -123,7 +124,11 @@ def _is_default(name: str, value: object) -> bool:
 
 
 def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return an upper bound. Vocabularies spell some bytes, such as a space, with a character of two or three bytes."""
+    """Return an upper bound of the bytes of text that one token stands for.
+
+    It counts the bytes of the vocabulary's spelling, in which some bytes, such as a space, are a character of two or
+    three bytes.
+    """
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalises = backend is None or backend.normalizer is not None

@@ -1,4 +1,4 @@
-"""Tokenizer process: renders, encodes and names prompts; and the connection to it.
+"""Tokenizer process, and the connection to it. The process renders and encodes prompts, and names their blocks.
 
 Owns the process from start to end: it answers questions in order and ends with its parent. Does not own deadlines or
 what follows a death (service.py), or what is computed (prompts.py).
@@ -42,7 +42,7 @@ from blockyard.router.tokenizing.wire import (
 )
 
 MAX_EXTRA_BYTES = 2 * 2**30
-"""Address space beyond what is in use once the tokenizer is loaded."""
+"""Address space that the process may use beyond what it has once the tokenizer is loaded."""
 
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -54,7 +54,7 @@ class ProcessDied(Exception):
 
 
 class TokenizerProcess:
-    """One tokenizer process. It begins to load the tokenizer at once. Call `connect` before `prepare`."""
+    """The router's handle of one tokenizer process, which begins to load at once. Call `connect` before `prepare`."""
 
     def __init__(self, path: str, chat_template: str | None = None) -> None:
         self._socket, theirs = socket.socketpair()
@@ -76,19 +76,21 @@ class TokenizerProcess:
         return self._process.pid
 
     async def connect(self) -> asyncio.Future[Any]:
-        """Return a future that ends when the tokenizer is loaded. It raises OSError, ValueError or ProcessDied."""
+        """Connect, and return a future that ends when the tokenizer is loaded. It raises OSError, ValueError or
+        ProcessDied."""
         if self._wire is None:
             wire = self._wire = _Wire()
             await asyncio.get_running_loop().create_connection(lambda: wire, sock=self._socket)
         return self._wire.ready
 
     def prepare(self, question: Question) -> asyncio.Future[Prepared]:
-        """Return a future of the prepared prompt. It raises PromptError, TokenizingError or ProcessDied."""
+        """Send a question, and return the future of its prepared prompt. It raises PromptError, TokenizingError or
+        ProcessDied."""
         assert self._wire is not None
         return self._wire.ask(question)
 
     def end(self) -> None:
-        """Kill the process. Its calls end with ProcessDied."""
+        """Kill the process. Unanswered questions end with ProcessDied."""
         self._process.kill()
         threading.Thread(target=self.join, daemon=True).start()  # the caller need not wait for the end
         if self._wire is not None:
@@ -102,8 +104,8 @@ class TokenizerProcess:
 
 
 class _Wire(asyncio.Protocol):
-    """The router's end of the connection. Answers arrive in the order of the questions, after the message of
-    readiness."""
+    """The router's end of the connection. First it receives that the tokenizer is loaded, then answers in the order of
+    the questions."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -149,7 +151,7 @@ def _resolve(future: asyncio.Future[Any], answer: object) -> None:
 
 
 def _serve(connection: socket.socket, path: str) -> None:
-    """Run the process."""
+    """Run the process: load the tokenizer, report it, and answer questions until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     # transformers imports torch if it can. That takes 2 s and 200 MB, and no tokenizer needs it.
@@ -170,7 +172,7 @@ def _serve(connection: socket.socket, path: str) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the memory: a template may write gigabytes before its deadline."""
+    """Limit the process's memory: a chat template may write gigabytes before the deadline."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     most = pages * resource.getpagesize() + MAX_EXTRA_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -38,11 +38,11 @@ class PromptError(ValueError):
 
 
 class TemplateKwargsError(PromptError):
-    """The variables for the chat template are wrong."""
+    """The client's variables for the chat template are wrong."""
 
 
 class PromptTooLong(PromptError):
-    """The prompt has clearly more tokens than allowed. It was not encoded to its end."""
+    """The prompt has more tokens than allowed. Counting stopped there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +89,13 @@ _Segments = tuple[list[str], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat in the form that its template gets."""
+    """A chat in the form that the tokenizer's chat template takes."""
 
     messages: list[dict[str, str]]
     kwargs: Any
-    """Variables by name, as JSON values."""
+    """Further variables for the template by name, as JSON values."""
     options: Mapping[str, Any]
-    """Further arguments of `apply_chat_template`."""
+    """Further keyword arguments of `apply_chat_template`."""
 
     @classmethod
     def of(cls, prompt: ChatPrompt) -> _Chat:
@@ -108,7 +108,10 @@ class _Chat:
         return cls(messages, kwargs, {name: getattr(prompt, name) for name in names})
 
     def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> _Chat:
-        """Return a chat with changed contents, names and strings of `kwargs`. Empty ones stay as they are."""
+        """Return a copy with contents changed by `content`, and names and strings of `kwargs` by `other`.
+
+        Empty ones stay as they are.
+        """
         messages = [
             {
                 "role": message["role"],
@@ -167,8 +170,10 @@ class PromptEncoder:
         self._start_ids, self._end_ids = self._frame()
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
-        """Return the prompt's token ids, at least one. Raises PromptError; PromptTooLong for far more than
-        `max_tokens`."""
+        """Return the prompt's token ids, at least one.
+
+        Raises PromptTooLong for a text with far more than `max_tokens`, and PromptError for other faults.
+        """
         match prompt:
             case TextPrompt(text):
                 if not text:
@@ -187,7 +192,10 @@ class PromptEncoder:
         return token_ids
 
     def _check_length(self, texts: Sequence[str], max_tokens: int | None) -> None:
-        """Count the tokens of long texts in pieces until there are too many. A cut may add a few tokens."""
+        """Count the tokens of long texts in pieces. Raises PromptTooLong as soon as there are too many.
+
+        A cut between pieces may add a few tokens.
+        """
         if max_tokens is None or sum(len(text) for text in texts) <= CHARACTERS_A_TOKEN * max_tokens:
             return
         num_tokens = 0
@@ -216,7 +224,7 @@ class PromptEncoder:
         return token_ids
 
     def _template_control(self, chat: _Chat, segments: _Segments | None) -> list[int]:
-        """Return the control tokens that the template itself writes around these texts."""
+        """Return the control tokens, in order, that the template itself writes around the chat's texts."""
         if segments is not None:
             return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
 
@@ -274,7 +282,8 @@ class PromptEncoder:
         return str(rendered)
 
     def _spell(self, text: str) -> list[int]:
-        """Return the token ids of a text in which nothing is a control token."""
+        """Return the token ids of a text, with its control tokens spelled as ordinary text. Raises PromptError if they
+        cannot be."""
         for pieces in ([text], self._cut.split(text)):
             token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
             if not self._control(token_ids):
@@ -292,7 +301,8 @@ class PromptEncoder:
         return [token_id for token_id in token_ids if token_id in self._control_ids]
 
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Return what the tokenizer puts before and after a plain text, such as a beginning-of-sequence token."""
+        """Return the token ids that the tokenizer puts before and after a text, such as a beginning-of-sequence
+        token."""
         framed, bare = self._encode("a", frame=True), self._encode("a")
         start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         return framed[:start], framed[start + len(bare) :]

@@ -1,4 +1,4 @@
-"""Tokenizer service: runs processes that render, encode and name prompts, to keep that work off the event loop.
+"""Tokenizer service: runs processes that render and encode prompts and name their blocks, off the event loop.
 
 Owns the lanes for short and long texts, fairness between clients, and a deadline per call. It also owns the loaded
 spare process, which replaces one that hangs or dies. process.py has the process itself. Decoding is small work and runs
@@ -59,15 +59,15 @@ LONG_TIMEOUT_FACTOR = 4
 """Deadline of the slow lane, as a multiple of the fast lane's. Its process has a low priority."""
 SLOW_NICENESS = 10
 SPARE_DELAY_SECONDS = 10.0
-"""Time from the service's start to its spare process's, which then does not slow the start down."""
+"""Time between the start of the service and that of its spare process, which must not slow the former down."""
 MAX_START_DEATHS = 3
-"""Processes that may die in a row while they load, before a call fails."""
+"""Number of processes that die in a row while they load, until a call fails."""
 QUANTUM_CHARACTERS = 4096
-"""Characters that one visit adds to a client's budget."""
+"""Characters that one visit adds to a client's budget (admission/fair_queue.py)."""
 
 
 class TokenizingTimeout(TokenizingError):
-    """The prompt took longer than one call may. The process was replaced."""
+    """A prompt, or the start of a process, took too long. The process was replaced."""
 
 
 class TokenizerService:
@@ -162,10 +162,11 @@ class TokenizerService:
         max_tokens: int | None = None,
         keep_last: int | None = None,
     ) -> Prepared:
-        """Return token ids and, with a root, block names. Raises PromptError or TokenizingError.
+        """Return a prompt's token ids and, with a root, its block names. Raises PromptError or TokenizingError.
 
-        Clients alternate by their name. A prompt that clearly has more than `max_tokens` raises PromptTooLong before
-        all of it is encoded. One with only a few more may pass. The last `keep_last` tokens are kept.
+        Waiting clients take turns by the name `client`. A text that clearly has more than `max_tokens` raises
+        PromptTooLong before all of it is encoded. One with only a few more may pass. Only the last `keep_last` tokens
+        are kept.
         """
         question = Question(
             prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
@@ -187,7 +188,7 @@ class TokenizerService:
 
 
 def _text_characters(prompt: PromptInput) -> int:
-    """Return the characters to encode. Token ids are only packed, which costs almost nothing."""
+    """Return the number of characters to encode: 0 for token ids, which are only packed."""
     match prompt:
         case TextPrompt(text):
             return len(text)
@@ -198,17 +199,17 @@ def _text_characters(prompt: PromptInput) -> int:
 
 
 class _Lane:
-    """Seats for calls of one kind. Clients alternate."""
+    """Seats (processes) for calls of one kind, short or long. Waiting clients take turns."""
 
     def __init__(self, seats: Sequence[_Seat]) -> None:
         self._idle = list(seats)
         self._waiting = TenantQueues(quantum_tokens=QUANTUM_CHARACTERS)
         self._futures: dict[int, asyncio.Future[_Seat]] = {}
-        """Futures of waiting calls, by number of ticket."""
+        """Futures of waiting calls, by their ticket's number."""
         self._numbers = itertools.count()
 
     async def take(self, client: str, num_characters: int) -> _Seat:
-        """Wait for a seat. Return it with `give`."""
+        """Wait for a free seat. The caller gives it back by `give`."""
         number = next(self._numbers)
         ticket = Ticket(rank=number, number=number, tenant=client, cost_tokens=num_characters)
         future: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
@@ -238,7 +239,7 @@ class _Lane:
 
 
 class _Spare:
-    """A process that loads the tokenizer in advance."""
+    """Spare process, which loads the tokenizer before it is needed."""
 
     def __init__(self, path: str, chat_template: str | None, *, delay_seconds: float) -> None:
         self._path = path
@@ -248,11 +249,11 @@ class _Spare:
         self.process: TokenizerProcess | None = None
 
     def begin(self) -> None:
-        """Start the process after the delay. Each one taken is replaced at once."""
+        """Start the spare after the delay. Each spare that is taken is replaced at once."""
         self._timer = asyncio.get_running_loop().call_later(self._delay_seconds, self._start)
 
     def take(self) -> TokenizerProcess:
-        """Return the spare, or else a process that begins to load now."""
+        """Return the spare and start another, or without a spare return a process that begins to load now."""
         process, self.process = self.process, None
         if process is None:
             return TokenizerProcess(self._path, self._chat_template)
@@ -281,11 +282,11 @@ class _Timeouts:
 class _Call:
     future: asyncio.Future[Prepared]
     deadline: float
-    """On the event loop's clock."""
+    """Time on the event loop's clock at which the call has taken too long."""
 
 
 class _Seat:
-    """Holds one process, and its replacement after it dies. One caller at a time."""
+    """Place of one process, which is replaced when it dies or hangs. One caller at a time."""
 
     def __init__(self, spare: _Spare, timeouts: _Timeouts, *, niceness: int = 0) -> None:
         self._spare = spare
@@ -324,7 +325,10 @@ class _Seat:
         raise TokenizingError("the tokeniser process died twice on one prompt")
 
     async def ready(self) -> TokenizerProcess:
-        """Return the process once it has loaded. Raises what prevents loading, or TokenizingError."""
+        """Wait until the process has loaded, and return it. Replace one that dies or loads too long.
+
+        Raises what prevents loading, or TokenizingError.
+        """
         for _ in range(MAX_START_DEATHS):
             if self.process is None:
                 self.open()
@@ -354,7 +358,7 @@ class _Seat:
         raise TokenizingTimeout(f"tokenising took over {self._timeouts.call_seconds:g} s")
 
     async def _finish_last_call(self) -> None:
-        """Wait until a call without a caller ends, so that its time does not count against the next."""
+        """Wait until a cancelled call has ended, so that its time does not count against the next one."""
         if self._last_call is not None:
             with suppress(TokenizingError, PromptError, ProcessDied):
                 await self._outcome(self._last_call)

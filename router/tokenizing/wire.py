@@ -37,17 +37,17 @@ class TokenizingError(RuntimeError):
 class Question:
     prompt: PromptInput
     root: bytes | None
-    """Name before the first block's. Without it no block is named."""
+    """Start of the chain of block names. None: name no blocks."""
     block_size: int
     max_tokens: int | None = None
-    """A prompt with clearly more tokens is refused."""
+    """A text with clearly more tokens is refused."""
     keep_last: int | None = None
-    """A prompt with more tokens keeps its last ones."""
+    """A prompt with more tokens than this keeps only its last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prompt in the form of the engine session's Submit."""
+    """A prompt as the Submit message to a worker has it."""
 
     token_ids: bytes
     """Packed little-endian int32."""
@@ -57,7 +57,7 @@ class Prepared:
 
 
 Answer: TypeAlias = Prepared | Exception | None
-"""None reports that the tokenizer is loaded."""
+"""The process's reply to a question. None reports that the tokenizer is loaded."""
 _ERRORS: dict[str, type[Exception]] = {
     "long": PromptTooLong,
     "kwargs": TemplateKwargsError,
@@ -66,11 +66,11 @@ _ERRORS: dict[str, type[Exception]] = {
     "os": OSError,
     "value": ValueError,
 }
-"""Subclasses come before their bases. Any other error arrives as a ValueError."""
+"""Errors by their name in a frame. Subclasses come before their bases. Any other error arrives as a ValueError."""
 
 
 class Frames:
-    """Joins pieces of a byte stream to the contents of frames."""
+    """Joins the pieces of a byte stream and splits them into the contents of frames."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -93,7 +93,7 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 
 def start_frame(chat_template: str | None) -> bytes:
-    """Return the first frame. `chat_template` replaces the tokenizer's own."""
+    """Return the router's first frame. `chat_template` replaces the tokenizer's own."""
     return _frame({"chat_template": chat_template}, b"")
 
 
@@ -148,7 +148,7 @@ def parse_question(content: bytes) -> Question:
 
 
 def _encoded(text: str) -> bytes:
-    """Encode any text, also with lone surrogates."""
+    """Return any text as UTF-8, even one with lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -19,14 +19,14 @@ Piece = Delta | inference_pb2.Output
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Details of a piece that the client wants."""
+    """Optional details of each piece: which of them the client wants."""
 
     logprobs: bool
     token_ids: bool
     special_tokens: bool
 
     def rest(self, piece: Piece) -> dict[str, Any]:
-        """Return what both routes add to a piece."""
+        """Return the fields of a choice that both routes have: how the output ended, and its token ids if wanted."""
         return _end(piece) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
 
 
@@ -41,7 +41,7 @@ class ChatChoices:
         return {"index": output.index, "message": message, **self._rest(output)}
 
     def piece(self, delta: Delta) -> dict[str, Any]:
-        """Return a piece as a choice. The first one of an output has the role."""
+        """Return a delta as a choice of a chunk. The first one of an output has the role."""
         said = {"content": delta.text} if delta.text or delta.index not in self._begun else {}
         role = {} if delta.index in self._begun else {"role": "assistant"}
         self._begun.add(delta.index)
@@ -72,7 +72,7 @@ class CompletionChoices:
 
 
 Choices = ChatChoices | CompletionChoices
-"""Choices of one call."""
+"""Makes the choices of one call, in the form of its route."""
 
 
 def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
@@ -91,7 +91,8 @@ def shows_special(wanted: Wanted) -> bool:
 
 
 def _end(piece: Piece) -> dict[str, Any]:
-    """Return why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or token."""
+    """Return the fields that say why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or
+    token."""
     finish = piece.finish
     if finish is None:
         return {"finish_reason": None}

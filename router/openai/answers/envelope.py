@@ -18,10 +18,10 @@ class Tally:
     def __init__(self, outputs_a_prompt: int) -> None:
         self._outputs_a_prompt = outputs_a_prompt
         self._counts: dict[int, tuple[int, int]] = {}
-        """Number of tokens and of cached tokens, by prompt."""
+        """Number of tokens and of cached tokens of each prompt, by its index in the call."""
         self._completion_tokens = 0
         self.prompts: dict[int, Sequence[int]] = {}
-        """Token ids, by index of the output."""
+        """Token ids of the prompt, by index of its output. Empty unless the client wants them."""
 
     def add(self, delta: Delta) -> None:
         self._counts[delta.index // self._outputs_a_prompt] = delta.prompt_tokens, delta.cached_tokens
@@ -30,7 +30,7 @@ class Tally:
             self.prompts[delta.index] = delta.prompt_token_ids
 
     async def of(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """Count the deltas that pass."""
+        """Yield the deltas, and add each."""
         async for delta in deltas:
             self.add(delta)
             yield delta
@@ -48,13 +48,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """Envelope of one call."""
+    """Makes the answer or the chunks of one call around its choices."""
 
     wanted: Wanted
     request_id: str
     model: str
     created: int
-    """Unix seconds."""
+    """Time of the call in Unix seconds."""
 
     def whole(self, choices: list[dict[str, Any]], tally: Tally) -> dict[str, Any]:
         answer = {**self._head(WHOLE), "choices": choices, "usage": tally.usage()}
@@ -74,7 +74,7 @@ class Envelope:
         return {**self._head(CHUNK), "choices": [], "usage": tally.usage()}
 
     def _with_prompts(self, answer: dict[str, Any], prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-        """Add the prompts' tokens where vLLM has them: once for a chat, else in each choice."""
+        """Return the answer with the prompts' token ids where vLLM has them: once for a chat, else in each choice."""
         if self.wanted.route == "chat":
             return answer | ({"prompt_token_ids": list(prompts[0])} if 0 in prompts else {})
         for choice in answer["choices"]:

@@ -26,7 +26,7 @@ def _entry(token: TokenLogprob | TopLogprob, texts: TokenTexts) -> dict[str, Any
 
 
 class CompletionLogprobs:
-    """Log-probabilities of one output, piece by piece. It tracks the character at which each token begins."""
+    """Log-probabilities of one output, piece by piece, with the character of the text at which each token begins."""
 
     def __init__(self, texts: TokenTexts, *, shows_special: bool) -> None:
         self._texts = texts
@@ -35,7 +35,8 @@ class CompletionLogprobs:
         self._num_chars = 0
 
     def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the entries of these tokens. NaN, as for a prompt's first token, becomes null."""
+        """Return the `logprobs` object of the output's next tokens. NaN, as for a prompt's first token, becomes
+        null."""
         return {
             "tokens": [self._texts.of(token.token_id)[0] for token in tokens],
             "token_logprobs": [None if isnan(token.logprob) else _finite(token.logprob) for token in tokens],
@@ -44,8 +45,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
-        """Return the top tokens by text. If two have the same text, as parts of characters do, the likelier one
-        stays."""
+        """Return the log-probabilities of the top tokens, by text. Of two with the same text, such as parts of
+        characters, keep the likelier one."""
         top: dict[str, float] = {}
         for other in token.top:
             top.setdefault(self._texts.of(other.token_id)[0], _finite(other.logprob))

@@ -1,8 +1,8 @@
-"""Outputs of a call as one stream of deltas. Their indexes run through the prompts, n for each prompt.
+"""Outputs of all prompts of a call as one stream of deltas. Prompt number p has the indexes from p*n to p*n + n - 1.
 
 Each prompt is a request of its own, and several prompts run in a task each. The first failure ends them all. The number
-of outputs at once is bounded: the next prompt starts when one has ended, behind all newer requests of others. So a call
-of many prompts delays no other call.
+of outputs at once is bounded: the next prompt starts when one has ended, behind all requests that came meanwhile. So a
+call of many prompts delays no other call.
 
 If a limit refuses the first prompt, the whole call is refused. A later prompt waits instead, because the call has done
 work by then. Does not own the work of a request (calls/generating.py).
@@ -21,7 +21,10 @@ from blockyard.router.openai.requests.wanted import Wanted
 
 @asynccontextmanager
 async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Yield the stream of deltas. Raises what `Calls.deltas` raises, in a group for several prompts."""
+    """Run the call's prompts and yield the stream of their deltas.
+
+    Raises what `Calls.deltas` raises, in a group for several prompts.
+    """
     if len(wanted.requests) == 1:
         async with calls.deltas(wanted.requests[0], context) as (_, deltas):
             yield deltas

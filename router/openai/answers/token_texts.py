@@ -19,7 +19,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Texts of tokens, shared by one gateway."""
+    """Maps single tokens to their texts and bytes, for all calls of one gateway."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -51,7 +51,10 @@ class TokenTexts:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character in byte-level vocabularies (GPT-2): itself if visible, else from U+0100 on."""
+    """Return the byte that each character stands for in byte-level vocabularies (GPT-2).
+
+    A visible character stands for its own byte, and those from U+0100 on stand for the other bytes.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {

@@ -18,15 +18,15 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 
 BODY_SECONDS = 30.0
-"""Deadline for the whole body."""
+"""Deadline for the whole body to arrive."""
 BASE_BYTES = 512 * 1024
 """Room for schemas, biases and lists of tokens."""
 BYTES_PER_TOKEN = 16
 """Bytes per token of the context: text with each character escaped, or ids, with some room."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""The limit of gRPC's messages."""
+"""Largest body, as large as the largest message over gRPC."""
 FREE_BYTES = 64 * 1024
-"""Uncharged bytes of each body. An ordinary body is accepted however many large ones are being sent."""
+"""First bytes of each body, which are not charged. So a small body is accepted however many large ones are arriving."""
 MAX_PARTS = 20_000
 """Most objects, arrays and fields. A schema of 64 KiB has no more."""
 BASE_VALUES = 128 * 1024
@@ -45,7 +45,7 @@ def max_values(max_model_len: int) -> int:
 
 
 async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int) -> dict[str, Any]:
-    """Return the body as a JSON object. `charge` grows with the body.
+    """Read the body and return it as a JSON object. `charge` grows with the bytes that arrive.
 
     Raises InvalidRequest, BodyTooLarge, BodyTooSlow, Overloaded or UnsupportedMediaType.
     """
@@ -62,7 +62,7 @@ async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int)
 
 
 def parse_json(raw: bytes, *, most_values: int) -> dict[str, Any]:
-    """Parse a JSON object. Raises InvalidRequest."""
+    """Parse a JSON object with at most this many values. Raises InvalidRequest."""
     _check_parts(raw, most_values)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)

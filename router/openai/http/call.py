@@ -31,13 +31,13 @@ class CallNotes:
 
     request_id: str
     ignored: tuple[str, ...] = ()
-    """Fields of its body that have no effect."""
+    """Fields of the call's body that have no effect."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Maps fields of GenerateRequest to the names that the call's body has for them."""
 
 
 def own_headers(notes: CallNotes) -> dict[str, str]:
-    """Return the headers of every response. aiohttp would name itself and its version."""
+    """Return the headers that every response has. Without `Server`, aiohttp would name itself and its version."""
     headers = {"Server": "blockyard", REQUEST_ID: notes.request_id}
     return headers | ({IGNORED: ", ".join(notes.ignored)} if notes.ignored else {})
 
@@ -46,9 +46,9 @@ def own_headers(notes: CallNotes) -> dict[str, str]:
 class HttpCall:
     metadata: tuple[tuple[str, str | bytes], ...]
     deadline: float
-    """On the monotonic clock. One deadline for all prompts of the call."""
+    """Time on the monotonic clock by which the call must end, with all its prompts."""
     address: str = ""
-    """In the form that gRPC has."""
+    """Address of the client, as gRPC writes it: "ipv4:127.0.0.1:1234"."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self.metadata
@@ -61,7 +61,7 @@ class HttpCall:
 
 
 def http_call(request: BaseRequest, *, default_timeout_seconds: float) -> HttpCall:
-    """Return the request as a call. Raises InvalidRequest."""
+    """Return the call's headers, deadline and address. Raises InvalidRequest for a wrong timeout."""
     written = request.headers.get(TIMEOUT_SECONDS)
     seconds = default_timeout_seconds if written is None else _timeout(written)
     return HttpCall(

@@ -25,12 +25,12 @@ EXPOSED = (
     *(REQUEST_ID, IGNORED, RETRY_AFTER, RETRY_AFTER_MS),
     *(f"{header}-{kind}" for header in (RATE_LIMIT, RATE_REMAINING, RATE_RESET) for kind in KINDS),
 )
-"""Headers of an answer that scripts may read."""
+"""Headers of an answer that a web page's scripts may read."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?: *, *[A-Za-z0-9-]{1,64}){0,63}")
 
 
 def cors_headers(origins: Sequence[str], request: BaseRequest) -> dict[str, str]:
-    """Return the CORS headers of an answer."""
+    """Return the CORS headers of an answer: none if no origins are configured."""
     if not origins:
         return {}
     headers = {"Vary": "Origin"}

@@ -29,9 +29,9 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     Code.UNAVAILABLE: (503, "server_error"),
     Code.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-"""HTTP status and OpenAI's error type."""
+"""HTTP status and OpenAI's error type, by gRPC code."""
 WORTH_RETRYING = frozenset({Code.RESOURCE_EXHAUSTED, Code.UNAVAILABLE})
-"""Sent as x-should-retry. Without it OpenAI's client would retry every 409 and 5xx, also a poison."""
+"""Codes for which x-should-retry is true. Without it OpenAI's client would retry every 409 and 5xx, also a poison."""
 JSON_NAMES: dict[str, str] = {
     "sampling.include_stop_in_output": "include_stop_str_in_output",
     "sampling.structured_output": "response_format",
@@ -39,7 +39,7 @@ JSON_NAMES: dict[str, str] = {
     "chat.template_kwargs": "chat_template_kwargs",
     "request_id": REQUEST_ID,
 }
-"""JSON names of fields of GenerateRequest, where dropping `sampling.` is not enough."""
+"""JSON names of the fields of GenerateRequest whose name is not just that without `sampling.` or `chat.`."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -96,7 +96,7 @@ def error_body(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> dict[
 
 
 def _renamed(message: str, field: str, name: str) -> str:
-    """Replace a field's name, except between backticks: a model may have the name of a field."""
+    """Return the message with a field's name replaced, except between backticks, where the name of a model stands."""
     return re.sub(rf"`[^`]*`|\b{field}\b", lambda found: name if found[0] == field else found[0], message)
 
 
@@ -113,7 +113,7 @@ def error_headers(error: RouterError) -> dict[str, str]:
 
 
 def json_name(field: str, names: Mapping[str, str] = NO_NAMES) -> str:
-    """Return the name of a field in this API."""
+    """Return the JSON name of a field of GenerateRequest. `names` are those that the client's body has for them."""
     for known, name in {**JSON_NAMES, **names}.items():
         if field == known or field.startswith(known + "."):
             return name + field[len(known) :]

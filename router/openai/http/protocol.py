@@ -24,13 +24,13 @@ from blockyard.router.openai.http.errors import (
 from blockyard.router.openai.http.json_response import encoded, error_response
 
 IDLE_SECONDS = 75.0
-"""Longest silence between two requests of a connection."""
+"""Longest silence between two requests of a connection, after which it is closed."""
 HEAD_SECONDS = 15.0
 """Deadline of a request's head, from its first byte. For the first head it counts from the start of the connection."""
 MAX_HEAD_BYTES = 32 * 1024
 RETRY_SECONDS = 5.0
 LINGER_SECONDS = 2.0
-"""Time for which the rest of a refused body is read, so that the client receives the answer."""
+"""Time for which the rest of a refused body is still read, without which the client may miss the answer."""
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 64
 
@@ -42,7 +42,7 @@ class _Connection(RequestHandler):
         super().__init__(manager, **options)
         self._connections = manager
         self._head_bytes = 0
-        """Bytes of a head that is not complete yet."""
+        """Bytes that have arrived of a head that is not complete."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -111,7 +111,7 @@ class _Connection(RequestHandler):
             self.force_close()  # a client that has sent nothing gets no answer
 
     def _end_with(self, answer: RouterError) -> None:
-        """Answer data that is not a complete request, and close the connection."""
+        """Send an error for data that is not a complete request, and close the connection."""
         self._stop_head_timer()
         if self.transport is None:
             return
@@ -142,12 +142,12 @@ class _Connection(RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Log the type alone: the text may quote the client. calls/gate.py logs failures of handlers."""
+        """Log only an exception's type: its text may quote the client. calls/gate.py logs failures of handlers."""
         logger.error("a connection has failed: %s", type(options.get("exc_info")).__name__)
 
 
 class Connections(Server):
-    """Protocol factory of the port. A handler is cancelled when its client disconnects."""
+    """Makes the protocol of each connection to the port. A handler is cancelled when its client disconnects."""
 
     def __init__(
         self, handler: Callable[[BaseRequest], Awaitable[StreamResponse]], *, most_connections: int

@@ -13,7 +13,8 @@ from blockyard.router.openai.http.call import http_call
 
 
 def rate_headers(bounds: CallBounds, request: BaseRequest) -> dict[str, str]:
-    """Return the headers of the bucket with the least left, the token's or the tenant's. Empty if no limit applies."""
+    """Return headers about the limit with the least left, the API token's or the tenant's. Empty if no limit
+    applies."""
     if PRINCIPAL.get() is None:
         return {}
     try:

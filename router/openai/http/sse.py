@@ -1,6 +1,6 @@
 """Server-sent events: a stream whose status waits for its first event. An error before that gets its own status.
 
-Owns the pace of the last events. Does not own it while output arrives (generation/client_buffer.py).
+Owns the time limit of the last events. Does not own the one while output arrives (generation/client_buffer.py).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class EventStream:
         slow_reader_seconds: float,
         headed: Callable[[StreamResponse], None] = lambda response: None,
     ) -> None:
-        """`headed` adds the headers that are known when the stream begins."""
+        """`headed` is called when the stream begins, to add headers to the response."""
         self._request = request
         self._headed = headed
         self._slow_reader_seconds = slow_reader_seconds
@@ -38,7 +38,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, value: dict[str, Any]) -> None:
-        """Send one event. Waits while the client does not read."""
+        """Send one event, and begin the stream with the first. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
             await self.response.prepare(self._request)
@@ -55,6 +55,6 @@ class EventStream:
             await self.response.write_eof()
 
     def cut_off(self) -> None:
-        """Drop what waits for the client, and close the connection."""
+        """Close the connection at once, and drop what waits to be sent."""
         if self._request.transport is not None:
             self._request.transport.abort()

@@ -36,7 +36,7 @@ NO_ROLES = ("tool", "function")
 
 
 def chat_wanted(body: Body) -> Wanted:
-    """Return the checked request. Raises InvalidRequest or Unsupported."""
+    """Return a body of /v1/chat/completions as a checked request. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body)
     wanted = answering(body)
@@ -48,7 +48,7 @@ def chat_wanted(body: Body) -> Wanted:
 
 
 def chat_of(body: Body) -> inference_pb2.Chat:
-    """Return the messages and the options of their template. Raises InvalidRequest or Unsupported."""
+    """Return the body's messages and template options as a Chat. Raises InvalidRequest or Unsupported."""
     messages = given(body, "messages", CHAT_FIELDS["messages"])
     if messages is None:
         raise InvalidRequest.of("messages", "must be a list with at least one message")
@@ -137,7 +137,7 @@ _MESSAGE = {
     "required": ["role", "content"],
 }
 CHAT_OPTIONS: Fields = {"add_generation_prompt": boolean, "continue_final_message": boolean}
-"""Fields with the same name in Chat."""
+"""Fields with the same name in the Chat message."""
 CHAT_FIELDS: Fields = {
     "messages": items.then(_read_messages, items=_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
     "chat_template_kwargs": mapping.then(json_text).said(

@@ -26,16 +26,18 @@ from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answe
 
 NAMES = {"input": "prompt", "sampling.prompt_logprobs": "logprobs"}
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for this route."""
+"""OpenAI's default of max_tokens for this route."""
 MAX_PROMPTS = 64
 """Most prompts of one call. Each is charged, placed and counted like a call of its own."""
 MAX_FANOUT_BYTES = 5 * 1024 * 1024
-"""Bound on all other fields together, which are copied for each prompt before admission. Room for 64 of the largest
-schemas."""
+"""Bound on the size of all other fields, times the number of prompts: each prompt gets a copy before admission.
+
+It leaves room for 64 of the largest schemas.
+"""
 
 
 def completion_wanted(body: Body) -> Wanted:
-    """Return the checked requests. Raises InvalidRequest or Unsupported."""
+    """Return a body of /v1/completions as checked requests, one per prompt. Raises InvalidRequest or Unsupported."""
     refuse_others(body, FIELDS)
     refuse_unsupported(body, but=("echo",))
     wanted = answering(body)
@@ -55,7 +57,7 @@ def completion_wanted(body: Body) -> Wanted:
 
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
-    """Request what an echo needs. Raises InvalidRequest."""
+    """Change the template to ask for what an echo needs, and return the echo. Raises InvalidRequest."""
     sampling = template.sampling
     echo = Echo(only_prompt=not sampling.max_tokens, shows_token_ids=template.return_prompt_token_ids)
     if sampling.HasField("logprobs"):

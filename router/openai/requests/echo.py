@@ -15,12 +15,12 @@ TextOf = Callable[[Sequence[int]], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """How a call wants its prompts back."""
+    """Form in which a call wants its prompts returned."""
 
     only_prompt: bool
-    """`max_tokens` was 0. The engine still makes one token, which is dropped."""
+    """True if `max_tokens` was 0. The engine still makes one token, which is dropped."""
     shows_token_ids: bool
-    """The client itself asked for the prompt's tokens."""
+    """True if the client itself asked for the prompt's token ids. The echo asks for them in any case."""
 
 
 async def echoed(
@@ -30,8 +30,10 @@ async def echoed(
     outputs_a_prompt: int,
     text_of: TextOf,
 ) -> AsyncIterator[Delta]:
-    """Yield the deltas with their prompts. `prompts` are the client's texts; None stands for the text of the prompt's
-    tokens."""
+    """Yield the deltas, with the prompt's text and log-probabilities before each output.
+
+    `prompts` are the texts that the client sent. For None, `text_of` decodes the prompt's tokens.
+    """
     async for delta in deltas:
         if echo.only_prompt:
             _drop_output(delta)

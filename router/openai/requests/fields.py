@@ -1,6 +1,6 @@
 """Fields of a JSON object, checked by type. null is the same as an absent field.
 
-A kind has the check and the JSON schema for the API's document (openai/openapi.py), so each field is described once.
+A kind of field has a check and a JSON schema for the API's document (openai/openapi.py), so each is described once.
 Owns types, and the refusal of unknown fields. Ranges are checked as for gRPC (request/sampling_checks.py,
 request/validation.py).
 """
@@ -25,7 +25,7 @@ Other = TypeVar("Other")
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[Value]):
     check: Callable[[str, Any], Value]
-    """Takes a field's name and value. Raises InvalidRequest."""
+    """Takes a field's name and value, and returns the checked value. Raises InvalidRequest."""
     schema: Mapping[str, Any]
 
     def __call__(self, name: str, value: Any) -> Value:
@@ -44,7 +44,7 @@ Fields = Mapping[str, Kind[Any]]
 
 
 def given(body: Body, name: str, kind: Kind[Value]) -> Value | None:
-    """Return a field's checked value, or None if it is absent."""
+    """Return a field's checked value, or None if it is absent or null. Raises InvalidRequest."""
     value = body.get(name)
     return None if value is None else kind(name, value)
 
@@ -89,7 +89,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def json_text(name: str, value: Any) -> str:
-    """Return the value as JSON."""
+    """Return the value as JSON text. Raises InvalidRequest."""
     try:
         return text(name, json.dumps(value, ensure_ascii=False))
     except RecursionError:
@@ -148,7 +148,7 @@ def object_schema(fields: Fields, *, required: Iterable[str] = ()) -> dict[str, 
 
 
 def _or_null(schema: Mapping[str, Any], *, required: bool) -> dict[str, Any]:
-    """Allow null, which is the same as an absent field."""
+    """Return the schema of a field, which allows null unless the field is required."""
     if required:
         return dict(schema)
     kinds = schema.get("type")

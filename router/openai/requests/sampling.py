@@ -35,7 +35,7 @@ POSITIVE = (1, UINT32[1])
 
 
 def _counted(name: str, kind: Kind[Value]) -> Kind[Value]:
-    """Return a kind that checks the number of elements first: a body may have a million."""
+    """Return the kind with a check of the number of elements before any other: a body may have a million."""
 
     def checked(name: str, value: Any) -> Value:
         if isinstance(value, list | dict) and len(value) > COUNTS[name]:
@@ -78,7 +78,7 @@ LISTS: Fields = {
     **{name: _counted(name, texts) for name in ("stop", "bad_words")},
     **{name: _counted(name, token_ids) for name in ("stop_token_ids", "allowed_token_ids", "bad_token_ids")},
 }
-"""Repeated fields with the same name."""
+"""Repeated fields with the same name in SamplingParams."""
 REQUEST_SCALARS: Fields = {
     "model": text.said("Absent: the cluster's model."),
     "priority": integer(INT32),
@@ -112,7 +112,7 @@ SHARED: Fields = {
 
 
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:
-    """Return a request without its prompt and log-probabilities. Raises InvalidRequest."""
+    """Return a request with the body's shared fields, without prompt and log-probabilities. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest(sampling=_sampling(body))
     for name, kind in REQUEST_SCALARS.items():
         value = given(body, name, kind)
@@ -145,7 +145,7 @@ def _sampling(body: Body) -> inference_pb2.SamplingParams:
 
 
 def _token_id(written: str) -> int:
-    """Parse a key: JSON's keys are strings."""
+    """Return a key of logit_bias, which JSON spells as a string, as a token id. Raises InvalidRequest."""
     if not (written.isascii() and written.isdigit()) or len(written) > 10 or int(written) > UINT32[1]:
         raise InvalidRequest.of("logit_bias", "each key must be a token id")
     return int(written)

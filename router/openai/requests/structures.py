@@ -1,4 +1,4 @@
-"""Structured output fields: reads OpenAI's, vLLM's and our names as one StructuredOutput.
+"""Structured output fields: reads those of OpenAI, of vLLM and our own as one StructuredOutput.
 
 Owns the names and shapes of fields. Does not own whether a schema or an expression can be used
 (request/structured_output.py, the worker).
@@ -31,7 +31,8 @@ _ESCAPED = str.maketrans({character: f"\\{character}" for character in r"\.+*?()
 
 
 def given_structure(body: Body) -> StructuredOutput | None:
-    """Return the structure that the body asks for. Raises InvalidRequest, also for more than one, or Unsupported."""
+    """Return the structured output that the body asks for, or None. Raises Unsupported, or InvalidRequest, also for
+    more than one."""
     found = {
         name: message for name, kind in STRUCTURES.items() if (message := given(body, name, kind)) is not None
     }
@@ -56,7 +57,7 @@ def _read_response_format(name: str, asked: Body) -> StructuredOutput | None:
 
 
 def _read_schema(name: str, value: Any) -> StructuredOutput:
-    """Read a schema. A string is taken as JSON text."""
+    """Return a JSON schema as a StructuredOutput. A string is taken as JSON text."""
     if isinstance(value, str):
         return StructuredOutput(json_schema=text(name, value))
     if not isinstance(value, dict | bool):
@@ -69,7 +70,7 @@ def _read_regex(name: str, value: str) -> StructuredOutput:
 
 
 def _read_choice(name: str, value: Any) -> StructuredOutput:
-    """Read a list of texts, of which the output is one."""
+    """Return a list of texts, of which the output must be one, as a regular expression."""
     choices = items(name, value)
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise InvalidRequest.of(name, f"must have 1 to {MAX_CHOICES} choices")
@@ -86,7 +87,7 @@ def _read_json_object(name: str, value: bool) -> StructuredOutput | None:
 
 
 def _read_structured_outputs(name: str, value: Body) -> StructuredOutput | None:
-    """Read one of its fields, and ignore options of backends that do not exist here."""
+    """Return the structure in vLLM's `structured_outputs`. Ignore options that ask for nothing, and refuse others."""
     asked = {key: item for key, item in value.items() if item is not None}
     for key in ("grammar", "structural_tag", "whitespace_pattern"):
         if key in asked:
@@ -141,4 +142,4 @@ STRUCTURES: Fields = {
     "guided_regex": _regex,
     "guided_choice": _choice,
 }
-"""Readers by field. A body may have at most one of these fields."""
+"""Fields that ask for a structured output. A body may have at most one of them."""

@@ -1,7 +1,7 @@
 """Unsupported fields: refuses what OpenAI's API has and this gateway does not do.
 
 A hint that changes no token is ignored, and a header of the answer names it. Any other known field is refused by name,
-unless its value asks for nothing. Dropping it silently would answer another question than the client's. fields.py
+unless its value asks for nothing. To ignore it silently would answer another question than the client's. fields.py
 refuses unknown fields.
 """
 
@@ -18,7 +18,7 @@ HINTS: Fields = {
     **dict.fromkeys(("store", "parallel_tool_calls"), boolean),
     **dict.fromkeys(("metadata", "prediction"), mapping),
 }
-"""Checked and ignored. The token names the caller. `session_id` and `cache_salt` steer the cache."""
+"""Hints, whose types are checked. The API token names the caller, and `session_id` and `cache_salt` steer the cache."""
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (),
@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Values that ask for nothing, by field. null always does."""
+"""Refused fields, each with the values that ask for nothing and so are allowed. null always is."""
 UNSUPPORTED: Fields = {
     **{name: kind.said("Ignored: it changes no token.") for name, kind in HINTS.items()},
     **{
@@ -43,11 +43,12 @@ UNSUPPORTED: Fields = {
         for name, harmless in REFUSED.items()
     },
 }
-"""The same fields, for the API's document."""
+"""Hints and refused fields, for the API's document and the check for unknown fields."""
 
 
 def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
-    """Raise Unsupported for the first such field. `but` are fields that the route supports."""
+    """Raise Unsupported for the first field of REFUSED with a value that is not allowed. Skip `but`, which the route
+    supports."""
     for name, harmless in REFUSED.items():
         if name in but:
             continue
@@ -61,7 +62,7 @@ def refuse_unsupported(body: Body, *, but: Collection[str] = ()) -> None:
 
 
 def ignored_hints(body: Body) -> tuple[str, ...]:
-    """Return the hints of a body. Raises InvalidRequest for a hint of the wrong type."""
+    """Return the names of the hints in a body. Raises InvalidRequest for a hint of the wrong type."""
     hints = tuple(name for name in sorted(HINTS) if body.get(name) is not None)
     for name in hints:
         HINTS[name](name, body[name])

@@ -1,4 +1,4 @@
-"""Checked JSON requests of either route: the engine's requests and the form of the answer."""
+"""Checked calls of either route: their GenerateRequests, and the form of the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ STREAM_FIELDS: Fields = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """Form of the answer."""
+    """Form of the answer that the client wants."""
 
     streams: bool
     includes_usage: bool
@@ -42,19 +42,19 @@ class Answering:
     continuous_usage: bool
     """Usage of the call so far, in every chunk. Only with `includes_usage`, as in vLLM."""
     ignored: tuple[str, ...]
-    """Hints that have no effect."""
+    """Names of the body's hints, which have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     route: Route
     requests: tuple[inference_pb2.GenerateRequest, ...]
-    """One per prompt. They differ in nothing else."""
+    """One per prompt. They differ only in the prompt, and in their ids once `named` has set them."""
     answering: Answering
     echo: Echo | None = None
-    """None: outputs alone."""
+    """How to return the prompts before the outputs. None: not at all."""
     names: Mapping[str, str]
-    """This body's names of fields of GenerateRequest, where several names are possible."""
+    """Maps fields of GenerateRequest to the names that this body has for them, where several are possible."""
 
     @property
     def outputs_a_prompt(self) -> int:
@@ -62,19 +62,20 @@ class Wanted:
 
     @property
     def sequences_a_prompt(self) -> int:
-        """Return the sequences per prompt, at least 1. Invalid values are refused later."""
+        """Return the number of outputs or beams per prompt, at least 1. Invalid values are refused later."""
         return max(num_outputs(self.requests[0]), self.requests[0].sampling.beam_width, 1)
 
     @property
     def shows_token_ids(self) -> bool:
-        """Return whether the client wants the prompt's tokens. An echo needs them too."""
+        """Return True if the client wants token ids. An echo asks for the prompt's tokens even if the client does
+        not."""
         if self.echo is not None:
             return self.echo.shows_token_ids
         return self.requests[0].return_prompt_token_ids
 
     @property
     def prompts(self) -> list[str | None]:
-        """Return the prompts' texts as sent. None for tokens, and for text that may have been truncated."""
+        """Return the texts of the prompts as sent. None stands for a prompt of tokens, or one that may be truncated."""
         return [
             request.prompt
             if request.WhichOneof("input") == "prompt" and not request.HasField("truncate_prompt_tokens")
@@ -89,14 +90,14 @@ class Wanted:
 
 
 def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:
-    """Return names by field of GenerateRequest. `names` are the possible ones, and those in the body count."""
+    """Return `names` (by field of GenerateRequest) that are in the body, and its name for the structured output."""
     given = {field: name for field, name in names.items() if body.get(name) is not None}
     structures = [name for name in STRUCTURES if body.get(name) is not None]
     return given | ({"sampling.structured_output": structures[-1]} if structures else {})
 
 
 def answering(body: Body) -> Answering:
-    """Return the form of the answer. Raises InvalidRequest."""
+    """Return the form of the answer that the body asks for. Raises InvalidRequest."""
     streams = bool(given(body, "stream", STREAM_FIELDS["stream"]))
     options = given(body, "stream_options", STREAM_FIELDS["stream_options"]) or {}
     if options and not streams:
