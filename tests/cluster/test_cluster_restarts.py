@@ -199,7 +199,7 @@ def test_an_unknown_name_is_refused_before_anything_stops(cluster: Cluster) -> N
     assert _started(cluster) == before
     refused = cluster.command.run("drain", "worker-9")
     assert refused.returncode == 1
-    assert "no worker of this id" in refused.stderr
+    assert "no worker is called 'worker-9'" in refused.stderr
 
 
 def _started(cluster: Cluster) -> list[dict[str, object]]:
