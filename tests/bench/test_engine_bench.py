@@ -355,7 +355,7 @@ def test_the_command_proves_measures_and_keeps_a_report_with_a_picture(tmp_path:
         "absent": "no Python was given for it"
     }
     assert report.with_suffix(".png").stat().st_size > 10_000
-    assert "Of the roofline, " in report.with_suffix(".md").read_text()
+    assert "Shares of the roofline, " in report.with_suffix(".md").read_text()
     told = f"python -m bench.engine {' '.join(command[3:-1])} .../{tmp_path.name}"
     assert f"```bash\n{told}\n```" in report.with_suffix(".md").read_text()
     assert str(tmp_path) not in report.with_suffix(".md").read_text()
