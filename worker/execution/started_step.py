@@ -23,7 +23,9 @@ class Chunks:
 
     @classmethod
     def look_at(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor) -> Self:
-        """Check the hidden state of each row's last position. It sees all before it: where any is NaN, so is the last.
+        """Check that the hidden state of each row's last position is finite.
+
+        It attends to all positions before it, so NaN in any of their keys or values reaches it.
 
         `last_positions` gives the index of that state in Q, by index of the row.
         """

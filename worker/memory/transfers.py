@@ -26,7 +26,10 @@ def upload(values: npt.NDArray[Any] | Sequence[int], device: torch.device) -> to
 
 
 class Readback:
-    """A tensor that the host wants once the device has it. The tensor may be dropped, and must not be written."""
+    """Copy of a device tensor to the host, queued until the device has computed it.
+
+    The caller may drop its own tensor, but must not write into it: on a CPU nothing is copied.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values

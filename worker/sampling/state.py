@@ -102,7 +102,10 @@ class _Slot(NamedTuple):
 
 
 class SamplingState:
-    """Slots for the sequences of one runner. Not thread-safe."""
+    """Sampling parameters, token lists and token counts of one runner's sequences, in one slot for each.
+
+    Not thread-safe.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts = TokenCounts(vocab_size, device)

@@ -7,7 +7,10 @@ SCORED_AT_ONCE = 256
 
 
 def scored_positions(row: ScheduledRow) -> range:
-    """Return the row's positions whose logits score the next prompt token. None score without prompt logprobs."""
+    """Return the row's positions whose logits score the prompt token after them.
+
+    The range is empty if the request wants no prompt logprobs.
+    """
     if not row.sequence.wants_whole_prompt:
         return range(0)
     return range(row.start, min(row.end, row.sequence.prompt_length - 1))

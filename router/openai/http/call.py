@@ -1,4 +1,7 @@
-"""HTTP request as a call: the caller, deadline and id in its headers. A CallContext, as gRPC's context is."""
+"""HTTP request as a call: its id, headers, deadline and client address.
+
+`HttpCall` implements CallContext (calls/bounds.py), as gRPC's context does, so both are handled alike.
+"""
 
 import secrets
 import time
