@@ -25,8 +25,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _QUIET_VARIABLE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """The switch against transformers' warning that torch is missing."""
 _MAX_HELD_TOKENS = 64
-"""So many tokens without a whole character at their end are garbage. The window is then cut, so that it stays
-bounded."""
+"""Maximum tokens that wait for a whole character. More are garbage, and the window is cut so that it stays bounded."""
 _CHARACTER_TOKENS = 4
 """A character takes at most 4 bytes, so at most 4 tokens."""
 

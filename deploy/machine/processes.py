@@ -1,10 +1,11 @@
-"""Identifies processes, so that they can be stopped later without ever hitting another program.
+"""Identifies processes, so that they can be stopped later without killing an unrelated program.
 
 Owns (pid, start time) pairs, and listing and killing the members of a session. Does not own why a process runs.
 
 The kernel reuses pids, but not a pid together with its start time. Ray gives its workers process groups of their own,
-but none leaves the session in which its head was started. The kernel does not reuse a session's number while a member
-lives. So all of a session belongs to a cluster as long as one recorded member lives. Reads /proc, so it needs Linux.
+but no worker leaves the session in which its cluster's head process was started. The kernel does not reuse a
+session's number while a member lives. So while one recorded process of a cluster lives, its whole session is that
+cluster's. Reads /proc, so it needs Linux.
 """
 
 import os

@@ -1,11 +1,11 @@
 """Admission ledger: counts the requests and prompt tokens that are admitted now, and refuses more than the limits.
 
-`AdmissionLedger` charges each request for its outputs and its prompt tokens. These are estimated from bytes, before any
-costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted requests
-(fair_queue.py), their waiting (dispatch/waiting_line.py) or the room of a worker (cluster/gate.py).
+`AdmissionLedger` charges each request for its number of outputs and its prompt tokens. The tokens are estimated from
+bytes, before any costly work. Pure: the clock and the random source are arguments. Does not own the order of admitted
+requests (fair_queue.py), their waiting (dispatch/waiting_line.py) or the room of a worker (cluster/gate.py).
 
-The ledger protects the router's own resources: tokenizing, and the ids and block names that it keeps. So it counts
-prompt tokens alone. `max_tokens` costs the router nothing, and charging it would refuse requests without need. It is
+The ledger protects the router's own resources: tokenizing, and the ids and block names that it keeps. So it counts no
+generated tokens. `max_tokens` costs the router nothing, and charging it would refuse requests without need. It is
 usually far above the number of generated tokens, and the whole context if left out. Workers protect their KV cache
 themselves: they admit by blocks and preempt.
 

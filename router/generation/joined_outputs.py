@@ -99,10 +99,10 @@ class Outputs:
         return pack_tokens(self._tokens[0]) if len(self._tokens) == 1 and not self._is_beams else b""
 
     def continuations(self) -> list[session_pb2.Continuation]:
-        """Return the tokens of each running output for the next submit, if there are several outputs and each has a
-        token.
+        """Return the tokens of each running output, for the next submit.
 
-        Otherwise return nothing. Beams send no tokens before their end, so a replay starts them again.
+        Return nothing for a single output (see `resumed`) and for beams, which send no tokens before their end. Return
+        nothing if a running output has no token yet: then all start again.
         """
         if len(self._tokens) == 1 or self._is_beams or not all(self._tokens[i] for i in self._running):
             return []

@@ -6,7 +6,7 @@ Knows messages only, no engine. The worker's map file and the command line draw 
 from blockyard.proto.v1.cluster_pb2 import BlockPool, BlockRun, BlockState
 
 MAX_CELLS = 2048
-"""In a map of more blocks, one cell stands for several."""
+"""Maximum cells of a map. In a map of more blocks, one cell stands for several."""
 ROW_CELLS = 64
 FREE, CACHED, USED_ONCE, USED_BY_MANY = ".", "c", "1", "+"
 """The characters 2-9 stand for the number of sequences that hold the block."""
