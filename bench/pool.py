@@ -58,7 +58,7 @@ def record() -> dict[str, Any]:
         while waiting and len(drive.scheduler.waiting) < 4:
             request = waiting.pop()
             prefix = chance.choice(systems) if chance.random() < 0.7 else ()
-            drive.submit((*prefix, *request.prompt), request.num_outputs)
+            drive.submit((*prefix, *request.prompt), request.num_output_tokens)
         drive.step()
         operations.append(("step", 0, 0, 0))
     return {

@@ -24,7 +24,7 @@ def floors_of(figures: Figures) -> list[Floor]:
         (f"plan + prepare, {MANY} running, median ms", figures["plan_and_prepare_ms"]["p50"], PLAN_FLOOR_MS),
         ("naming and look-up at 0 % hits, share of the time", figures["names"]["share"], NAMES_FLOOR),
         (
-            "longest garbage collection, spared, ms",
+            "longest garbage collection, as in a worker, ms",
             max(
                 figures["collections"]["spared"]["longest_ms"],
                 figures["full_collections"]["spared_ms"],
@@ -84,9 +84,9 @@ def text_of(figures: Figures, about: str) -> str:
 def _full_collections(figures: Figures) -> str:
     full = figures["full_collections"]
     return (
-        f"- a full collection while {MANY} sequences decode, longest of {full['count']}: spared "
+        f"- a full collection while {MANY} sequences decode, longest of {full['count']}: as in a worker "
         f"{full['spared_ms']} ms, {WALKED} {full['unspared_ms']} ms\n"
-        f"- the same with {full['large_pool_tokens']:,} tokens in the pool and a simulated model: spared "
+        f"- the same with {full['large_pool_tokens']:,} tokens in the pool and a simulated model: as in a worker "
         f"{full['large_pool_ms']} ms"
     )
 

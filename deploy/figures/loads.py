@@ -27,17 +27,17 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request for `num_outputs` tokens after a prompt. It arrives before step `arrival` is planned."""
+    """Request for `num_output_tokens` tokens after a prompt. It arrives before step `arrival` is planned."""
 
     number: int
     prompt: tuple[int, ...]
-    num_outputs: int
+    num_output_tokens: int
     arrival: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the complete output."""
-        return len(self.prompt) + self.num_outputs
+        return len(self.prompt) + self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,11 @@ def mixed(count: int, *, mean_steps_between: float = 0.0, seed: int = 0) -> list
     """
     chance = random.Random(seed)
     requests, arrival = [], 0.0
-    for number, num_outputs in enumerate(islice(cycle(MIXED_OUTPUTS), count)):
+    for number, num_output_tokens in enumerate(islice(cycle(MIXED_OUTPUTS), count)):
         prompt = random_tokens(chance, chance.randint(*MIXED_PROMPTS))
-        request = Request(number=number, prompt=prompt, num_outputs=num_outputs, arrival=int(arrival))
+        request = Request(
+            number=number, prompt=prompt, num_output_tokens=num_output_tokens, arrival=int(arrival)
+        )
         requests.append(request)
         if mean_steps_between:
             arrival += chance.expovariate(1 / mean_steps_between)
@@ -92,9 +94,9 @@ class Drive:
             vocab_size=VOCABULARY, prefill_tokens_per_second=1.0, step_seconds=0.0, sleep=lambda seconds: None
         )
 
-    def submit(self, prompt: Iterable[int], num_outputs: int, **sampling: Any) -> Sequence:
+    def submit(self, prompt: Iterable[int], num_output_tokens: int, **sampling: Any) -> Sequence:
         number, tokens = len(self.sequences), list(prompt)
-        params = SamplingParams(max_tokens=num_outputs, **sampling)
+        params = SamplingParams(max_tokens=num_output_tokens, **sampling)
         sequence = Sequence(
             sequence_id=SequenceId(number),
             tokens=token_array(tokens),

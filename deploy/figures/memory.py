@@ -145,7 +145,7 @@ class PagedEngine:
         """Run one step. Calls `look` while the step runs."""
         while self._coming and self._coming[0].arrival <= self._step:
             request = self._coming.pop(0)
-            self.drive.submit(request.prompt, request.num_outputs)
+            self.drive.submit(request.prompt, request.num_output_tokens)
         plan = self.drive.plan()
         look(self.drive.sample(self._step))
         self.drive.finish(plan)

@@ -147,7 +147,7 @@ def mixed_samples(block_size: int, *, num_requests: int = 320) -> list[Sample]:
     """
     drive = Drive(16384 // block_size, block_size=block_size, max_num_seqs=MIXED_AT_ONCE, max_model_len=1024)
     for request in mixed(num_requests):
-        drive.submit(request.prompt, request.num_outputs)
+        drive.submit(request.prompt, request.num_output_tokens)
     samples: list[Sample] = []
     while drive.scheduler.waiting:
         plan = drive.plan()

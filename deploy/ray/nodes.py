@@ -155,7 +155,11 @@ def check_code(nodes: Sequence[NodeFacts]) -> None:
     ours = code_version()
     for node in nodes:
         if node.code != ours:
-            has = f"has blockyard {node.code}" if node.code else "has no blockyard that says its version"
+            has = (
+                f"has blockyard {node.code}"
+                if node.code
+                else "has no blockyard, or one too old to tell its version"
+            )
             raise ValueError(
                 f"node {node.address} {has}, this command is {ours}: install the same on every node, or ship it "
                 "with --ship-code"

@@ -23,7 +23,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_SCRAPES = 16
 """Connections at once, each of which has a thread. Further ones are closed at once."""
 SCRAPE_SECONDS = 10.0
-"""The longest life of a connection."""
+"""The longest time that a connection stays open."""
 
 
 class ReadingsCollector(Collector):

@@ -273,8 +273,10 @@ def test_the_floor_of_a_whole_step_is_of_a_gpu_and_its_model_at_each_length_of_c
 def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
     text = text_of(FIGURES, "Title.\n\n    command\n\nAbout.")
     assert "50 steps: p50 0.8 ms, p99 0.9 ms, max 1.5 ms." in text
-    assert "while 256 sequences decode, longest of 3: spared 3.0 ms, python's own way 600.0 ms" in text
-    assert "with 1,048,576 tokens in the pool and a simulated model: spared 4.0 ms" in text
+    assert (
+        "while 256 sequences decode, longest of 3: as in a worker 3.0 ms, python's own way 600.0 ms" in text
+    )
+    assert "with 1,048,576 tokens in the pool and a simulated model: as in a worker 4.0 ms" in text
     assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
 
 

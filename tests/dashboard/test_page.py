@@ -284,20 +284,28 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
 
 
 @pytest.mark.parametrize(
-    ("costs", "chosen", "told"),
+    ("policy", "costs", "chosen", "told"),
     [
         (
+            "prefix",
             (10.0, 10.4),
             "worker-1",
             "worker-0 costs 0.4 less, which is too close to tell: "
             "the session's last worker wins, or a random one.",
         ),
-        ((10.0, 50.0), "worker-0", "It costs least."),
+        ("prefix", (10.0, 50.0), "worker-0", "It costs least."),
+        (
+            "two_choices",
+            (10.0, 50.0),
+            "worker-1",
+            "worker-0 costs 40.0 less, but the policy compares only two workers, drawn at random.",
+        ),
     ],
 )
 async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_dearer_worker_was_chosen(
     page: Browser,
     monkeypatch: pytest.MonkeyPatch,
+    policy: str,
     costs: tuple[float, float],
     chosen: str,
     told: str,
@@ -308,7 +316,7 @@ async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_
         for number, cost in enumerate(costs)
     ]
     explained = cluster_pb2.ExplainPlacementResponse(
-        policy="prefix", chosen_worker_id=chosen, candidates=candidates, index_available=True
+        policy=policy, chosen_worker_id=chosen, candidates=candidates, index_available=True
     )
 
     async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
@@ -318,7 +326,7 @@ async def test_the_explainer_says_that_costs_are_too_close_to_tell_only_where_a_
     await page.type_into("#prompt", "anything")
     await page.click("#ask button[value=placement]")
     said = await page.text("#answer [data-field=chosen]")
-    assert said == f"Policy prefix: it would run on {chosen}. {told}"
+    assert said == f"Policy {policy}: it would run on {chosen}. {told}"
 
 
 async def test_the_tree_of_prefixes_shows_what_is_shared_and_where_it_lies(

@@ -195,7 +195,13 @@ async def test_parts_of_text_and_developers_are_rendered_as_one_text_and_system(
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one two"}]
     parts = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "one ", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "two"},
+            ],
+        },
     ]
     for messages in (plain, parts):
         await client.chat.completions.create(model="demo", messages=messages, max_tokens=1)

@@ -14,6 +14,7 @@ from .rig import CHAT, COMPLETIONS, HELLO, FakeWorker, Gateway, Script, is_idle,
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+PART_WITH_MORE = [{"role": "user", "content": [{"type": "text", "text": "x", "txet": "y"}]}]
 CALLED = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
 DEEP: dict[str, Any] = {}
 for _ in range(200):
@@ -41,6 +42,7 @@ for _ in range(200):
         ({"messages": IMAGE}, "messages[0].content[0].image_url", "unsupported"),
         ({"messages": CALLED}, "messages[1].tool_calls", "unsupported"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported"),
+        ({"messages": PART_WITH_MORE}, "messages[0].content[0]", "invalid_request"),
         ({"messages": []}, "messages", "invalid_request"),
         ({"messages": "hello"}, "messages", "invalid_request"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.role", "invalid_request"),

@@ -86,7 +86,7 @@ def test_larger_blocks_leave_more_memory_empty_and_find_less_again() -> None:
 def test_a_sample_counts_every_token_of_sequences_that_share_nothing_once(block_size: int) -> None:
     drive = Drive(1024, block_size=block_size, max_num_seqs=8)
     for request in mixed(8):
-        drive.submit(request.prompt, request.num_outputs)
+        drive.submit(request.prompt, request.num_output_tokens)
     for step in range(20):
         plan = drive.plan()
         sample = drive.sample(step)

@@ -61,12 +61,18 @@ function prefix(found, mark) {
   return [head, table(["worker", "blocks on the GPU", "then in host memory", "of the prompt", ""], rows)];
 }
 
-// Among costs that differ by less than the estimates' error the choice is random, so the chosen cost may not be the least.
-function reason({ candidates, chosen }) {
+// Some policies draw at random. Among costs that differ by less than the estimates' error the least may lose.
+const DRAWN = {
+  two_choices: "the policy compares only two workers, drawn at random.",
+  dynamo: "the policy draws at random, and cheaper workers are likelier.",
+};
+
+function reason({ candidates, chosen, policy }) {
   const least = candidates.reduce((best, other) => (other.cost < best.cost ? other : best));
   const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
   return difference > 0
-    ? `${least.worker_id} costs ${decimal(difference)} less, which is too close to tell: the session's last worker wins, or a random one.`
+    ? `${least.worker_id} costs ${decimal(difference)} less, ` +
+      (DRAWN[policy] ? `but ${DRAWN[policy]}` : "which is too close to tell: the session's last worker wins, or a random one.")
     : "It costs least.";
 }
 

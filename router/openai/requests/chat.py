@@ -116,13 +116,17 @@ def _part(path: str, value: Any) -> str:
     part = mapping(path, value)
     kind = text(f"{path}.type", part.get("type"))
     if kind == "text":
+        if part.keys() - _PART["properties"].keys() - PART_HINTS:
+            raise InvalidRequest.of(path, "has unknown fields")
         return text(f"{path}.text", part.get("text"))
     if kind in ("image_url", "input_audio", "file", "refusal"):
         raise unsupported(f"{path}.{kind}")
     raise InvalidRequest.of(f"{path}.type", "must be text")
 
 
-_PART = {
+PART_HINTS = frozenset({"cache_control"})
+"""Fields of a text part that change no token, and are ignored: prefixes are cached without being asked for."""
+_PART: dict[str, Any] = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": text.schema},
     "required": ["type", "text"],
