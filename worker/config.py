@@ -134,7 +134,7 @@ class EngineConfig:
         minimum=0,
         group=STEPS,
     )
-    spared_cache_share: float = setting(
+    protected_cache_share: float = setting(
         0.05,
         help="Share of the KV cache that protects other tenants' cached blocks from one busy tenant.",
         minimum=0,

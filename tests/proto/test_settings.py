@@ -139,7 +139,7 @@ def test_a_new_field_is_a_key_of_the_file_and_a_variable(tmp_path: Any, monkeypa
         ("colour", "green", "colour must be one of red, blue, not green"),
         ("max_num_seqs", 0, "max_num_seqs must be at least 1, not 0"),
         ("gpu_memory_utilization", 1.5, "gpu_memory_utilization must be above 0 and at most 1, not 1.5"),
-        ("spared_cache_share", 1.0, "spared_cache_share must be at least 0 and below 1, not 1"),
+        ("protected_cache_share", 1.0, "protected_cache_share must be at least 0 and below 1, not 1"),
         ("host_cache_gib", -1.0, "host_cache_gib must be finite and not negative, not -1"),
         ("max_preemptions", -1, "max_preemptions must not be negative, not -1"),
         ("block_size", 17, "block_size must be one of 16, 32, 64, 128, not 17"),

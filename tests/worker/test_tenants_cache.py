@@ -122,8 +122,8 @@ def test_only_work_of_others_is_kept_from_what_is_spared() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
 def test_a_share_of_the_cache_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="spared_cache_share"):
-        EngineConfig(model="demo", spared_cache_share=share)
+    with pytest.raises(ValueError, match="protected_cache_share"):
+        EngineConfig(model="demo", protected_cache_share=share)
 
 
 def owners(scheduler: Scheduler, sequence: Sequence) -> list[TenantId | None]:

@@ -192,7 +192,7 @@ def _scheduling(
         swap_blocks=host_size.swap_blocks,
         host_cache_blocks=host_size.cache_blocks,
         index_stride_blocks=config.index_stride_blocks,
-        protected_blocks=int(config.spared_cache_share * kv_size.num_blocks),
+        protected_blocks=int(config.protected_cache_share * kv_size.num_blocks),
     )
 
 
