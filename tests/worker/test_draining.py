@@ -14,6 +14,7 @@ from blockyard.proto.v1.inference_pb2 import StructuredOutput
 from blockyard.proto.v1.session_pb2 import Ping, RejectReason, StepOutput, ToWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.server import WorkerServer
+from blockyard.worker.session.session import SessionService
 
 from .checkpoints import shared_checkpoint
 from .test_session import Session, until_idle
@@ -154,6 +155,24 @@ async def test_a_drain_goes_on_without_its_caller_and_ends_by_resume_alone(worke
             handles.update(step.handles)
         async with Session(worker.address) as late:
             assert not (await late.read_until("hello")).is_draining
+
+
+async def test_a_drain_that_fails_tells_its_callers_at_once_and_can_be_taken_back(
+    worker: WorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: SessionService) -> int:
+        raise RuntimeError("a secret path")
+
+    monkeypatch.setattr(SessionService, "hand_over", fail)
+    async with Session(worker.address) as session:
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drain(session, 5.0)
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            assert "secret" not in (caught.value.details() or "")
+        await resume(session)
+        await session.submit(1)
+        await session.tokens_of(1)
 
 
 async def test_resume_without_a_drain_changes_nothing_and_a_drain_can_follow_a_drain(

@@ -62,6 +62,8 @@ class Administration:
             moved = await self.draining.drain(grace_seconds)
         except DrainTakenBack:
             await context.abort(grpc.StatusCode.ABORTED, "the drain was taken back")
+        except Exception:  # Its task has logged it.
+            await context.abort(grpc.StatusCode.INTERNAL, "the drain failed: see the worker's log")
         return admin_pb2.DrainWorkerResponse(moved=moved)
 
     async def _resume(self, data: bytes, context: Context) -> admin_pb2.ResumeWorkerResponse:

@@ -38,9 +38,8 @@ class Draining:
         self._grace: asyncio.Timeout | None = None
         """The timer of the grace period, while it runs. None before and after."""
         self._tasks = BackgroundTasks()
-        self._task: asyncio.Task[None] | None = None
-        self._moved: asyncio.Future[int | None] | None = None
-        """The number of requests that were handed over. None where the drain was taken back."""
+        self._task: asyncio.Task[int] | None = None
+        """Returns the number of requests that were handed over. Cancelled where the drain was taken back."""
 
     @property
     def is_on(self) -> bool:
@@ -49,19 +48,21 @@ class Draining:
     async def drain(self, grace_seconds: float) -> int:
         """Drain, and return how many requests other workers take over once none runs here.
 
-        A second call joins the first, and the shorter grace counts. Raises DrainTakenBack.
+        A second call joins the first, and the shorter grace counts. Raises DrainTakenBack, or the error that ended the drain.
         """
         until = asyncio.get_running_loop().time() + grace_seconds
-        if self._moved is None:
-            self._moved = self._begin(until)
+        if self._task is None:
+            self._task = self._begin(until)
         elif until < self._until:
             self._until = until
             if self._grace is not None and not self._grace.expired():
                 self._grace.reschedule(until)
-        moved = await asyncio.shield(self._moved)
-        if moved is None:
+        task = self._task
+        # A cancelled caller leaves the drain running.
+        await asyncio.wait([task])
+        if task.cancelled():
             raise DrainTakenBack
-        return moved
+        return task.result()
 
     async def drain_for_good(self, grace_seconds: float) -> int:
         """Drain before the worker ends. This drain cannot be taken back."""
@@ -72,35 +73,30 @@ class Draining:
         """Take a drain back, complete or not. Without a drain nothing happens. Raises ShuttingDown."""
         if self._is_final:
             raise ShuttingDown
-        if self._task is None or self._moved is None:
+        if self._task is None:
             return
         self._task.cancel()
-        if not self._moved.done():
-            self._moved.set_result(None)
-        self._task = self._moved = None
+        self._task = None
         self._service.set_draining(False)
         self.on_change(False)
         logger.info("resumed: new requests are accepted")
 
     async def aclose(self) -> None:
-        """End a drain that is incomplete. Cancel its callers first: they would wait for ever."""
+        """End a drain that is incomplete. Its callers get DrainTakenBack."""
         await self._tasks.aclose()
 
-    def _begin(self, until: float) -> "asyncio.Future[int | None]":
+    def _begin(self, until: float) -> asyncio.Task[int]:
         logger.info("draining: new requests are refused")
         self._until = until
         self._service.set_draining(True)
         self.on_change(True)
-        moved: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._task = self._tasks.start(self._run(moved), name="drain")
-        return moved
+        return self._tasks.start(self._run(), name="drain")
 
-    async def _run(self, moved: "asyncio.Future[int | None]") -> None:
+    async def _run(self) -> int:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._until) as self._grace:
                 await self._service.until_idle()
         self._grace = None
         num_moved = await self._service.hand_over()
         logger.info("drained: no request runs here, %d requests were handed over", num_moved)
-        if not moved.done():
-            moved.set_result(num_moved)
+        return num_moved
