@@ -140,6 +140,8 @@ class RedisPrefixIndex:
         numbers = (berth.number, berth.anywhere or 0)
         reply = await self._call(index_scripts.APPLY, *numbers, berth.epoch, batch.sequence, *packed)
         with _checked_reply():
+            if reply == b"FULL":
+                raise PrefixIndexError(ErrorKind.FULL, "Redis has reached its maxmemory")
             return ApplyResult(reply.decode())
 
     async def renew(
@@ -174,12 +176,14 @@ class RedisPrefixIndex:
     async def unclaim(self, holder: str) -> None:
         await self._call(index_scripts.UNCLAIM, holder)
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         if not names:
             return []
         packed = index_schema.pack_names(names)
         bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
-        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
+        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, int(expects_workers), nothing=())
         with _checked_reply():
             return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
 
@@ -326,8 +330,10 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.READ_ONLY
         case exceptions.ConnectionError() | OSError():
             return ErrorKind.CONNECTION
-        case _ if "OOM " in text:
+        case _ if "OOM " in text or "'maxmemory'" in text:
             return ErrorKind.FULL
+        case _ if text.startswith("NOLEASE "):
+            return ErrorKind.NO_LEASE
         case _ if "READONLY" in text or "read only replica" in text:
             return ErrorKind.READ_ONLY
         case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission", _NO_RIGHT)):
