@@ -37,6 +37,7 @@ from blockyard.proto.index.contract import (
     merge_tiers,
 )
 from blockyard.proto.index.redis_parser import BoundedParser
+from blockyard.proto.index.redis_sentinel import is_sentinel_url, sentinel_client
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -56,6 +57,14 @@ _DATABASE = re.compile(r"(/[0-9]*)?")
 
 def check_url(url: str) -> None:
     """Raise ValueError for a text that is no Redis URL. The error quotes none of it, because it may hold a password."""
+    if is_sentinel_url(url):
+        try:
+            sentinel_client(url)  # connects nowhere yet
+        except (ValueError, TypeError):
+            raise ValueError(
+                "this is no URL of Sentinel, such as redis+sentinel://USER:PASSWORD@HOST:26379,HOST/SERVICE/0"
+            ) from None
+        return
     try:
         parts = urlsplit(url)
         is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
@@ -78,14 +87,16 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
     retry.
     """
     check_url(url)
-    client: Redis = Redis.from_url(
-        url,
-        parser_class=BoundedParser,
-        socket_timeout=timeout_seconds,
-        socket_connect_timeout=timeout_seconds,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=False,
-    )
+    options: dict[str, Any] = {
+        "parser_class": BoundedParser,
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": False,
+    }
+    if is_sentinel_url(url):
+        return sentinel_client(url, **options)
+    client: Redis = Redis.from_url(url, **options)
     return client
 
 
@@ -307,6 +318,10 @@ _NO_RIGHT = "The user executing the script can't"
 """The words by which Redis 6.2 refuses a script's command or key."""
 
 
+_CLUSTER_MODE = ("CLUSTERDOWN", "CROSSSLOT", "hash to the same slot", "non local key")
+"""Words by which a server in Cluster mode refuses a script's commands."""
+
+
 def error_kind(error: Exception) -> ErrorKind:
     """Return the kind of an error. Errors inside a script arrive as text in a ResponseError, in another form in each
     version."""
@@ -338,6 +353,10 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.READ_ONLY
         case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission", _NO_RIGHT)):
             return ErrorKind.DENIED
+        case exceptions.ClusterError() | exceptions.AskError() | exceptions.ClusterCrossSlotError():
+            return ErrorKind.CLUSTER_MODE
+        case _ if any(words in text for words in _CLUSTER_MODE):
+            return ErrorKind.CLUSTER_MODE
         case _ if "WRONGTYPE" in text:
             return ErrorKind.DAMAGED
     return ErrorKind.REPLY

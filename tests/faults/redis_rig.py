@@ -212,11 +212,14 @@ def num_errors(info: cluster_pb2.IndexInfo) -> int:
 
 
 @contextmanager
-def redis_cluster_in(folder: Path, executable: Path | None = None) -> Iterator[RedisCluster]:
-    redis = RedisServer(folder / "redis", executable)
+def redis_cluster_in(
+    folder: Path, executable: Path | None = None, *, given: tuple[RedisServer, str] | None = None
+) -> Iterator[RedisCluster]:
+    """`given`: a server that runs, and the URL by which clients find it without the proxy."""
+    redis, own_url = given or (RedisServer(folder / "redis", executable), "")
     try:
         with ChaosProxyThread(redis.address) as proxy, processes(folder) as started:
-            url = f"redis://:{SECRET}@{proxy.address}/0"
+            url = own_url or f"redis://:{SECRET}@{proxy.address}/0"
             workers = tuple(
                 started.add_worker(f"w{number}", *WORKER_OPTIONS) for number in range(NUM_WORKERS)
             )
