@@ -57,26 +57,22 @@ _DATABASE = re.compile(r"(/[0-9]*)?")
 
 def check_url(url: str) -> None:
     """Raise ValueError for a text that is no Redis URL. The error quotes none of it, because it may hold a password."""
-    if is_sentinel_url(url):
-        try:
-            sentinel_client(url)  # connects nowhere yet
-        except (ValueError, TypeError):
-            raise ValueError(
-                "this is no URL of Sentinel, such as redis+sentinel://USER:PASSWORD@HOST:26379,HOST/SERVICE/0"
-            ) from None
-        return
+    is_sentinel = is_sentinel_url(url)
     try:
         parts = urlsplit(url)
-        is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
-            parts.hostname or parts.scheme == "unix"
+        is_known = is_sentinel or (
+            parts.scheme in ("redis", "rediss", "unix")
+            and bool(parts.hostname or parts.scheme == "unix")
+            and bool(parts.scheme == "unix" or _DATABASE.fullmatch(parts.path))
         )
-        pool: Any = Redis.from_url(url).connection_pool
+        pool: Any = (sentinel_client(url) if is_sentinel else Redis.from_url(url)).connection_pool
         pool.make_connection()  # connects nowhere yet
     except (ValueError, TypeError):
         is_known = False
-    if not is_known or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+    if not is_known:
         raise ValueError(
-            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0 or rediss://HOST"
+            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0, rediss://HOST or "
+            "redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE"
         ) from None
 
 
