@@ -26,6 +26,8 @@ def router_source(config: RouterConfig, router_id: str) -> Source:
 async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:
     """Return all readings of now. The index is asked for its state, unless its last answer is fresh."""
     condition = await current_condition(parts.placer.prefix_lookup, parts.fleet.view)
+    if parts.placer.prefix_lookup is not None:
+        parts.placer.index_watch.is_cut_off()  # logs a change also while no request comes
     return {
         **parts.metrics.readings(),
         **_requests(parts, config),

@@ -152,8 +152,12 @@ class RemoteIndex:
     async def retire(self, berth: Berth) -> None:
         await self._server.ask(lambda: self._twin.retire(berth))
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
-        return await self._server.ask(lambda: self._twin.lookup(names, most=most))
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
+        return await self._server.ask(
+            lambda: self._twin.lookup(names, most=most, expects_workers=expects_workers)
+        )
 
     async def directory(self) -> list[WorkerRecord]:
         return await self._server.ask(self._twin.directory)

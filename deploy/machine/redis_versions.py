@@ -68,12 +68,21 @@ class ServerVersion:
 
 def version_of_reply(hello: Any) -> ServerVersion | None:
     """Parse the reply to HELLO. Return None if it is not from Redis or Valkey."""
+    facts = _facts(hello)
+    return _server(facts.get("server", ""), facts.get("version", ""))
+
+
+def is_in_cluster_mode(hello: Any) -> bool:
+    """Return True if the reply to HELLO is of a server of Redis Cluster."""
+    return _facts(hello).get("mode") == "cluster"
+
+
+def _facts(hello: Any) -> dict[str, str]:
     if isinstance(hello, list):  # RESP 2
         hello = dict(zip(hello[::2], hello[1::2], strict=False))
     if not isinstance(hello, dict):
-        return None
-    facts = {_text(name): _text(value) for name, value in hello.items()}
-    return _server(facts.get("server", ""), facts.get("version", ""))
+        return {}
+    return {_text(name): _text(value) for name, value in hello.items()}
 
 
 def version_of_program(executable: Path) -> ServerVersion | None:

@@ -28,7 +28,7 @@ class NodeProbe:
             "code": _code(),
             "has_bfloat16": _has_bfloat16(),
             "model": None if model is None else _model(model),
-            "redis": None if redis_url is None else await asyncio.to_thread(_redis, redis_url),
+            "redis": None if redis_url is None else await _redis(redis_url),
         }
 
     async def listen(self, host: str) -> int:
@@ -90,18 +90,17 @@ def _model(folder: str) -> str:
     return "" if len(names) > 1 else "there are no weights (*.safetensors)"
 
 
-def _redis(url: str) -> str:
+async def _redis(url: str) -> str:
     """Return the type of the error that Redis gives. Empty if it answers.
 
     The error's text is not returned, because it may quote the password.
     """
     try:
-        import redis
+        from blockyard.proto.index.redis import connect
 
-        with redis.Redis.from_url(
-            url, socket_timeout=CONNECT_SECONDS, socket_connect_timeout=CONNECT_SECONDS
-        ) as client:
-            client.ping()
+        async with connect(url, timeout_seconds=CONNECT_SECONDS) as client:
+            ping: Any = client.ping()
+            await ping
     except Exception as error:
         return type(error).__name__
     return ""

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import redis
-from blockyard.deploy.machine.redis_versions import OLDEST, ServerVersion, version_of_reply
+from blockyard.deploy.machine.redis_versions import (
+    OLDEST,
+    ServerVersion,
+    is_in_cluster_mode,
+    version_of_reply,
+)
 from blockyard.deploy.settings.setting import masked
 from blockyard.proto.index.contract import ErrorKind, PrefixIndexError, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, check_url, connect
@@ -31,6 +36,12 @@ After that `up` is killed, another one of this name is refused for at most this 
 RENEW_SECONDS = 20.0
 
 
+CLUSTER_MODE = (
+    "it runs in Cluster mode (cluster-enabled yes), in which the index does not work. Name one server without it, or "
+    "the Sentinels of several (redis+sentinel://)"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """Answer of a Redis server to one ping, as the user that the URL names."""
@@ -39,7 +50,7 @@ class Look:
     problem: str = ""
     """Reason why it did not answer PONG; empty if it did."""
     is_refusal: bool = False
-    """Whether the server runs and refuses this user, so that waiting does not help."""
+    """Whether the server runs and refuses this user, or cannot hold an index, so that waiting does not help."""
 
 
 def look(url: str) -> Look:
@@ -60,13 +71,17 @@ async def _look(url: str) -> Look:
     async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
         ask: Any = client.execute_command
         await ask("PING")
-        return Look(version=version_of_reply(await ask("HELLO")))
+        greeting = await ask("HELLO")
+        if is_in_cluster_mode(greeting):
+            return Look(problem=CLUSTER_MODE, is_refusal=True)
+        return Look(version=version_of_reply(greeting))
 
 
 def check(options: "UpOptions") -> list[str]:
     """Check the operator's Redis as workers and as routers reach it, and return warnings.
 
-    Raise ValueError if it refuses a user or the commands of workers, is too old, or has a cluster of this name.
+    Raise ValueError if it refuses a user or the commands of workers, is too old, runs in Cluster mode, or has a cluster
+    of this name.
     """
     url = options.given_redis_url
     if url is None:

@@ -46,7 +46,7 @@ OPEN_OPTIONS = frozenset(
     )
 )
 """Query options of a Redis URL that are no secret."""
-_URL = re.compile(r"(\w+://)(?:([^:@/?#]*)(:[^@]*)?@)?([^@?#]*)(\?.*)?")
+_URL = re.compile(r"([\w+]+://)(?:([^:@/?#]*)(:[^@]*)?@)?([^@?#]*)(\?.*)?")
 _KINDS = {"integer": "a whole number", "float": "a number", "boolean": "true or false"}
 
 

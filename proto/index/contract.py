@@ -163,6 +163,8 @@ class RenewResult(Enum):
     DAMAGED = "DAMAGED"
     """The lease is extended, but the index contradicts what was published: take a new berth and republish
     everything."""
+    FULL = "FULL"
+    """The lease is extended, but the index has no memory for new names."""
 
 
 class ErrorKind(Enum):
@@ -173,6 +175,9 @@ class ErrorKind(Enum):
     LOADING = "loading"
     DENIED = "denied"
     FULL = "full"
+    NO_LEASE = "no_lease"
+    """No worker has a running lease, so the index does not tell what workers cache."""
+    CLUSTER_MODE = "cluster_mode"
     READ_ONLY = "read_only"
     BERTHS_EXHAUSTED = "berths_exhausted"
     DAMAGED = "damaged"
@@ -207,7 +212,11 @@ class PrefixIndex(Protocol):
         ...
 
     async def apply(self, berth: Berth, batch: Batch) -> ApplyResult:
-        """Apply a batch atomically: removals, then additions, under each of the berth's numbers."""
+        """Apply a batch atomically: removals, then additions, under each of the berth's numbers.
+
+        Raises PrefixIndexError of the kind FULL if the index has no memory for the additions. The removals are applied
+        even so. Send the same batch again later.
+        """
         ...
 
     async def renew(
@@ -230,9 +239,14 @@ class PrefixIndex(Protocol):
         """End a berth's lease now, so that the next purge may remove it. An unknown berth is left alone."""
         ...
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         """Return each live worker that holds the first block of the chain, with how many leading blocks it holds. At
-        most `most` berths are read. Of more, any may be left out."""
+        most `most` berths are read. Of more, any may be left out.
+
+        `expects_workers`: raise PrefixIndexError of the kind NO_LEASE if no worker has renewed its lease in time.
+        """
         ...
 
     async def directory(self) -> list[WorkerRecord]:

@@ -37,6 +37,7 @@ from blockyard.proto.index.contract import (
     merge_tiers,
 )
 from blockyard.proto.index.redis_parser import BoundedParser
+from blockyard.proto.index.redis_sentinel import is_sentinel_url, sentinel_client
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -56,18 +57,22 @@ _DATABASE = re.compile(r"(/[0-9]*)?")
 
 def check_url(url: str) -> None:
     """Raise ValueError for a text that is no Redis URL. The error quotes none of it, because it may hold a password."""
+    is_sentinel = is_sentinel_url(url)
     try:
         parts = urlsplit(url)
-        is_known = parts.scheme in ("redis", "rediss", "unix") and bool(
-            parts.hostname or parts.scheme == "unix"
+        is_known = is_sentinel or (
+            parts.scheme in ("redis", "rediss", "unix")
+            and bool(parts.hostname or parts.scheme == "unix")
+            and bool(parts.scheme == "unix" or _DATABASE.fullmatch(parts.path))
         )
-        pool: Any = Redis.from_url(url).connection_pool
+        pool: Any = (sentinel_client(url) if is_sentinel else Redis.from_url(url)).connection_pool
         pool.make_connection()  # connects nowhere yet
     except (ValueError, TypeError):
         is_known = False
-    if not is_known or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+    if not is_known:
         raise ValueError(
-            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0 or rediss://HOST"
+            "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0, rediss://HOST or "
+            "redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE"
         ) from None
 
 
@@ -78,14 +83,16 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
     retry.
     """
     check_url(url)
-    client: Redis = Redis.from_url(
-        url,
-        parser_class=BoundedParser,
-        socket_timeout=timeout_seconds,
-        socket_connect_timeout=timeout_seconds,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=False,
-    )
+    options: dict[str, Any] = {
+        "parser_class": BoundedParser,
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "retry": Retry(NoBackoff(), 0),
+        "decode_responses": False,
+    }
+    if is_sentinel_url(url):
+        return sentinel_client(url, **options)
+    client: Redis = Redis.from_url(url, **options)
     return client
 
 
@@ -140,6 +147,8 @@ class RedisPrefixIndex:
         numbers = (berth.number, berth.anywhere or 0)
         reply = await self._call(index_scripts.APPLY, *numbers, berth.epoch, batch.sequence, *packed)
         with _checked_reply():
+            if reply == b"FULL":
+                raise PrefixIndexError(ErrorKind.FULL, "Redis has reached its maxmemory")
             return ApplyResult(reply.decode())
 
     async def renew(
@@ -174,12 +183,14 @@ class RedisPrefixIndex:
     async def unclaim(self, holder: str) -> None:
         await self._call(index_scripts.UNCLAIM, holder)
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         if not names:
             return []
         packed = index_schema.pack_names(names)
         bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
-        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, nothing=())
+        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, int(expects_workers), nothing=())
         with _checked_reply():
             return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
 
@@ -303,6 +314,10 @@ _NO_RIGHT = "The user executing the script can't"
 """The words by which Redis 6.2 refuses a script's command or key."""
 
 
+_CLUSTER_MODE = ("CLUSTERDOWN", "CROSSSLOT", "hash to the same slot", "non local key")
+"""Words by which a server in Cluster mode refuses a script's commands."""
+
+
 def error_kind(error: Exception) -> ErrorKind:
     """Return the kind of an error. Errors inside a script arrive as text in a ResponseError, in another form in each
     version."""
@@ -326,12 +341,18 @@ def error_kind(error: Exception) -> ErrorKind:
             return ErrorKind.READ_ONLY
         case exceptions.ConnectionError() | OSError():
             return ErrorKind.CONNECTION
-        case _ if "OOM " in text:
+        case _ if "OOM " in text or "'maxmemory'" in text:
             return ErrorKind.FULL
+        case _ if text.startswith("NOLEASE "):
+            return ErrorKind.NO_LEASE
         case _ if "READONLY" in text or "read only replica" in text:
             return ErrorKind.READ_ONLY
         case _ if any(word in text for word in ("NOPERM", "NOAUTH", "WRONGPASS", "permission", _NO_RIGHT)):
             return ErrorKind.DENIED
+        case exceptions.ClusterError() | exceptions.AskError() | exceptions.ClusterCrossSlotError():
+            return ErrorKind.CLUSTER_MODE
+        case _ if any(words in text for words in _CLUSTER_MODE):
+            return ErrorKind.CLUSTER_MODE
         case _ if "WRONGTYPE" in text:
             return ErrorKind.DAMAGED
     return ErrorKind.REPLY

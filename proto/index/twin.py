@@ -130,8 +130,12 @@ class TwinPrefixIndex:
         for state in self._owned(berth):
             self._retire(state)
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         self._check_available()
+        if expects_workers and self._clock() - self._last_beat > self._beat_lease_seconds:
+            raise PrefixIndexError(ErrorKind.NO_LEASE, "no worker has a running lease")
         holding, depths = self._live(), dict[int, int]()
         for depth, name in enumerate(names, start=1):
             holding &= self._holders(name)

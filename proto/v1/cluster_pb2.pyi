@@ -114,7 +114,7 @@ class Latencies(_message.Message):
     def __init__(self, bounds_seconds: _Optional[_Iterable[float]] = ..., cumulative: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerIndex(_message.Message):
-    __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors", "state_reason", "damages")
+    __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors", "state_reason", "damages", "cut_off")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class WorkerIndex(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     STATE_REASON_FIELD_NUMBER: _ClassVar[int]
     DAMAGES_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     state: IndexState
     entries: int
     pending: int
@@ -131,7 +132,8 @@ class WorkerIndex(_message.Message):
     errors: int
     state_reason: str
     damages: int
-    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ...) -> None: ...
+    cut_off: bool
+    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens")

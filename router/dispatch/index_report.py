@@ -1,11 +1,13 @@
-"""Report on the whole prefix index for operators: its state, its size, and the speed and accuracy of look-ups.
+"""Report on the whole prefix index: its state, its size, and the speed and accuracy of look-ups. Also tells placement
+whether the workers are cut off from the index.
 
 Owns how the workers' reports and this router's look-ups become one state. Does not own either of them
 (worker/indexing/report.py, prefix_lookup.py). A reason is written for operators and quotes no error of Redis.
 """
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blockyard.proto.index.contract import Incarnation, IndexInfo, WorkerId
@@ -13,6 +15,11 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.dispatch.prefix_lookup import IndexHealth, PrefixLookup
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.1
+"""Greatest age of what IndexWatch tells. It looks at every worker, which is too much for each placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +53,7 @@ def index_condition(
     return IndexCondition(
         state=cluster_pb2.INDEX_STATE_DEGRADED if reason else cluster_pb2.INDEX_STATE_EXACT,
         reason=reason,
-        is_available=health.answers and health.in_time,
+        is_available=health.answers and health.in_time and not is_cut_off(parts),
     )
 
 
@@ -57,7 +64,8 @@ def _reason(health: IndexHealth, parts: Sequence[Part], timeout_seconds: float) 
     late = [(part.worker_id, shortcoming) for part in parts if (shortcoming := _shortcoming(part, health))]
     if late:
         others = f", and {len(late) - 1} more of {len(parts)} workers" if len(late) > 1 else ""
-        return " ".join(late[0]) + others
+        without = ": placement runs without the index for now" if is_cut_off(parts) else ""
+        return " ".join(late[0]) + others + without
     if not health.in_time:
         return f"look-ups take longer than {1000 * timeout_seconds:g} ms: placement runs without the index for now"
     return ""
@@ -75,6 +83,47 @@ def _shortcoming(part: Part, health: IndexHealth) -> str:
     if (part.worker_id, part.incarnation) not in health.standing:
         return "is not in this router's index, which lost its data, or has another Redis or cluster name"
     return ""
+
+
+def is_cut_off(parts: Sequence[Part]) -> bool:
+    """Return True if at least half of the reporting workers are cut off from the index.
+
+    Then Redis may answer look-ups and still miss most of what is cached. One worker alone counts as that worker's own
+    trouble, unless it is half of the cluster.
+    """
+    reports = [part.index for part in parts if part.index is not None]
+    num_cut_off = sum(report.cut_off for report in reports)
+    return 2 * num_cut_off >= len(reports) > 0
+
+
+class IndexWatch:
+    """Tells placement whether the workers are cut off from the index, and logs each change."""
+
+    def __init__(self, view: ClusterView, clock: Callable[[], float]) -> None:
+        self._view = view
+        self._clock = clock
+        self._looked_at = -math.inf
+        self._is_cut_off = False
+
+    def is_cut_off(self) -> bool:
+        now = self._clock()
+        if now - self._looked_at >= WATCH_SECONDS:
+            self._looked_at = now
+            self._update(_parts(self._view))
+        return self._is_cut_off
+
+    def _update(self, parts: Sequence[Part]) -> None:
+        before, self._is_cut_off = self._is_cut_off, is_cut_off(parts)
+        if self._is_cut_off and not before:
+            first = next(part for part in parts if part.index is not None and part.index.cut_off)
+            reason = first.index.state_reason if first.index is not None else ""
+            logger.warning(
+                "the prefix index is cut off: worker %s %s; requests are placed without it",
+                first.worker_id,
+                reason,
+            )
+        elif before and not self._is_cut_off:
+            logger.warning("the workers reach the prefix index again; placement uses it")
 
 
 async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:

@@ -15,6 +15,7 @@ from blockyard.router.admission.fair_queue import Ticket
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
 from blockyard.router.cluster.view import NOTHING_CACHED, usable_cached_tokens
+from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
@@ -73,6 +74,7 @@ class Placer:
     ) -> None:
         self._fleet = fleet
         self.prefix_lookup = lookup
+        self.index_watch = IndexWatch(fleet.view, clock)
         self._policy: PolicyName = policy
         self._clock = clock
         self._rng = rng or random.Random()
@@ -249,7 +251,10 @@ class Placer:
             return LookupResult(available=False)
         stride_blocks = self._fleet.identity.index_stride_blocks if self._fleet.identity else 1
         return await self.prefix_lookup.lookup(
-            names, self._fleet.view.incarnations(), stride_blocks=stride_blocks
+            names,
+            self._fleet.view.incarnations(),
+            stride_blocks=stride_blocks,
+            is_cut_off=self.index_watch.is_cut_off(),
         )
 
     async def _find(self, names: Sequence[bytes]) -> _Found:

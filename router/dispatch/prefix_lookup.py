@@ -136,7 +136,8 @@ class PrefixLookup:
         self.num_lookups = 0
         """Look-ups of requests that the breaker admitted."""
         self.num_skipped = 0
-        """Requests that went without the index because the breaker was open."""
+        """Requests that went without the index because the breaker was open, or the workers were cut off from the
+        index."""
         self.durations_seconds = deque[float](maxlen=REMEMBERED_LOOKUPS)
         """Durations of the last answered look-ups."""
         self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
@@ -159,8 +160,11 @@ class PrefixLookup:
         incarnations: Mapping[WorkerId, Incarnation],
         *,
         stride_blocks: int = 1,
+        is_cut_off: bool = False,
     ) -> LookupResult:
         """Return how many leading blocks of `names` each worker has cached, rounded down to the stride of the index.
+
+        `is_cut_off`: the index does not know what the workers cache, so it is not asked.
 
         Only `incarnations`, those that may get requests, count. Blocks of an ended incarnation are lost, and an
         incarnation that was replaced must get no requests.
@@ -169,11 +173,12 @@ class PrefixLookup:
         if not known or not incarnations:
             return LookupResult(available=await self._is_available())
         begin = self._clock()
-        if not self._breaker.admits(begin):
+        if is_cut_off or not self._breaker.admits(begin):
             self.num_skipped += 1
             return LookupResult(available=False)
         self.num_lookups += 1
-        reply = await self._ask(known, most=max(LEAST_HOLDERS, HOLDERS_A_WORKER * len(incarnations)))
+        most = max(LEAST_HOLDERS, HOLDERS_A_WORKER * len(incarnations))
+        reply = await self._ask(known, most=most, expects_workers=True)
         if isinstance(reply, ErrorKind):
             self.errors[reply] += 1
             return LookupResult(available=False)
@@ -230,14 +235,20 @@ class PrefixLookup:
             await self._ask((_NOBODYS_NAME,), most=LEAST_HOLDERS), ErrorKind
         )
 
-    async def _ask(self, names: Sequence[bytes], *, most: int) -> list[Holder] | ErrorKind:
+    async def _ask(
+        self, names: Sequence[bytes], *, most: int, expects_workers: bool = False
+    ) -> list[Holder] | ErrorKind:
         """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
         try:
             async with _patient_timeout(self._config.timeout_seconds):
-                holders = await self._index.lookup(names, most=most)
+                holders = await self._index.lookup(names, most=most, expects_workers=expects_workers)
         except (PrefixIndexError, TimeoutError) as error:
-            self._breaker.failed(self._clock())
-            return error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
+            kind = error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
+            if kind is ErrorKind.NO_LEASE:  # an answer in time
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(self._clock())
+            return kind
         except asyncio.CancelledError:
             self._breaker.abandoned()
             raise

@@ -102,4 +102,9 @@ MATRIX = (
     _fault(54, "supervisor SIGSTOP", "serving goes on; `status` says so; killed and started again"),
     _fault(55, "Ray's dashboard SIGKILL", "started again, on its port"),
     _fault(56, "raylet SIGKILL", "all is started again and serves where it did; `status` says so at once"),
+    _fault(57, "Redis at maxmemory", "said within a second; placed by hashing; no lease is lost"),
+    _fault(
+        58, "Redis in Cluster mode", "refused before anything starts; who starts by hand says so and serves"
+    ),
+    _fault(59, "fail-over by Sentinel", "0 failed; the index is right again on the new primary"),
 )

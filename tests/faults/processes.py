@@ -121,7 +121,7 @@ class Processes:
 
     def add_worker(self, name: str, *options: str, model: Path = MODEL) -> Process:
         """Add a worker without starting it. Its port is reserved, so that a later incarnation has the same address."""
-        port = str(_free_port())
+        port = str(free_port())
         arguments = ("--model", str(model), "--worker-id", name, "--port", port, "--metrics-port", "-1")
         worker = self._process(name, "blockyard.worker", *arguments, *options)
         worker.address = f"127.0.0.1:{port}"
@@ -134,7 +134,7 @@ class Processes:
         """Add a router without starting it. With Redis it discovers the workers; otherwise `workers` are their
         addresses."""
         told = [part for address in workers for part in ("--worker", address)]
-        port = str(_free_port())
+        port = str(free_port())
         arguments = ("--model", str(model), "--model-name", "demo", "--port", port, *told)
         self.routers[name] = router = self._process(name, "blockyard.router", *arguments, *options)
         router.address = f"127.0.0.1:{port}"
@@ -198,7 +198,7 @@ def _end(process: Process) -> None:
         process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port that this process has not given before: the receiver listens only later."""
     for port in itertools.islice(_ports, 200):
         with socket.socket() as probe:

@@ -38,6 +38,8 @@ class Traffic:
     errors: list[str] = field(default_factory=list)
     placements: list[tuple[float, float]] = field(default_factory=list)
     """Start time and duration of each ExplainPlacement call."""
+    placed_without: list[float] = field(default_factory=list)
+    """Start times of the ExplainPlacement calls that went without the index."""
     tokenizations: list[tuple[float, float]] = field(default_factory=list)
     """Start time and duration of each Tokenize call. It takes the same way and asks no index."""
     prompt_tokens: int = 0
@@ -99,9 +101,12 @@ async def _measure_placement(client: AsyncClient, traffic: Traffic) -> None:
     while not traffic.is_over:
         began = time.monotonic()
         try:
-            await client.explain_placement(prompt(next(numbers)))
+            explained = await client.explain_placement(prompt(next(numbers)))
         except BlockyardError as error:
             traffic.errors.append(f"ExplainPlacement: {error}")
+        else:
+            if not explained.index_available:
+                traffic.placed_without.append(began)
         traffic.placements.append((began, time.monotonic() - began))
         await asyncio.sleep(0.015)
 
@@ -130,6 +135,12 @@ class Survived:
     num_resyncs: int
     """Number of times that a worker republished all its blocks."""
     num_done: int
+    told_seconds: float | None
+    """Time from the fault until the state was DEGRADED. None: it was not, or nobody looked."""
+    fallback_seconds: float | None
+    """Time from the fault until a placement went without the index."""
+    num_indexed_at_last: int
+    """Placements in the last second of the fault that used the index."""
 
 
 async def survives(
@@ -157,10 +168,11 @@ async def survives(
             await asyncio.to_thread(cluster.loop_pause)
             harmed_at = time.monotonic()
             await asyncio.to_thread(harm)
-            was_degraded = await _is_told(client, DEGRADED, hold_seconds)
+            told_at = await _when_told(client, DEGRADED, hold_seconds)
             await asyncio.sleep(max(0.0, harmed_at + hold_seconds - time.monotonic()))
-            if is_degraded and not was_degraded:
-                was_degraded = await _is_told(client, DEGRADED, 10.0)
+            if is_degraded and told_at is None:
+                told_at = await _when_told(client, DEGRADED, 10.0)
+            healing_at = time.monotonic()
             await asyncio.to_thread(heal)
             healed_at = time.monotonic()
             await cluster.until_exact(client, resyncs=num_resyncs(before) + resyncs)
@@ -175,6 +187,8 @@ async def survives(
         await cluster.until_exact(client)
     nothing_is_told(cluster.processes.logs())
     calm = traffic.placement_seconds(harmed_at - CALM_SECONDS / 2, harmed_at)
+    without = [at for at in traffic.placed_without if at >= harmed_at]
+    at_last = (healing_at - 1.0, healing_at - 0.1)
     harmed = traffic.placement_seconds(harmed_at - 0.1, healed_at + exact_seconds)
     survived = Survived(
         exact_seconds=exact_seconds,
@@ -185,6 +199,10 @@ async def survives(
         index=index,
         num_resyncs=num_resyncs(index) - num_resyncs(before),
         num_done=traffic.num_done,
+        told_seconds=told_at and told_at - harmed_at,
+        fallback_seconds=min(without) - harmed_at if without else None,
+        num_indexed_at_last=len(traffic.placement_seconds(*at_last))
+        - sum(at_last[0] <= at < at_last[1] for at in without),
     )
     assert not traffic.errors, traffic.errors
     assert traffic.num_done >= NUM_LOOPS
@@ -193,7 +211,7 @@ async def survives(
     slow = traffic.slow_placements(harmed_at - 0.1, healed_at + exact_seconds, bound_seconds)
     assert not slow, (slow, survived)
     assert computing_seconds <= 10 * ADDED_SECONDS, "the event loop was held up"
-    assert was_degraded or not is_degraded
+    assert told_at is not None or not is_degraded
     measured |= {
         "failed": len(traffic.errors),
         "recovery_seconds": exact_seconds,
@@ -205,13 +223,14 @@ async def survives(
     return survived
 
 
-async def _is_told(client: AsyncClient, state: int, seconds: float) -> bool:
+async def _when_told(client: AsyncClient, state: int, seconds: float) -> float | None:
+    """Return when the state was told, or None if it was not within so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if (await client.cluster_info()).index_state == state:
-            return True
+            return time.monotonic()
         await asyncio.sleep(0.02)
-    return False
+    return None
 
 
 async def _keys_are_back(cluster: RedisCluster, num_keys: int) -> None:

@@ -41,9 +41,9 @@ Holding = dict[str, set[bytes]]
 class RedisServer:
     """A private Redis through several incarnations on one port, with the password that the cluster's clients have."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.process: RedisProcess = start_private_redis(folder, password=SECRET)
+    def __init__(self, folder: Path, executable: Path | None = None) -> None:
+        self._folder, self._executable = folder, executable
+        self.process: RedisProcess = start_private_redis(folder, password=SECRET, executable=executable)
         self._admit_tests()
 
     @property
@@ -67,7 +67,9 @@ class RedisServer:
         self.process.stop()
 
     def start(self) -> None:
-        self.process = start_private_redis(self._folder, password=SECRET, port=self.process.port)
+        self.process = start_private_redis(
+            self._folder, password=SECRET, port=self.process.port, executable=self._executable
+        )
         self._admit_tests()
 
     def end_connections(self) -> None:
@@ -210,11 +212,14 @@ def num_errors(info: cluster_pb2.IndexInfo) -> int:
 
 
 @contextmanager
-def redis_cluster_in(folder: Path) -> Iterator[RedisCluster]:
-    redis = RedisServer(folder / "redis")
+def redis_cluster_in(
+    folder: Path, executable: Path | None = None, *, given: tuple[RedisServer, str] | None = None
+) -> Iterator[RedisCluster]:
+    """`given`: a server that runs, and the URL by which clients find it without the proxy."""
+    redis, own_url = given or (RedisServer(folder / "redis", executable), "")
     try:
         with ChaosProxyThread(redis.address) as proxy, processes(folder) as started:
-            url = f"redis://:{SECRET}@{proxy.address}/0"
+            url = own_url or f"redis://:{SECRET}@{proxy.address}/0"
             workers = tuple(
                 started.add_worker(f"w{number}", *WORKER_OPTIONS) for number in range(NUM_WORKERS)
             )

@@ -67,22 +67,6 @@ def _until_replicated(replica: RedisServer) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow_fault
-@pytest.mark.fault(40)
-async def test_a_full_redis_is_counted_and_served_without(
-    redis_cluster: RedisCluster, measured: dict[str, Any]
-) -> None:
-    redis = redis_cluster.redis
-    survived = await survives(
-        redis_cluster,
-        measured,
-        harm=lambda: redis.run("CONFIG", "SET", "maxmemory", "1"),
-        heal=lambda: redis.run("CONFIG", "SET", "maxmemory", "0"),
-        hold_seconds=4.0,
-    )
-    assert num_errors(survived.index) > 0
-
-
 @pytest.mark.fault(40)
 @pytest.mark.parametrize(
     "denial",

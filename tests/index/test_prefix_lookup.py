@@ -195,7 +195,9 @@ async def test_a_state_told_with_a_size_is_no_older_than_the_size() -> None:
 class _SoonAnsweringIndex(TwinPrefixIndex):
     """Answers 10 ms after it was asked, unless the loop stands still."""
 
-    async def lookup(self, names: object, *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: object, *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         answer = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(0.01, answer.set_result, [])
         return list(await answer)
@@ -226,7 +228,9 @@ class _StoppedIndex(TwinPrefixIndex):
         super().__init__(lambda: 0.0)
         self.resume = asyncio.Event()
 
-    async def lookup(self, names: object, *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(
+        self, names: object, *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> list[Holder]:
         await self.resume.wait()
         return []
 

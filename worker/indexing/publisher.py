@@ -230,7 +230,9 @@ class IndexPublisher:
         self._renew_at = self._clock() + self._config.lease_seconds / 3
         match result:
             case RenewResult.OK:
-                pass
+                self._answers()
+            case RenewResult.FULL:
+                self._note(PrefixIndexError(ErrorKind.FULL, "Redis has reached its maxmemory"))
             case RenewResult.UNKNOWN:
                 self._berth = None
             case RenewResult.DAMAGED:
@@ -322,10 +324,15 @@ class IndexPublisher:
                 reply = await call
         except TimeoutError as error:
             raise PrefixIndexError(ErrorKind.TIMEOUT, "no answer within the publisher's time-out") from error
+        # Where memory is full, calls succeed that take none. A renewal tells when there is memory again.
+        if self._last_error is not ErrorKind.FULL:
+            self._answers()
+        return reply
+
+    def _answers(self) -> None:
         if self._last_error is not None:
             logger.warning("the prefix index answers again")
         self._last_error = None
-        return reply
 
     def _note_age(self) -> None:
         if self._is_withdrawn or (not self._difference and self._on_its_way is None):

@@ -23,6 +23,10 @@ def shortcoming(state: PublisherState) -> str:
     if state.last_error is not None:
         if state.last_error in _NO_ANSWER:
             return "gets no answer from Redis"
+        if state.last_error is ErrorKind.FULL:
+            return "is refused by Redis, which is out of memory (maxmemory)"
+        if state.last_error is ErrorKind.CLUSTER_MODE:
+            return "is refused by Redis, which runs in Cluster mode"
         return f"is refused by Redis ({state.last_error.value.replace('_', ' ')})"
     if state.berth is None:
         return "registers in the index: it was not registered yet, or Redis lost it"
@@ -45,6 +49,7 @@ def index_message(state: PublisherState) -> WorkerIndex:
         resyncs=state.num_resyncs,
         errors=state.num_errors,
         damages=state.num_damages,
+        cut_off=state.last_error is not None or state.berth is None,
     )
 
 

@@ -1,6 +1,6 @@
 -- Applies one batch of a worker: removals, then additions.
 -- ARGV: berth, second berth or 0, epoch, sequence, then packed names: removed, removed anywhere, added anywhere, added.
--- Returns OK, UNKNOWN, DUPLICATE or GAP.
+-- Returns OK, UNKNOWN, DUPLICATE, GAP or FULL: memory is full, and only the removals were applied.
 -- include prelude
 
 local berth, anywhere, epoch, sequence = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
@@ -50,11 +50,11 @@ local function add(names, number)
   end
 end
 
+local is_full = write_though_full(berth_key(berth), 'sequence', last)
 strike(removed, berth)
-if anywhere ~= 0 then
-  strike(anywhere_removed, anywhere)
-  add(anywhere_added, anywhere)
-end
+if anywhere ~= 0 then strike(anywhere_removed, anywhere) end
+if is_full and #added + #anywhere_added > #removed + #anywhere_removed then return 'FULL' end
+if anywhere ~= 0 then add(anywhere_added, anywhere) end
 add(added, berth)
 redis.call('HSET', berth_key(berth), 'sequence', sequence)
 return 'OK'

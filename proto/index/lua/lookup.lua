@@ -1,9 +1,16 @@
 -- Finds how many leading blocks of a chain each live berth holds. It bisects: see schema.py.
--- ARGV: packed names, most entries of a compact hash, most holders, most bytes of an identity.
--- Returns identity, depth, identity, depth, and so on.
+-- ARGV: packed names, most entries of a compact hash, most holders, most bytes of an identity, whether there must be
+-- workers (1 or 0). Returns identity, depth, identity, depth, and so on.
 -- include prelude
 
 -- include live
+
+if ARGV[5] == '1' then
+  local served = redis.pcall('HMGET', state, 'beat', 'beat_lease')
+  if now_ms() - (tonumber(served[1]) or 0) > (tonumber(served[2]) or 0) then
+    return redis.error_reply('NOLEASE no worker has a running lease')
+  end
+end
 
 local names, max_compact = ARGV[1], tonumber(ARGV[2])
 local max_holders, max_identity_bytes = tonumber(ARGV[3]), tonumber(ARGV[4])

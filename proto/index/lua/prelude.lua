@@ -84,6 +84,18 @@ local function beat(now, lease_ms)
   redis.call('HSET', state, 'beat', now, 'beat_lease', lease_ms)
 end
 
+-- Write a field whose value has the same length as before, even if memory is full. Return whether it is full. Then Redis
+-- refuses a script's first write, unless the command never takes memory. It refuses no later write of the script.
+local function write_though_full(key, field, value)
+  local reply = redis.pcall('HSET', key, field, value)
+  local refusal = type(reply) == 'table' and reply.err
+  if not refusal then return false end
+  if not string.find(refusal, 'maxmemory', 1, true) then return false, redis.call('HSET', key, field, value) end
+  redis.call('HDEL', key, '')
+  redis.call('HSET', key, field, value)
+  return true
+end
+
 local function retire(berth)
   redis.pcall('HDEL', berth_key(berth), 'epoch')
   redis.call('ZADD', leases, 0, berth)

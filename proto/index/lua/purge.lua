@@ -57,6 +57,8 @@ local function release()
   return freed
 end
 
+-- A purge must go on where memory is full: after a command that takes no memory, Redis refuses no write of a script.
+redis.call('HDEL', state, '')
 local cursor = redis.call('HGET', state, 'cursor')
 if cursor then
   -- A cursor that our scripts did not write would never reach the end: begin again.
