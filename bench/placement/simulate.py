@@ -63,6 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _compare(workload: Workload, setup: Setup, policies: list[PolicyName], output: str) -> None:
     if output == "text":
         cluster = f"{_count(setup.num_workers, 'worker')}, {_count(setup.num_routers, 'router')}"
+        if setup.index_lag_seconds:
+            cluster += f", index {setup.index_lag_seconds:g} s late"
         print(f"{workload.about}; {cluster}, {setup.profile.name}")
         print("  ".join(["policy".ljust(12), *map(_heading, COLUMNS)]))
     results = {}
@@ -109,6 +111,8 @@ def _check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value <= most:
             raise ValueError(f"--{name} must be above 0 and at most {most:g}, not {value:g}")
+    if not 0 <= options.index_lag <= 1e6:
+        raise ValueError(f"--index-lag must be from 0 to 1e+06, not {options.index_lag:g}")
     for name in ("workers", "routers", "trace_block_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
@@ -121,6 +125,7 @@ def _setup(options: argparse.Namespace) -> Setup:
     return Setup(
         num_workers=options.workers,
         num_routers=options.routers,
+        index_lag_seconds=options.index_lag,
         seed=options.seed,
         profile=profile,
         placement=parse_placement(options.set),
@@ -156,6 +161,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", action="append", choices=get_args(PolicyName), help="may be repeated; default prefix")
     add("--workers", type=int, default=8, help="default %(default)s")
     add("--routers", type=int, default=1, help="default %(default)s")
+    add(
+        "--index-lag",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="time until look-ups see what a worker has published; default %(default)g",
+    )
     add("--seed", type=int, default=0, help="seed of all randomness; default %(default)s")
     add("--block-size", type=int, choices=BLOCK_SIZES, help="in tokens; default: the profile's")
     add("--profile", type=Path, help="a JSON file with fields of HardwareProfile; default: H200, Qwen3-8B")

@@ -217,7 +217,7 @@ class Pong(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index: _Optional[_Union[_cluster_pb2.WorkerIndex, _Mapping]] = ..., stalled_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details")
+    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,7 @@ class StepOutput(_message.Message):
     FAILED_REASONS_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_MARKS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     token_offsets: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -242,7 +243,8 @@ class StepOutput(_message.Message):
     failed_reasons: _containers.RepeatedScalarFieldContainer[RejectReason]
     indexes: _containers.RepeatedScalarFieldContainer[int]
     details: _containers.RepeatedCompositeFieldContainer[RowDetails]
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ...) -> None: ...
+    arrived_marks: bytes
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ...) -> None: ...
 
 class RowDetails(_message.Message):
     __slots__ = ("row", "logprobs", "prompt_logprobs", "cumulative_logprob", "beam_score")

@@ -163,6 +163,9 @@ class Fleet(LinkEvents):
         self.view.heard(address, load)
         self._changed()
 
+    def arrived(self, address: str, marks: bytes) -> None:
+        self.view.arrived(address, marks)
+
     def draining(self, address: str, is_draining: bool) -> None:
         self.view.draining(address, is_draining)
         self._changed()

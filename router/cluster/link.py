@@ -78,6 +78,10 @@ class LinkEvents:
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
         raise NotImplementedError
 
+    def arrived(self, address: str, marks: bytes) -> None:
+        """Prompts with these marks have reached the worker."""
+        raise NotImplementedError
+
     def draining(self, address: str, is_draining: bool) -> None:
         raise NotImplementedError
 
@@ -314,6 +318,8 @@ class EngineLink:
                 case "step":
                     load = message.step.load if message.step.HasField("load") else None
                     self._events.heard(self.address, load)
+                    if message.step.arrived_marks:
+                        self._events.arrived(self.address, message.step.arrived_marks)
                     await self._route(message.step)
                 case "rejected":
                     self._events.heard(self.address, None)

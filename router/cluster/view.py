@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
+from blockyard.router.cluster.arrivals import Arrivals
 from blockyard.router.cluster.bookings import Bookings, Placed
 from blockyard.router.cluster.gate import WorkerGate
 from blockyard.router.placement.config import PlacementConfig
@@ -102,6 +103,7 @@ class ClusterView:
         self._clock = clock
         self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
+        self._arrivals = Arrivals[WorkerView](clock)
         self.promised_blocks = 0
         """Blocks that the index promised on the chosen workers, over all placements that reached their first output."""
         self.stale_blocks = 0
@@ -235,6 +237,12 @@ class ClusterView:
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
+    def arrived(self, address: str, marks: bytes) -> None:
+        """Record the marks of prompts that have reached the worker, from whichever router."""
+        worker = self._workers.get(address)
+        if worker is not None:
+            self._arrivals.add(worker, marks)
+
     def draining(self, address: str, is_draining: bool = True) -> None:
         """Record whether the worker takes new requests. Running ones continue."""
         worker = self._workers.get(address)
@@ -330,6 +338,18 @@ class ClusterView:
         """Return the incarnation of each ready worker, by worker id. Placement ignores index entries of any other."""
         return {worker.worker_id: worker.incarnation for worker in self.ready()}
 
+    def with_arrivals(
+        self, names: Sequence[bytes], depths: Mapping[WorkerId, CachedDepth], block_size: int
+    ) -> dict[WorkerId, CachedDepth]:
+        """Return the depths that the index gives, raised to those of prompts that have just reached a worker."""
+        raised = dict(depths)
+        for worker, blocks in self._arrivals.depths(names, block_size).items():
+            known = depths.get(worker.worker_id, NOTHING_CACHED)
+            if blocks > known.blocks and self._workers.get(worker.address) is worker:
+                host_blocks = max(known.blocks + known.host_blocks - blocks, 0)
+                raised[worker.worker_id] = CachedDepth(blocks=blocks, host_blocks=host_blocks)
+        return raised
+
     def candidates(
         self,
         names: Sequence[bytes],
@@ -400,6 +420,7 @@ class ClusterView:
         )
 
     def check_invariants(self) -> None:
+        self._arrivals.check_invariants()
         for worker in self._workers.values():
             worker.booked.check_invariants()
 

@@ -262,12 +262,15 @@ class Placer:
 
     def _choose(self, prompt: _Prompt, found: _Found) -> Placement | None:
         result, session_id = found.result, prompt.session_id
-        candidates = self._fleet.view.candidates(prompt.names, prompt.tokens, result.depth_by_worker)
+        view, block_size = self._fleet.view, self._block_size
+        depths = view.with_arrivals(prompt.names, result.depth_by_worker, block_size)
+        candidates = view.candidates(prompt.names, prompt.tokens, depths)
         if not candidates:
             return None
         request = PlacementRequest(
             prompt_tokens=prompt.tokens,
-            prefix_key=self._prefix_key(prompt.names),
+            prefix_key=self._key(prompt.names, 0),
+            fresh_key=self._key(prompt.names, max(c.cached_tokens for c in candidates) // block_size),
             index_available=result.available,
             num_placements=self._num_placements,
             session_key=session_id.encode(),
@@ -314,11 +317,16 @@ class Placer:
         if session_id and worker is not None:
             self._sessions.served(session_id, worker.worker_id)
 
-    def _prefix_key(self, names: Sequence[bytes]) -> bytes:
-        if not names or self._fleet.identity is None:
-            return b""
-        num_blocks = max(self._config.rendezvous_tokens // self._fleet.identity.block_size, 1)
-        return names[min(num_blocks, len(names)) - 1]
+    @property
+    def _block_size(self) -> int:
+        identity = self._fleet.identity
+        return identity.block_size if identity is not None else 1
+
+    def _key(self, names: Sequence[bytes], after_blocks: int) -> bytes:
+        """Return the name of the prefix that ends `rendezvous_tokens` after this many blocks, or of the whole
+        prompt."""
+        num_blocks = after_blocks + max(self._config.rendezvous_tokens // self._block_size, 1)
+        return names[min(num_blocks, len(names)) - 1] if names else b""
 
     def _check_worker_wait(self, arrival: float) -> None:
         """Raise NoWorkers if no worker has been ready for `no_worker_seconds`, counted from the request's arrival at

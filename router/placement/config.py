@@ -74,7 +74,7 @@ class PlacementConfig:
     )
     near_equal_ms: float = setting(
         1.0,
-        help="Costs closer than this are a tie. A random choice among ties keeps routers from moving in step.",
+        help="Costs closer than this are a tie. All routers choose alike among ties, by a hash of the uncached prefix.",
         minimum=0,
         below=inf,
     )

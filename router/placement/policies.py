@@ -1,7 +1,8 @@
 """Placement policies: choose a worker for a request, as a pure function of a snapshot.
 
 - `prefix`: the least total_ms. A busy worker with the prefix loses to an idle one as soon as recomputing is faster than
-  waiting, so hot prefixes replicate. Among near-equal workers the one that last served the session wins, else chance.
+  waiting, so hot prefixes replicate. Among near-equal workers the one that last served the session wins. Else
+  rendezvous hashing of the prompt's uncached part chooses, so all routers send new prefixes to the same worker.
   Without the index: rendezvous hashing of the session or the prefix among `prefix_homes` workers.
 - `round_robin`: in turn.
 - `least_loaded`: the least load_ms: queue, decodes and memory.
@@ -31,6 +32,8 @@ class PlacementRequest:
     prefix_key: bytes = b""
     """Name of one of the prompt's first blocks. Without the index, requests with the same key prefer the same
     workers."""
+    fresh_key: bytes = b""
+    """Name of the first blocks of the prompt that no worker has cached. Near-equal workers are chosen by its hash."""
     index_available: bool = True
     num_placements: int = 0
     """Number of placements that the router has made before, for round_robin."""
@@ -100,6 +103,8 @@ def _prefix(
     costs = [score.cost for score in scores]
     near = _near_least(costs, config)
     favourites = [number for number in near if scores[number].worker_id == request.session_worker]
+    if not favourites and request.fresh_key:
+        return min(near, key=lambda number: _rank(request.fresh_key, scores[number])), costs
     return rng.choice(favourites or near), costs
 
 
@@ -144,15 +149,18 @@ def _by_rendezvous(
 
     Losing a worker moves only its own keys (Thaler and Ravishankar 1998).
     """
-    order = sorted(
-        range(len(scores)), key=lambda number: sha256(key + scores[number].worker_id.encode()).digest()
-    )
+    order = sorted(range(len(scores)), key=lambda number: _rank(key, scores[number]))
     costs = [0.0] * len(scores)
     for position, number in enumerate(order):
         is_home = position < num_homes and scores[number].load_ms <= config.loaded_ms
         costs[number] = float(position if is_home else position + len(order))
     least = min(costs)
     return (costs.index(least), costs) if least < len(order) else None
+
+
+def _rank(key: bytes, score: Score) -> bytes:
+    """Return the value by which a key orders the workers, in its own way but alike on every router."""
+    return sha256(key + score.worker_id.encode()).digest()
 
 
 def _dynamo(

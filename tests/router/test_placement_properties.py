@@ -1,5 +1,6 @@
 """Invariants of placement for every snapshot, however odd: workers and networks can send any report."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
@@ -38,6 +39,7 @@ REQUESTS = st.builds(
     PlacementRequest,
     prompt_tokens=COUNTS,
     prefix_key=st.binary(max_size=2),
+    fresh_key=st.binary(max_size=2),
     index_available=st.booleans(),
     num_placements=COUNTS,
     session_key=st.binary(max_size=2),
@@ -225,3 +227,54 @@ def test_round_robin_gives_every_worker_as_many_turns(
     assert {candidate.address: taken.count(candidate.address) for candidate in candidates} == {
         candidate.address: rounds for candidate in candidates
     }
+
+
+KEYS = st.binary(min_size=1, max_size=16)
+LOADS = st.lists(st.sampled_from([0, 0, 0, 5000]), min_size=1, max_size=8)
+
+
+def fresh(key: bytes, workers: list[Candidate], seed: int = 0) -> WorkerId:
+    request = PlacementRequest(prompt_tokens=1000, fresh_key=key)
+    return place(request, workers, "prefix", Random(seed)).chosen.worker_id
+
+
+def workers_with(loads: list[int]) -> list[Candidate]:
+    return [
+        Candidate(address=f"{number}", worker_id=WorkerId(f"w{number}"), queued_prefill_tokens=load)
+        for number, load in enumerate(loads)
+    ]
+
+
+@given(KEYS, LOADS, st.randoms(use_true_random=False), st.integers())
+def test_every_router_sends_a_new_prefix_to_the_same_of_equal_workers(
+    key: bytes, loads: list[int], chance: Random, seed: int
+) -> None:
+    workers = workers_with(loads)
+    shuffled = chance.sample(workers, len(workers))
+    assert fresh(key, workers) == fresh(key, shuffled, seed)
+
+
+@given(KEYS, LOADS)
+def test_a_worker_that_leaves_moves_its_own_prefixes_alone(key: bytes, loads: list[int]) -> None:
+    workers = workers_with([0, *loads])
+    chosen = fresh(key, workers)
+    for leaving in workers:
+        remaining = [worker for worker in workers if worker is not leaving]
+        if leaving.worker_id != chosen and remaining:
+            assert fresh(key, remaining) == chosen
+
+
+def test_new_prefixes_are_balanced_over_equal_workers() -> None:
+    workers = workers_with([0] * 8)
+    shares = Counter(fresh(number.to_bytes(8, "big"), workers) for number in range(4000))
+    assert all(400 < share < 600 for share in shares.values()), shares
+
+
+@given(KEYS)
+def test_prompts_with_one_key_never_pile_up_beside_an_idle_worker(key: bytes) -> None:
+    workers = workers_with([0] * 4)
+    for number in range(4):
+        chosen = fresh(key, workers)
+        index = next(at for at, worker in enumerate(workers) if worker.worker_id == chosen)
+        assert workers[index].queued_prefill_tokens == 0, number
+        workers[index] = workers[index]._replace(queued_prefill_tokens=1000)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from blockyard.proto.naming.marks import MAX_MARKS_BYTES
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.sequences.identifiers import RequestId
@@ -162,3 +163,18 @@ def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> 
     assert list(step.step.failed_reasons) == [RejectReason.REJECT_REASON_DRAINING]
     outbox.reported = IDLE
     assert outbox.take(IDLE) == []
+
+
+def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> None:
+    outbox = Outbox()
+    outbox.tell_arrival(b"a" * 8)
+    outbox.tell_arrival(b"b" * 8)
+    (message,) = outbox.take(IDLE)
+    assert message.step.arrived_marks == b"a" * 8 + b"b" * 8
+    assert outbox.take(IDLE) == []
+    for _ in range(MAX_MARKS_BYTES // 256 + 1):
+        outbox.tell_arrival(b"c" * 256)
+    outbox.tell_arrival(b"d" * 8)
+    marks = outbox.take(IDLE)[0].step.arrived_marks
+    assert len(marks) == MAX_MARKS_BYTES
+    assert marks.endswith(b"c" * 8 + b"d" * 8)

@@ -281,3 +281,16 @@ def test_what_can_never_fit_is_refused_at_submit() -> None:
 def test_a_pool_smaller_than_one_full_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="fewer than max_model_len"):
         make_scheduler(4, max_model_len=65)
+
+
+def test_a_prefix_that_several_waiting_prompts_share_is_queued_once() -> None:
+    scheduler = make_scheduler(64)
+    shared = [7] * 100
+    scheduler.submit(make_sequence(0, [*shared, 1]))
+    scheduler.submit(make_sequence(1, [*shared, 2]))
+    scheduler.submit(make_sequence(2, [8] * 50))
+    # 100 tokens are 6 full blocks of 16.
+    assert scheduler.queued_prefill_tokens == 101 + (101 - 96) + 50
+    scheduler.submit(make_sequence(3, shared[:96]))
+    # The last token of a prompt is always computed, with its block.
+    assert scheduler.waiting[-1].cached_at_submit == 80

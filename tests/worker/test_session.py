@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from blockyard.proto.naming.block_hash import chain, pack_tokens, root_name
+from blockyard.proto.naming.marks import marks
 from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import cluster_pb2, session_pb2, session_pb2_grpc
 from blockyard.proto.v1.inference_pb2 import StructuredOutput
@@ -181,6 +182,18 @@ async def test_a_router_that_reads_slowly_gets_steps_merged(worker: WorkerServer
                 received[handle] += count
         assert received == dict.fromkeys((1, 2), 240)
         assert messages < 200, "240 steps came as messages of their own"
+
+
+async def test_every_router_hears_of_a_prompt_that_has_reached_the_worker(worker: WorkerServer) -> None:
+    async with Session(worker.address) as session, Session(worker.address) as other:
+        for router in (session, other):
+            await router.read_until("hello")
+        await session.submit(1, length=300)
+        for router in (other, session):
+            while not (step := await router.read_until("step")).arrived_marks:
+                pass
+            assert step.arrived_marks == marks(chain(ROOT, [5] * 300, 16), 16)
+        await session.tokens_of(1)
 
 
 async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:

@@ -140,7 +140,8 @@ class Scheduler:
     def queued_prefill_tokens(self) -> int:
         """Return how many known tokens are still to be computed. Routers estimate a new request's wait by this number.
 
-        A waiting sequence counts its tokens that were not cached at its submit. A running one counts those beyond the
+        A waiting sequence counts its tokens that, at its submit, were neither cached nor to be computed for another. A
+        running one counts those beyond the
         token that its next decode computes.
         """
         waiting = sum(uncached_tokens(sequence) for sequence in self.waiting)
@@ -160,8 +161,17 @@ class Scheduler:
             raise CapacityError(f"more outputs than max_num_seqs {self.config.max_num_seqs}")
         if most_blocks(sequence, self.tables) > self.pool.num_blocks:
             raise CapacityError("the beams can never fit the KV cache together")
-        sequence.cached_at_submit = len(self.tables.match(sequence)) * self.config.block_size
+        sequence.cached_at_submit = self._expected_blocks(sequence) * self.config.block_size
         self._queues.wait(sequence)
+
+    def _expected_blocks(self, sequence: Sequence) -> int:
+        """Return how many leading blocks of a new sequence are cached, or shared with one that is computed before."""
+        if sequence.wants_whole_prompt:
+            return 0
+        others = (*self.waiting, *self.running)
+        shared = max((_shared_blocks(sequence, other) for other in others), default=0)
+        usable = (len(sequence.tokens) - 1) // self.config.block_size
+        return max(len(self.tables.match(sequence)), min(shared, usable))
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
         """End a sequence that has not ended yet. Its blocks go back at once, or with the step that still computes
@@ -470,6 +480,18 @@ class Scheduler:
 def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
     decodes = tuple([row for row in rows if row.num_tokens == 1])
     return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
+
+
+def _shared_blocks(one: Sequence, other: Sequence) -> int:
+    """Return how many leading blocks of two sequences have equal names, by bisection: a name stands for a prefix."""
+    least, most = 0, min(len(one.names), len(other.names)) - 1
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one.names[middle] == other.names[middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def uncached_tokens(sequence: Sequence) -> int:

@@ -109,7 +109,7 @@ class Sequence:
     num_in_flight: int = 0
     """Steps planned and not yet committed that compute this sequence."""
     cached_at_submit: int = 0
-    """Tokens of the sequence that were cached at its submit: an estimate of what it will reuse."""
+    """Tokens of the sequence that, at its submit, were cached or to be computed for another: what it should reuse."""
     cached_tokens: int | None = None
     """Prompt tokens that the first admission found in the cache. None before it."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -1,12 +1,13 @@
 """Outbox: what waits to be sent to one router. Outputs of its requests are merged until the router takes them.
 
 It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
-drain state, and at most one rejection a request. Pure; one event loop owns it.
+drain state, the marks of the last prompts, and at most one rejection a request. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from blockyard.proto.naming.marks import MAX_MARKS_BYTES
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -82,6 +83,7 @@ class Outbox:
         self._rejected: list[Rejected] = []
         self._pong: Pong | None = None
         self._is_draining: bool | None = None
+        self._arrived_marks = b""
         self.reported: EngineLoad | None = None
         """The load in the last message that had one."""
 
@@ -100,6 +102,10 @@ class Outbox:
     def tell_draining(self, is_draining: bool) -> None:
         """Report the drain state, before everything else."""
         self._is_draining = is_draining
+
+    def tell_arrival(self, marks: bytes) -> None:
+        """Report the marks of a prompt that has reached the worker. A slow router gets those of the last prompts."""
+        self._arrived_marks = (self._arrived_marks + marks)[-MAX_MARKS_BYTES:]
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         detail = detail[:MAX_DETAIL_CHARACTERS]
@@ -131,15 +137,16 @@ class Outbox:
         messages += [ToRouter(rejected=rejected) for rejected in self._rejected]
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
-        if self._rows or self._failed or load != self.reported:
+        if self._rows or self._failed or self._arrived_marks or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]
             steps[-1].failed_handles.extend(self._failed)
             steps[-1].failed_reasons.extend(self._failed.values())
             steps[-1].load.CopyFrom(load_message(load))
+            steps[-1].arrived_marks = self._arrived_marks
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
-        self._is_draining = None
+        self._is_draining, self._arrived_marks = None, b""
         return messages
 
 

@@ -22,6 +22,8 @@ class Link:
     requests: dict[int, RequestId] = field(default_factory=dict)
     outbox: Outbox = field(default_factory=Outbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    tells_arrivals_at: float = 0.0
+    """Time on the event loop's clock at which the router hears of the last arrival at the latest."""
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         self.outbox.reject(handle, reason, detail)
@@ -30,6 +32,19 @@ class Link:
     def tell_draining(self, is_draining: bool) -> None:
         self.outbox.tell_draining(is_draining)
         self.has_news.set()
+
+    def tell_arrival(self, marks: bytes, *, is_own: bool, every_seconds: float) -> None:
+        """Report the marks of a prompt that has reached the worker.
+
+        A router learns of another router's prompt at once, but not more often than `every_seconds`. It knows its own.
+        """
+        self.outbox.tell_arrival(marks)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if not is_own and self.tells_arrivals_at <= now:
+            wait_seconds = max(self.tells_arrivals_at + every_seconds - now, 0.0)
+            self.tells_arrivals_at = now + wait_seconds
+            loop.call_later(wait_seconds, self.has_news.set)
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
         self.has_news.clear()

@@ -7,7 +7,8 @@ waits for a stream. The end of a stream cancels its requests.
 Does not own the checks of a Submit (submits.py), the wait for a grammar (compiling.py), merging (outbox.py) or the
 drain (draining.py).
 
-Threads: `_routes` and each link's `requests` are changed on the engine's thread only, everything else on the loop's.
+Threads: `_routes`, `_taken` and each link's `requests` are changed on the engine's thread only. Everything else is
+changed on the loop's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.runtime.logs import about
 from blockyard.proto.runtime.tasks import running
 from blockyard.proto.v1 import session_pb2
@@ -41,6 +43,7 @@ from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sequence import SequenceState
+from blockyard.worker.session.arrivals import Arrivals
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
 from blockyard.worker.session.router_streams import Link, Route
 from blockyard.worker.session.submits import Refused, engine_request
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 0.05
+ARRIVAL_SECONDS_A_ROUTER = 0.0005
+"""Least time between two messages that tell a router of arrivals, for each router: 2,000 messages a second in all."""
 IDLE_CHECK_SECONDS = 0.5
 """A request that is cancelled before any step has it ends without a step, so idleness is checked now and then."""
 
@@ -88,6 +93,9 @@ class SessionService:
         self.is_draining = False
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
+        self._arrivals = Arrivals(hello.block_size)
+        self._taken: list[int] = []
+        """Tokens to compute of each request that the engine has taken since its last step. Changed on its thread."""
         self._has_stepped = asyncio.Event()
         """Set when results of a step have arrived on the event loop."""
 
@@ -95,6 +103,11 @@ class SessionService:
         """Give the service its engine. The engine must call `on_step`."""
         self._engine, self._load = engine, load
         self.inspection.attach(engine)
+
+    @property
+    def _reported_load(self) -> EngineLoad:
+        """Return the load for routers: that of the engine, and the requests that it has not taken yet."""
+        return self._arrivals.added_to(self._load)
 
     @property
     def load(self) -> EngineLoad:
@@ -182,7 +195,8 @@ class SessionService:
                     logger.error("its step failed")
             if output.is_last:
                 self._forget(route.link, route.handle, output.request_id)
-        self._on_loop(self._deliver, news, result, load)
+        taken, self._taken = self._taken, []
+        self._on_loop(self._deliver, news, result, load, taken)
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no router is left
@@ -193,9 +207,15 @@ class SessionService:
         self._routes.pop(request_id, None)
 
     def _deliver(
-        self, news: list[tuple[Route, SequenceOutput]], result: StepResult, load: EngineLoad
+        self,
+        news: list[tuple[Route, SequenceOutput]],
+        result: StepResult,
+        load: EngineLoad,
+        taken: list[int],
     ) -> None:
         self._load = load
+        for tokens in taken:
+            self._arrivals.taken(tokens)
         for route, output in news:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
@@ -205,17 +225,17 @@ class SessionService:
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
         link = Link(Compiling(self._compile_grammar))
         self._links[link] = None
-        self._hello.load.CopyFrom(load_message(self._load))
+        self._hello.load.CopyFrom(load_message(self._reported_load))
         self._hello.stalled_seconds = self._engine.stalled_seconds
         try:
             async with running(self._read(requests, link), name="session reader") as reader:
                 reader.add_done_callback(lambda _: link.has_news.set())
                 yield ToRouter(hello=self._hello)
                 while not reader.done() and not self._is_closing:
-                    for message in link.take(self._load):
+                    for message in link.take(self._reported_load):
                         yield message
                     await self._wait_for_news(link)
-                for message in link.take(self._load):
+                for message in link.take(self._reported_load):
                     yield message
         except _BadMessage as bad:
             # Abort here, not in the reader: an abort beside a send under way may never reach the router.
@@ -228,7 +248,7 @@ class SessionService:
 
     async def _wait_for_news(self, link: Link) -> None:
         """Wait until something is to be sent, the load has changed, or the router is gone."""
-        while not link.has_news.is_set() and self._load == link.outbox.reported:
+        while not link.has_news.is_set() and self._reported_load == link.outbox.reported:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_REPORT_SECONDS):
                     await link.has_news.wait()
@@ -249,7 +269,7 @@ class SessionService:
                 case "ping":
                     link.outbox.answer_ping(
                         message.ping.nonce,
-                        self._load,
+                        self._reported_load,
                         self.index_part(),
                         stalled_seconds=self._engine.stalled_seconds,
                         is_draining=self.is_draining,
@@ -302,10 +322,24 @@ class SessionService:
                     logger.exception("a submit failed")
                 reason = RejectReason.REJECT_REASON_INTERNAL
             else:
+                self._taken.append(tokens)
                 return
+            self._on_loop(self._arrivals.taken, tokens)
             self._on_loop(link.reject, submit.handle, reason)
 
+        tokens = self._arrived(link, submit)
         self._engine.call(run)
+
+    def _arrived(self, link: Link, submit: Submit) -> int:
+        """Count a request in the reported load, and tell all routers of its prefix. Return its tokens to compute."""
+        prompt_tokens = min(submit.prompt_tokens, self._hello.max_model_len)
+        most_bytes = NAME_BYTES * (1 + prompt_tokens // self._hello.block_size)
+        num_bytes = min(len(submit.block_names), most_bytes) // NAME_BYTES * NAME_BYTES
+        packed, tokens = self._arrivals.add(split_names(submit.block_names[:num_bytes])[1:], prompt_tokens)
+        every_seconds = ARRIVAL_SECONDS_A_ROUTER * len(self._links)
+        for other in self._links if packed and not self.is_draining else ():
+            other.tell_arrival(packed, is_own=other is link, every_seconds=every_seconds)
+        return tokens
 
     def _start(self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None) -> None:
         if self.is_draining:

@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from blockyard.deploy.bench.workloads.requests import MAX_TOKEN, PlannedRequest, Workload
-from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.cluster.view import usable_cached_tokens
@@ -24,6 +23,7 @@ from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 
+from bench.placement.simulation.late_index import LateTwin
 from bench.placement.simulation.profile import HardwareProfile, RooflineRunner
 from bench.reporting import percentile
 from simulation.calls import Connections
@@ -57,6 +57,8 @@ class Setup:
     policy: PolicyName = "prefix"
     num_workers: int = 8
     num_routers: int = 1
+    index_lag_seconds: float = 0.0
+    """Time until look-ups see what a worker has published."""
     seed: int = 0
     profile: HardwareProfile = field(default_factory=HardwareProfile)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -136,7 +138,8 @@ class Simulation:
         self._over = self._loop.create_future()
         self._network = Network(self._loop, Random(f"network {setup.seed}"), latency_seconds=NETWORK_SECONDS)
         connections = Connections(self._network)
-        index = IndexServer(TwinPrefixIndex(self._loop.time), self._network, latency_seconds=INDEX_SECONDS)
+        twin = LateTwin(self._loop, self._network.later, setup.index_lag_seconds)
+        index = IndexServer(twin, self._network, latency_seconds=INDEX_SECONDS)
         workers, routers = _worker_setup(setup.profile), _router_setup(setup)
         self._workers = [
             WorkerProcess(

@@ -134,6 +134,13 @@ def uniform_groups(rate: float, seconds: float, seed: int) -> Workload:
     )  # fmt: skip
 
 
+def burst(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "burst", "50 groups, system prompts of 6,000, 60 in, 20-100 out", rate, seconds, seed,
+        systems=(Run(0, 6000),) * 50, prompt_tokens=(60, 60), output_tokens=(20, 100),
+    )  # fmt: skip
+
+
 GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -142,5 +149,6 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "one-group": one_group,
     "long-prompts": long_prompts,
     "uniform-groups": uniform_groups,
+    "burst": burst,
 }
 """Generators by name. Arguments: rate per second, seconds, seed."""

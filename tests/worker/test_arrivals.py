@@ -1,0 +1,48 @@
+"""Requests on their way to the engine are part of the reported load, without what they share with earlier prompts."""
+
+from blockyard.proto.naming.block_hash import chain
+from blockyard.proto.naming.marks import marks
+from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.session.arrivals import Arrivals
+from hypothesis import given
+from hypothesis import strategies as st
+
+IDLE = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 0))
+SHARED = list(range(1600))
+
+
+def names(tokens: list[int]) -> list[bytes]:
+    return chain(bytes(16), tokens, 16)
+
+
+def test_a_request_counts_until_the_engine_takes_it() -> None:
+    arrivals = Arrivals(16)
+    packed, tokens = arrivals.add(names(SHARED), 1600)
+    assert (packed, tokens) == (marks(names(SHARED), 16), 1600)
+    load = arrivals.added_to(IDLE)
+    assert (load.waiting, load.queued_prefill_tokens) == (1, 1600)
+    arrivals.taken(tokens)
+    assert arrivals.added_to(IDLE) == IDLE
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    arrivals = Arrivals(16)
+    arrivals.add(names(SHARED), 1600)
+    _, tokens = arrivals.add(names([*SHARED, *range(5000, 5320)]), 1920)
+    assert 320 <= tokens < 320 + 128
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 600), st.booleans()), max_size=40))
+def test_whatever_comes_the_sums_return_to_nothing(prompts: list[tuple[int, int, bool]]) -> None:
+    arrivals, under_way = Arrivals(16), []
+    for first, length, is_taken in prompts:
+        _, tokens = arrivals.add(names(list(range(first, first + length))), length)
+        assert 1 <= tokens <= length
+        under_way.append(tokens)
+        if is_taken:
+            arrivals.taken(under_way.pop(0))
+        load = arrivals.added_to(IDLE)
+        assert (load.waiting, load.queued_prefill_tokens) == (len(under_way), sum(under_way))
+    for tokens in under_way:
+        arrivals.taken(tokens)
+    assert arrivals.added_to(IDLE) == IDLE
