@@ -65,6 +65,7 @@ def record() -> dict[str, Any]:
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
         "operations": operations,
+        "prompt_blocks": [sequence.prompt_length // BLOCK_SIZE for sequence in drive.sequences],
         "names": [[name.hex() for name in sequence.names[1:]] for sequence in drive.sequences],
         "evictions": drive.scheduler.pool.num_evictions,
         "preemptions": drive.scheduler.num_preemptions,
@@ -110,7 +111,7 @@ def replay(trace: dict[str, Any]) -> int:
     pool = BlockPool(trace["num_blocks"])
     cache = PrefixCache(pool)
     known = [[BlockName(bytes.fromhex(name)) for name in names] for names in trace["names"]]
-    operations = trace["operations"]
+    operations, num_prompt_blocks = trace["operations"], trace["prompt_blocks"]
     tables: list[list[Any]] = [[] for _ in known]
     found: list[Any] = []
     mismatches = 0
@@ -123,7 +124,7 @@ def replay(trace: dict[str, Any]) -> int:
         elif kind == "name":
             table, names = tables[number], known[number]
             for index in range(first, last):
-                cache.assign(table[index], names[index])
+                cache.assign(table[index], names[index], is_generated=index >= num_prompt_blocks[number])
             cache.confirm_all(table[first:last])
         elif kind == "match":
             found = cache.match(known[number][:first])

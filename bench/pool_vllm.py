@@ -41,7 +41,8 @@ def replay(trace: dict, block_size: int) -> dict:
         elif kind == "share":
             mismatches += len(found) != first
             pool.touch(found[:first])
-            tables[number] = found[:first]
+            # Its policy may have evicted what ours kept.
+            tables[number] = found[:first] + pool.get_new_blocks(max(0, first - len(found)))
         elif kind == "release":
             pool.free_blocks(reversed(tables[number]))
             tables[number] = []

@@ -9,14 +9,16 @@ Every block is in exactly one of three states, and `free + cached + used == tota
 
 A cached block is evicted only once no block is free. The pool knows neither names nor tensors. The prefix cache marks
 the blocks that are worth keeping and their tenant, and the pool calls it at evictions. Which tenant gives up a block is
-decided in tenant_shares.py; among its blocks the least recently used one goes. All operations are O(1) a block, an
-eviction O(log tenants).
+decided in tenant_shares.py; among its blocks the one with the lowest odds of reuse goes (reuse_odds.py). All
+operations are O(1) a block, an eviction O(log tenants).
 """
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 
+from blockyard.worker.cache.reuse_odds import AFTER_REUSE, COMPUTED, GENERATED, KINDS, ReuseOdds
 from blockyard.worker.cache.tenant_shares import Account, TenantShares
 from blockyard.worker.sequences.identifiers import NOBODY, BlockId, TenantId
 
@@ -32,7 +34,11 @@ class NoFreeBlocks(Exception):
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. `on_evict` is called with a cached block just before it is reused or flushed."""
+    """Blocks 0 .. num_blocks - 1.
+
+    `on_evict` is called with a cached block just before it is reused or flushed. It returns the name that is lost with
+    the block, or None.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -40,15 +46,23 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         """Cached blocks that `allocate` reused. A flush evicts none."""
-        self.on_evict: Callable[[BlockId], None] = lambda block: None
+        self.on_evict: Callable[[BlockId], Hashable | None] = lambda block: None
         self._references = [0] * num_blocks
         self._kept = bytearray(num_blocks)
         self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
-        self._shares = TenantShares[BlockId]()
-        """Accounts of the kept blocks by tenant. Those that are cached are offered for eviction."""
+        self._shares = TenantShares[BlockId](len(KINDS))
+        """Accounts of the kept blocks by tenant. Those that are cached are offered for eviction, in a queue per kind."""
+        self._odds = ReuseOdds(num_blocks)
+        self._kinds = bytearray(num_blocks)
+        """The kind of each block that is kept or just evicted."""
+        self._last_uses = array("Q", bytes(8 * num_blocks))
+        """The time of the last release of each block that is cached or just evicted."""
         self._no_account = Account[BlockId](NOBODY)
         self._accounts = [self._no_account] * num_blocks
         """The account of each block that is kept or just evicted. Without meaning for others."""
+        self._run = self._no_account, self._no_account.offered[0], 0
+        """The account, queue and last use of the last eviction. What was released together is evicted in one run, so
+        that few choices are made."""
         self._num_used = 0
 
     @property
@@ -89,53 +103,96 @@ class BlockPool:
         free, references = self._free, self._references
         if count > self.num_blocks - self._num_used:
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_allocatable} can be had")
-        blocks = []
-        for _ in range(count):
-            block = free.popitem(last=False)[0] if free else self._evict()
+        self._odds.now += count
+        blocks = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
+        if len(blocks) < count:
+            evicted = self._give_up(count - len(blocks))
+            self.num_evictions += len(evicted)
+            blocks += evicted
+        for block in blocks:
             references[block] = 1
-            blocks.append(block)
         self._num_used += count
         return blocks
 
-    def _evict(self) -> BlockId:
-        self.num_evictions += 1
-        return self._give_up()
+    def _give_up(self, count: int, *, remembers: bool = True) -> list[BlockId]:
+        """Turn `count` cached blocks into blocks without a state, in the order of eviction."""
+        kept, kinds, last_uses, odds = self._kept, self._kinds, self._last_uses, self._odds
+        odds.refresh_when_due()
+        blocks: list[BlockId] = []
+        giver, queue, last_use = self._run
+        for _ in range(count):
+            account = self._shares.give()
+            if account is not giver or not queue or last_uses[next(iter(queue))] != last_use:
+                giver, queue = account, self._queue_to_evict(account)
+                last_use = last_uses[next(iter(queue))]
+            block = queue.popitem(last=False)[0]
+            kept[block] = 0
+            name = self.on_evict(block)
+            if remembers and name is not None:
+                odds.evicted(block, name, kinds[block], last_use)
+            blocks.append(block)
+        self._run = giver, queue, last_use
+        return blocks
 
-    def _give_up(self) -> BlockId:
-        block = self._shares.give()
-        self._kept[block] = 0
-        self.on_evict(block)
-        return block
+    def _queue_to_evict(self, account: Account[BlockId]) -> OrderedDict[BlockId, None]:
+        """Return the queue whose first block has the lowest odds; the longest unused one if odds are equal."""
+        chosen, lowest = account.offered[0], (2.0, 0)
+        for kind, queue in enumerate(account.offered):
+            if queue:
+                last_use = self._last_uses[next(iter(queue))]
+                odds = self._odds.of(kind, last_use), last_use
+                if odds < lowest:
+                    chosen, lowest = queue, odds
+        return chosen
 
     def flush(self) -> int:
         """Turn every cached block into a free one, in the order of eviction, and return how many."""
-        blocks = [self._give_up() for _ in range(self.num_cached)]
+        blocks = self._give_up(self.num_cached, remembers=False)
         self._free.update(dict.fromkeys(blocks))
         return len(blocks)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Add a reference to each of these blocks, which must be used or cached."""
-        references, accounts = self._references, self._accounts
+        """Add a reference to each of these blocks, used or cached, which a prompt has found."""
+        references, accounts, kinds = self._references, self._accounts, self._kinds
         num_taken = 0
         for block in blocks:
+            kind = kinds[block]
             if not references[block]:
                 assert self._kept[block], "a free block holds nothing to share"
-                del accounts[block].offered[block]
+                del accounts[block].offered[kind][block]
                 num_taken += 1
+                if self._odds.is_watched[block]:
+                    self._odds.reused(kind, self._last_uses[block])
             references[block] += 1
+            kinds[block] = AFTER_REUSE[kind]
         self._num_used += num_taken
+
+    def fork(self, blocks: Iterable[BlockId]) -> None:
+        """Add a reference to each of these used blocks, for another sequence of the same request."""
+        for block in blocks:
+            assert self._references[block], "only used blocks can be forked"
+            self._references[block] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Give back one reference of each block, from the last to the first.
 
-        So a sequence's tail is evicted before its head, and what stays cached is always a prefix.
+        So a sequence's tail is evicted before its head, and what stays cached is always a prefix. For this, a block's
+        kind must not be below that of a later block, which may have been found beside another copy of this block.
         """
         references, kept, accounts, free = self._references, self._kept, self._accounts, self._free
-        num_left, account = 0, self._no_account
+        kinds, last_uses = self._kinds, self._last_uses
+        num_left, account, least_kind = 0, self._no_account, 0
+        self._odds.now += 1
+        now = self._odds.now
         for block in reversed(blocks):
             left = references[block] - 1
             assert left >= 0, "released more often than taken"
             references[block] = left
+            if kept[block]:
+                if kinds[block] < least_kind:
+                    kinds[block] = least_kind
+                else:
+                    least_kind = kinds[block]
             if left:
                 num_left += 1
                 continue
@@ -145,15 +202,30 @@ class BlockPool:
             if accounts[block] is not account:
                 account = accounts[block]
                 self._shares.offers(account)
-            account.offered[block] = None
+            account.offered[kinds[block]][block] = None
+            last_uses[block] = now
         self._num_used -= len(blocks) - num_left
 
-    def keep(self, block: BlockId, tenant: TenantId = NOBODY) -> None:
+    def keep(
+        self,
+        block: BlockId,
+        tenant: TenantId = NOBODY,
+        *,
+        name: Hashable = None,
+        is_generated: bool = False,
+    ) -> None:
         """Mark a used block as worth finding again, on the tenant's account. Once it has no references, it is
-        cached, not free."""
+        cached, not free.
+
+        `name` is what `on_evict` would return. `is_generated` says whether the block holds generated tokens.
+        """
         assert self._references[block], "only a used block can become worth keeping"
         assert not self._kept[block], "it is on an account already"
         self._kept[block] = 1
+        if name in self._odds.lost:
+            self._kinds[block] = self._odds.computed(name)
+        else:
+            self._kinds[block] = GENERATED if is_generated else COMPUTED
         self._accounts[block] = self._shares.hold(tenant)
 
     def discard(self, block: BlockId) -> None:
@@ -163,7 +235,7 @@ class BlockPool:
         self._kept[block] = 0
         account = self._accounts[block]
         if not self._references[block]:
-            del account.offered[block]
+            del account.offered[self._kinds[block]][block]
             self._free[block] = None
         self._shares.drop(account)
 
@@ -186,7 +258,7 @@ class BlockPool:
         held = Counter(self.owner(block) for block in self.blocks() if self._kept[block])
         assert held == self._shares.num_held(), "the accounts do not add up"
         for block, references in zip(self.blocks(), self._references, strict=True):
-            is_cached = self._kept[block] and block in self._accounts[block].offered
+            is_cached = self._kept[block] and block in self._accounts[block].offered[self._kinds[block]]
             num_states = (references > 0) + (block in self._free) + is_cached
             assert references >= 0, f"block {block} has {references} references"
             assert num_states == 1, f"block {block} is in {num_states} states"

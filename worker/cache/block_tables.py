@@ -116,7 +116,7 @@ class BlockTables:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give the child all blocks of the parent, the half-filled tail too."""
-        self.pool.share(parent.block_table)
+        self.pool.fork(parent.block_table)
         child.block_table.assign(parent.block_table)
         child.num_scheduled, child.num_computed = parent.num_scheduled, parent.num_computed
         child.num_named = parent.num_named
@@ -193,7 +193,10 @@ class BlockTables:
             block, name = table[index], sequence.names[index + 1]
             is_indexed = (index + 1) % self._index_stride_blocks == 0
             parent = sequence.names[index] if index else None
-            self.cache.assign(block, name, owner, is_indexed=is_indexed, parent=parent)
+            is_generated = (index + 1) * size > sequence.prompt_length
+            self.cache.assign(
+                block, name, owner, is_indexed=is_indexed, parent=parent, is_generated=is_generated
+            )
         sequence.num_named = full
 
     def _owner(self, sequence: Sequence) -> TenantId:

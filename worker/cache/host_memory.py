@@ -85,14 +85,14 @@ class HostCache:
         """Make a name the most recently used. Where a step is reading it, that happens at the step's end."""
         if name not in self._reading:
             account = self._accounts[name]
-            account.offered[name] = None
-            account.offered.move_to_end(name)
+            account.offered[0][name] = None
+            account.offered[0].move_to_end(name)
             self._shares.offers(account)
 
     def _evict(self) -> bool:
         if not self._shares.can_give:
             return False
-        self._free_slot(self._shares.give())
+        self._free_slot(self._shares.give().offered[0].popitem(last=False)[0])
         self.num_evictions += 1
         return True
 
@@ -114,7 +114,7 @@ class HostCache:
         """Return the slots of these names, for the next step to read. No name is evicted until `done`."""
         for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
-            self._accounts[name].offered.pop(name, None)
+            self._accounts[name].offered[0].pop(name, None)
         return [self._slots[name] for name in names]
 
     def done(self, names: Sequence[BlockName]) -> None:
@@ -154,7 +154,7 @@ class HostCache:
 
     def _drop(self, name: BlockName) -> None:
         account = self._accounts[name]
-        account.offered.pop(name, None)
+        account.offered[0].pop(name, None)
         self._shares.drop(account)
         self._free_slot(name)
 
@@ -165,6 +165,6 @@ class HostCache:
         self._shares.check_invariants()
         assert self._accounts.keys() == self._parents.keys() == self._slots.keys()
         for name, account in self._accounts.items():
-            assert (name in account.offered) is (name not in self._reading)
+            assert (name in account.offered[0]) is (name not in self._reading)
         assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()
         assert self._reading.keys() <= self._slots.keys() or not self._slots

@@ -11,7 +11,7 @@ A name passes these states:
 Several blocks may hold the same name: a fully cached, aligned prompt recomputes its last block into a block of its own.
 The name is published with its first copy and removed with its last.
 
-Blocks are evicted leaf first (see BlockPool.release), so the published names are always closed under prefixes.
+Blocks are evicted leaf first (see reuse_odds.py), so the published names are always closed under prefixes.
 
 With an index stride of S, the changes contain only every Sth name of a chain. Each stands for itself and the S - 1
 names before it, which are held whenever it is. Of any two of these the parent still comes first and goes last.
@@ -117,10 +117,12 @@ class PrefixCache:
         tenant: TenantId = NOBODY,
         is_indexed: bool = True,
         parent: BlockName | None = None,
+        is_generated: bool = False,
     ) -> None:
         """Name a used block, on the account of `tenant`. Its last token has just been scheduled.
 
         `is_indexed` says whether the index gets the name. It is the same for every block with that name.
+        `is_generated` says whether the block holds generated tokens.
         """
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
@@ -130,7 +132,7 @@ class PrefixCache:
         self._unconfirmed.add(block)
         if not is_indexed:
             self._unindexed.add(block)
-        self._pool.keep(block, tenant)
+        self._pool.keep(block, tenant, name=name, is_generated=is_generated)
 
     def owner(self, name: BlockName) -> TenantId | None:
         """Return the tenant of the first block that got this name, or None where no block has it."""
@@ -185,7 +187,8 @@ class PrefixCache:
         finally:
             self.on_lost = on_lost
 
-    def _forget(self, block: BlockId) -> None:
+    def _forget(self, block: BlockId) -> BlockName | None:
+        """Take the block's name. Return the name where it was published and no other block has it."""
         name = self._names.pop(block)
         parent = self._parents.pop(block)
         del self._named_at[block]
@@ -204,6 +207,8 @@ class PrefixCache:
                 self._anywhere.remove(name)
             if is_indexed:
                 self._changes.remove(name)
+            return name
+        return None
 
     def _drop_block(self, block: BlockId, name: BlockName) -> None:
         copies = self._copies.get(name)

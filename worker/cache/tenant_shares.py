@@ -1,13 +1,13 @@
 """Tenant shares: how much of a cache each tenant holds, and which tenant gives up what when room is needed.
 
 Each cached thing (a block, or a name in host memory) is on one tenant's account. It is in use, or offered: unused, and
-evicted in order of its last use. The next to be evicted belongs to the tenant that holds most among those that offer
+to be evicted when its turn comes. The next to be evicted belongs to the tenant that holds most among those that offer
 any. Let `n` tenants offer something. One that holds at most an n-th of what they hold loses nothing while another holds
-more. A tenant alone has the whole cache, in the order of a plain LRU. Things in use count too: a tenant that fills the
-cache with running requests pays with its own cached blocks.
+more. A tenant alone has the whole cache. Things in use count too: a tenant that fills the cache with running requests
+pays with its own cached blocks.
 
 All is O(1), `give` amortised O(log tenants). An account that holds nothing is dropped. The block pool and the host
-cache keep which thing is on which account.
+cache keep which thing is on which account, and choose which of an account's things goes.
 """
 
 from collections import OrderedDict
@@ -25,17 +25,18 @@ class Account(Generic[Key]):
 
     __slots__ = ("num_held", "offered", "tenant")
 
-    def __init__(self, tenant: TenantId) -> None:
+    def __init__(self, tenant: TenantId, num_queues: int = 1) -> None:
         self.tenant = tenant
         self.num_held = 0
-        self.offered = OrderedDict[Key, None]()
-        """Unused things, the least recently used first. After adding to it, call `TenantShares.offers`."""
+        self.offered = tuple(OrderedDict[Key, None]() for _ in range(num_queues))
+        """Queues of unused things, the least recently used first. After adding to one, call `TenantShares.offers`."""
 
 
 class TenantShares(Generic[Key]):
-    """Accounts by tenant, and the order among them."""
+    """Accounts by tenant, each with `num_queues` queues, and the order among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_queues: int = 1) -> None:
+        self._num_queues = num_queues
         self._accounts: dict[TenantId, Account[Key]] = {}
         self._alone: Account[Key] | None = None
         """The only account. While there is one, no order is needed."""
@@ -53,7 +54,7 @@ class TenantShares(Generic[Key]):
 
     def num_offered(self, tenant: TenantId) -> int:
         account = self._accounts.get(tenant)
-        return 0 if account is None else len(account.offered)
+        return 0 if account is None else sum(map(len, account.offered))
 
     def hold(self, tenant: TenantId) -> Account[Key]:
         """Count one more thing in use by the tenant, and return its account."""
@@ -80,10 +81,11 @@ class TenantShares(Generic[Key]):
     def can_give(self) -> bool:
         """Return whether anything is offered."""
         account = self._alone or self._largest()
-        return account is not None and bool(account.offered)
+        return account is not None and any(account.offered)
 
-    def give(self) -> Key:
-        """Take the next thing to evict off its account, and return it. Something must be offered."""
+    def give(self) -> Account[Key]:
+        """Count one thing less on the account that loses the next one, and return the account. The caller takes one
+        out of `offered`. Something must be offered."""
         account = self._alone
         if account is None:
             account = self._largest()
@@ -92,7 +94,7 @@ class TenantShares(Generic[Key]):
         account.num_held -= 1
         if not account.num_held:
             self._close(account)
-        return account.offered.popitem(last=False)[0]
+        return account
 
     def _largest(self) -> Account[Key] | None:
         """Return the account that holds most of those that offer anything. Ties are resolved the same way each time."""
@@ -107,13 +109,13 @@ class TenantShares(Generic[Key]):
         while ranking:
             count, tenant = ranking[0]
             account = accounts.get(tenant)
-            if account is not None and account.num_held == -count and account.offered:
+            if account is not None and account.num_held == -count and any(account.offered):
                 return account
             heappop(ranking)
         return None
 
     def _open(self, tenant: TenantId) -> Account[Key]:
-        account = self._accounts[tenant] = Account(tenant)
+        account = self._accounts[tenant] = Account(tenant, self._num_queues)
         self._alone = account if len(self._accounts) == 1 else None
         self._changed.update(self._accounts if len(self._accounts) == 2 else ())
         return account
@@ -130,6 +132,6 @@ class TenantShares(Generic[Key]):
         """Raise AssertionError where a tenant would never be asked to give. O(accounts)."""
         assert (self._alone is not None) == (len(self._accounts) == 1)
         for tenant, account in self._accounts.items():
-            assert len(account.offered) <= account.num_held > 0
+            assert self.num_offered(tenant) <= account.num_held > 0
             is_ranked = (-account.num_held, tenant) in self._ranking or tenant in self._changed
-            assert is_ranked or not account.offered or account is self._alone
+            assert is_ranked or not any(account.offered) or account is self._alone
