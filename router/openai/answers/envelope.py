@@ -1,10 +1,10 @@
 """Envelope of the choices: id, model, time and usage, once for a whole answer or in each chunk."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Emit, Run
 from blockyard.router.openai.requests.wanted import Wanted
 
 PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-"}
@@ -29,11 +29,17 @@ class Tally:
         if delta.prompt_token_ids:
             self.prompts[delta.index] = delta.prompt_token_ids
 
-    async def of(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """Yield the deltas, and add each."""
-        async for delta in deltas:
-            self.add(delta)
-            yield delta
+    def of(self, run: Run) -> Run:
+        """Return `run` with each of its deltas added here."""
+
+        async def counted(emit: Emit) -> None:
+            def add(delta: Delta) -> None:
+                self.add(delta)
+                emit(delta)
+
+            await run(add)
+
+        return counted
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far. Each prompt counts once, whatever its number of outputs."""

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from aiohttp.http import HttpVersion11
 from aiohttp.web import BaseRequest, StreamResponse
 from blockyard.router.openai.http.json_response import encoded
 
@@ -37,10 +38,26 @@ class EventStream:
     def has_begun(self) -> bool:
         return self.response.prepared
 
+    @property
+    def is_open(self) -> bool:
+        """True if the stream has begun, and its client reads as fast as events come."""
+        protocol, transport = self._request.protocol, self._request.transport
+        is_open = transport is not None and not (transport.is_closing() or protocol.writing_paused)
+        return is_open and self.has_begun
+
+    def send_now(self, value: dict[str, Any]) -> None:
+        """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call."""
+        transport = self._request.transport
+        assert transport is not None
+        event = b"data: " + encoded(value) + b"\n\n"
+        transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.response.chunked else event)
+
     async def send(self, value: dict[str, Any]) -> None:
         """Send one event, and begin the stream with the first. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
+            if self._request.version >= HttpVersion11:
+                self.response.enable_chunked_encoding()
             await self.response.prepare(self._request)
         await self.response.write(b"data: " + encoded(value) + b"\n\n")
 
