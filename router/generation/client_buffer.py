@@ -124,21 +124,23 @@ async def deliver(
     request once all that came before is written.
     """
     outbox, pace = Outbox(), _Pace(slow_reader_seconds)
-    is_writing = False
+    is_behind = False
+    """True while a delta is unwritten or being written."""
 
     def emit(delta: Delta) -> None:
-        if is_writing or outbox or not write_now(delta):
+        nonlocal is_behind
+        if is_behind or not write_now(delta):
+            is_behind = True
             outbox.put(delta)
 
     async def write_all() -> None:
-        nonlocal is_writing
+        nonlocal is_behind
         while (delta := await outbox.take()) is not None:
-            is_writing = True
             await budget.take()
             pace.writing_since = time.monotonic()
             await write(delta)
             pace.writing_since = None
-            is_writing = False
+            is_behind = len(outbox) > 0
 
     async with asyncio.TaskGroup() as tasks:
         writing = tasks.create_task(write_all())

@@ -12,7 +12,7 @@ from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import SlowReader, is_gone
 from blockyard.router.generation.client_buffer import Delta, Run
 from blockyard.router.openai.answers.choices import Choices, choices_of, shows_special
-from blockyard.router.openai.answers.envelope import Envelope, Tally
+from blockyard.router.openai.answers.envelope import Chunks, Envelope, Tally
 from blockyard.router.openai.answers.outputs import outputs
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.call import HttpCall
@@ -72,16 +72,15 @@ class Completions:
         """Send an event per delta, and return the values of the events that end the stream."""
         wanted = envelope.wanted
         tally = Tally(wanted.outputs_a_prompt)
+        chunks = Chunks(envelope=envelope, choices=choices, tally=tally)
 
         async def write(delta: Delta) -> None:
-            tally.add(delta)
-            await events.send(envelope.chunk(choices.piece(delta), delta, tally))
+            await events.send(chunks.encoded(delta))
 
         def write_now(delta: Delta) -> bool:
             if not events.is_open:
                 return False
-            tally.add(delta)
-            events.send_now(envelope.chunk(choices.piece(delta), delta, tally))
+            events.send_now(chunks.encoded(delta))
             return True
 
         async with self._outputs(wanted, call) as run:

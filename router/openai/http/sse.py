@@ -33,6 +33,9 @@ class EventStream:
         self._headed = headed
         self._slow_reader_seconds = slow_reader_seconds
         self.response = StreamResponse(headers=HEADERS)
+        self._protocol = request.protocol
+        self._transport: asyncio.Transport | None = None
+        """Transport of a stream that has begun."""
 
     @property
     def has_begun(self) -> bool:
@@ -41,32 +44,34 @@ class EventStream:
     @property
     def is_open(self) -> bool:
         """True if the stream has begun, and its client reads as fast as events come."""
-        protocol, transport = self._request.protocol, self._request.transport
-        is_open = transport is not None and not (transport.is_closing() or protocol.writing_paused)
-        return is_open and self.has_begun
+        transport = self._transport
+        return transport is not None and not (self._protocol.writing_paused or transport.is_closing())
 
-    def send_now(self, value: dict[str, Any]) -> None:
+    def send_now(self, data: bytes) -> None:
         """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call."""
-        transport = self._request.transport
-        assert transport is not None
-        event = b"data: " + encoded(value) + b"\n\n"
-        transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self.response.chunked else event)
+        assert self._transport is not None
+        if self.response.chunked:
+            self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+        else:
+            self._transport.write(b"data: %b\n\n" % data)
 
-    async def send(self, value: dict[str, Any]) -> None:
+    async def send(self, data: bytes) -> None:
         """Send one event, and begin the stream with the first. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
             if self._request.version >= HttpVersion11:
                 self.response.enable_chunked_encoding()
             await self.response.prepare(self._request)
-        await self.response.write(b"data: " + encoded(value) + b"\n\n")
+        await self.response.write(b"data: %b\n\n" % data)
+        # aiohttp sends the head with the first event.
+        self._transport = self._request.transport
 
     async def end(self, *last: dict[str, Any], is_whole: bool) -> None:
         """Send these events and, if the stream `is_whole`, its end mark. Raises TimeoutError for a client that does not
         read."""
         async with asyncio.timeout(self._slow_reader_seconds):
             for value in last:
-                await self.send(value)
+                await self.send(encoded(value))
             if is_whole:
                 await self.response.write(DONE)
             await self.response.write_eof()
