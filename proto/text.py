@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ _QUIET_VARIABLE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """The switch against transformers' warning that torch is missing."""
 _MAX_HELD_TOKENS = 64
 """Maximum tokens that wait for a whole character. More are garbage, and the window is cut so that it stays bounded."""
+_REMEMBERED_TOKENS = 16_384
 _CHARACTER_TOKENS = 4
 """A character takes at most 4 bytes, so at most 4 tokens."""
 
@@ -81,6 +83,8 @@ def _torch_out_of_sight() -> Iterator[None]:
 class _Vocabulary:
     decode: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
+    alone_chars: Callable[[int], int]
+    """Maps a token to the characters of its text. Remembered, because the context is most often one token."""
 
 
 @lru_cache(maxsize=4)
@@ -88,9 +92,11 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
     """Return what decoding needs of a tokenizer. Cached, because listing hundreds of added tokens for each request is
     slow."""
     added = tokenizer.added_tokens_decoder.items()
+    decode = _plain_decode(tokenizer)
     return _Vocabulary(
-        decode=_plain_decode(tokenizer),
+        decode=decode,
         special_ids=frozenset(token_id for token_id, token in added if token.special),
+        alone_chars=lru_cache(maxsize=_REMEMBERED_TOKENS)(lambda token_id: len(decode([token_id]))),
     )
 
 
@@ -125,8 +131,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these tokens complete, or "" if they complete no character."""
-        skipped_ids = self._skipped_ids
-        self._window += [token_id for token_id in token_ids if token_id not in skipped_ids]
+        self._window += filterfalse(self._skipped_ids.__contains__, token_ids)
         if len(self._window) == self._context_tokens:
             return ""
         text = self._vocabulary.decode(self._window)
@@ -149,7 +154,10 @@ class IncrementalDetokenizer:
     def _advance_context(self) -> None:
         context = self._window[self._context_tokens :]
         # Tokens without any text (ids that pad the vocabulary) would make the next one look like the first.
-        if num_chars := len(self._vocabulary.decode(context)):
+        vocabulary = self._vocabulary
+        if num_chars := (
+            vocabulary.alone_chars(context[0]) if len(context) == 1 else len(vocabulary.decode(context))
+        ):
             self._window, self._context_tokens, self._emitted_chars = context, len(context), num_chars
 
     def _cut_garbage(self, text: str) -> str:
@@ -227,7 +235,8 @@ class StopChecker:
         return text, matched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, as one is made for each token: a frozen dataclass takes three times as long to make.
+@dataclass(slots=True, kw_only=True)
 class Piece:
     """Text that is safe to show, and the pushed tokens that belong to the output."""
 
@@ -281,6 +290,9 @@ class TextOutput:
         return not (self._include_stop and is_text)
 
     def _push(self, token_ids: Sequence[int], shown: Sequence[int], *, is_last: bool) -> Piece:
+        if not self._has_stop_strings and not is_last:
+            self._num_tokens += len(shown)
+            return Piece(text=self._detokenizer.push(shown), token_ids=list(token_ids))
         text: list[str] = []
         # Token by token only where a stop string may cut between them.
         for run in [[token] for token in shown] if self._has_stop_strings else [shown]:

@@ -7,7 +7,6 @@ order of admission, placement and relay. Does not own what a client does with it
 import asyncio
 import random
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -169,11 +168,11 @@ class RouterProcess:
             try:
                 async with asyncio.timeout(call.deadline_seconds):
                     generation = await self._generation(call, deadline)
-                    stopped: set[int] = set()
-                    async with aclosing(self.relay.run(generation, held.progress, stopped)) as chunks:
-                        async for chunk in chunks:
-                            if client.take(chunk, held.progress, self._loop.time() - START_SECONDS):
-                                stopped.add(chunk.index)
+                    await self.relay.run(
+                        generation,
+                        held.progress,
+                        lambda chunk: client.take(chunk, held.progress, self._loop.time() - START_SECONDS),
+                    )
             except TimeoutError:
                 raise DeadlinePassed("the deadline passed before the answer was complete") from None
 

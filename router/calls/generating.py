@@ -8,7 +8,7 @@ the request holds. Does not own messages (services/inference.py, openai/) or the
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.runtime.logs import REQUEST_ID
@@ -19,7 +19,7 @@ from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.admission.rate_limits import RateCharge
 from blockyard.router.calls.bounds import CallBounds, CallContext, Caller
 from blockyard.router.errors import Overloaded, Unavailable
-from blockyard.router.generation.client_buffer import Delta, deliver
+from blockyard.router.generation.client_buffer import Delta, Emit, Run, deliver
 from blockyard.router.generation.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.request.validation import (
@@ -67,11 +67,11 @@ class Calls:
     @asynccontextmanager
     async def deltas(
         self, request: inference_pb2.GenerateRequest, context: CallContext, *, waits: bool = False
-    ) -> AsyncIterator[tuple[str, AsyncIterator[Delta]]]:
-        """Check, charge and register a request. Yield its id and the deltas of its outputs.
+    ) -> AsyncIterator[tuple[str, Run]]:
+        """Check, charge and register a request. Yield its id and the function that runs it once.
 
-        The end of the context frees everything that the request holds. The request runs in the calling task, which must
-        run no other meanwhile. With `waits`, a refusal by a limit is not raised: the charge is tried again after the
+        The end of the context frees everything that the request holds. The calling task must run the request, and no
+        other meanwhile. With `waits`, a refusal by a limit is not raised: the charge is tried again after the
         refusal's retry delay. Raises any RouterError.
         """
         parts = self.parts
@@ -93,8 +93,11 @@ class Calls:
                         )
                     )
                     held.enter_context(_counted(rate, record))
-                    async with aclosing(generate(parts, valid, record, charge, deadline=deadline)) as deltas:
-                        yield valid.request_id, deltas
+
+                    async def run(emit: Emit) -> None:
+                        await generate(parts, valid, record, charge, emit, deadline=deadline)
+
+                    yield valid.request_id, run
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, context: CallContext
@@ -118,7 +121,7 @@ class Calls:
         check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
         skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         async with self.bounds.admitted(context, len(request.token_ids)):
-            text = await parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
+            text = parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def _admitted(
@@ -139,9 +142,23 @@ class Calls:
                     raise
                 await asyncio.sleep(refusal.retry_after_seconds)
 
-    async def deliver(self, deltas: AsyncIterator[Delta], write: Callable[[Delta], Awaitable[None]]) -> None:
-        """Write all deltas, merged where the client reads slowly. Raises SlowReader, in a group."""
-        await deliver(deltas, write, slow_reader_seconds=self.slow_reader_seconds, budget=self._writes)
+    async def deliver(
+        self,
+        run: Run,
+        write: Callable[[Delta], Awaitable[None]],
+        write_now: Callable[[Delta], bool] = lambda delta: False,
+    ) -> None:
+        """Run a request and write all its deltas, merged where the client reads slowly.
+
+        `write_now` writes a delta if it need not wait, and returns whether it did. Raises SlowReader, in a group.
+        """
+        await deliver(
+            run,
+            write,
+            write_now=write_now,
+            slow_reader_seconds=self.slow_reader_seconds,
+            budget=self._writes,
+        )
 
 
 @contextmanager

@@ -40,7 +40,8 @@ class Assembly:
         An output with a finish gets no more chunks.
         """
         delta = self._outputs[chunk.index].delta(chunk)
-        delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index, ())
+        if chunk.index in self._prompt_token_ids:
+            delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index)
         return delta
 
 
@@ -75,10 +76,12 @@ class _OutputAssembly:
             self._first_token_at = self._clock()
         stop_token = None if chunk.finish is None else chunk.finish.stop_token
         piece = self._text.push(chunk.token_ids, is_last=chunk.finish is not None, stop_token=stop_token)
-        # A stop string may have cut tokens off.
-        logprobs = list(chunk.logprobs[: len(piece.token_ids)])
         self._num_tokens += len(piece.token_ids)
-        self._logprob += sum(token.logprob for token in logprobs)
+        logprobs: list[inference_pb2.TokenLogprob] = []
+        if chunk.logprobs:
+            # A stop string may have cut tokens off.
+            logprobs = list(chunk.logprobs[: len(piece.token_ids)])
+            self._logprob += sum(token.logprob for token in logprobs)
         return Delta(
             text=piece.text,
             token_ids=piece.token_ids,

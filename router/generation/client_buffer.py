@@ -1,12 +1,13 @@
 """Output to a slow reader: unread deltas merge into one piece per output, so memory is bounded.
 
 The engine never waits for a reader. A busy router writes fewer, larger messages. `Outbox` holds the pieces, and
-`deliver` writes them and cuts off a client that does not read. Does not own the text (proto/text.py).
+`deliver` writes them and cuts off a client that does not read. Where a protocol can write without waiting, a delta goes
+out in the callback that made it, and no task is switched. Does not own the text (proto/text.py).
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
@@ -48,15 +49,20 @@ class Delta:
         self.finish = later.finish
 
 
+Emit = Callable[[Delta], None]
+"""Takes the next delta of a request, and never waits."""
+Run = Callable[[Emit], Awaitable[None]]
+"""Runs a request to its end, and emits its deltas meanwhile."""
+
+
 @dataclass(slots=True)
 class Outbox:
-    """Unread deltas of one client: at most one per output, then the end or an error."""
+    """Unread deltas of one client: at most one per output, then the end."""
 
     _waiting: dict[int, Delta] = field(default_factory=dict)
     """Unread deltas by index of the output, the longest waiting first."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: bool = False
-    _error: RouterError | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -68,21 +74,14 @@ class Outbox:
             waiting.merge(delta)
         self._changed.set()
 
-    async def fill(self, deltas: AsyncIterator[Delta]) -> None:
-        """Put all deltas, then mark the end. A RouterError is kept for `take`, which raises it after the last delta."""
-        try:
-            async for delta in deltas:
-                self.put(delta)
-        except RouterError as error:
-            self._error = error
+    def end(self) -> None:
+        """Mark the end: after the last delta, `take` returns None."""
         self._ended = True
         self._changed.set()
 
     async def take(self) -> Delta | None:
-        """Wait for the next delta and return it, or None at the end. Raises the error that ended the deltas early."""
+        """Wait for the next delta and return it, or None at the end."""
         while not self._waiting:
-            if self._error is not None:
-                raise self._error
             if self._ended:
                 return None
             self._changed.clear()
@@ -109,23 +108,50 @@ class _Pace:
 
 
 async def deliver(
-    deltas: AsyncIterator[Delta],
+    run: Run,
     write: Callable[[Delta], Awaitable[None]],
     *,
+    write_now: Callable[[Delta], bool] = lambda delta: False,
     slow_reader_seconds: float,
     budget: LoopBudget,
 ) -> None:
-    """Write all deltas, merged where the client reads slowly. `budget` bounds the writes per tick of the event loop.
+    """Run a request in this task and write all its deltas, merged where the client reads slowly.
 
-    Raises SlowReader, in a group, if one write takes longer than `slow_reader_seconds`.
+    `write_now` writes a delta only if that needs no wait, and returns whether it did. It is not called while an earlier
+    delta is unwritten. `budget` bounds the other writes per tick of the event loop.
+
+    Raises, in a group, SlowReader if one write takes longer than `slow_reader_seconds`, and any RouterError of the
+    request once all that came before is written.
     """
     outbox, pace = Outbox(), _Pace(slow_reader_seconds)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.fill(deltas))
-        watch = tasks.create_task(pace.watch())
+    is_behind = False
+    """True while a delta is unwritten or being written."""
+
+    def emit(delta: Delta) -> None:
+        nonlocal is_behind
+        if is_behind or not write_now(delta):
+            is_behind = True
+            outbox.put(delta)
+
+    async def write_all() -> None:
+        nonlocal is_behind
         while (delta := await outbox.take()) is not None:
             await budget.take()
             pace.writing_since = time.monotonic()
             await write(delta)
             pace.writing_since = None
+            is_behind = len(outbox) > 0
+
+    async with asyncio.TaskGroup() as tasks:
+        writing = tasks.create_task(write_all())
+        watch = tasks.create_task(pace.watch())
+        failure = None
+        try:
+            await run(emit)
+        except RouterError as error:
+            failure = error
+        outbox.end()
+        await writing
         watch.cancel()
+        if failure is not None:
+            raise failure

@@ -5,8 +5,7 @@ or the client's reading speed (client_buffer.py).
 """
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blockyard.proto.naming.block_hash import unpack_tokens
@@ -22,8 +21,9 @@ from blockyard.router.errors import (
     InvalidRequest,
 )
 from blockyard.router.generation.assembly import Assembly
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Emit
 from blockyard.router.generation.grammar_quota import GrammarQuota
+from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
@@ -137,13 +137,17 @@ def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGe
 
 
 async def generate(
-    parts: RouterParts, valid: ValidGeneration, record: RequestRecord, charge: Charge, *, deadline: float
-) -> AsyncGenerator[Delta, None]:
-    """Tokenize a checked request, run it, and yield its outputs in deltas. Raises any RouterError.
+    parts: RouterParts,
+    valid: ValidGeneration,
+    record: RequestRecord,
+    charge: Charge,
+    emit: Emit,
+    *,
+    deadline: float,
+) -> None:
+    """Tokenize a checked request, run it, and emit its outputs in deltas. Raises any RouterError.
 
-    Closing the generator also cancels the request on its worker.
-
-    `deadline` is on the clock of `parts`.
+    Cancelling the call also cancels the request on its worker. `deadline` is on the clock of `parts`.
     """
     identity = await parts.placer.identity()
     prepared = await tokenise(
@@ -179,18 +183,18 @@ async def generate(
         clock=parts.clock,
         prompt_token_ids=unpack_tokens(prepared.token_ids) if valid.return_prompt_token_ids else (),
     )
-    stopped: set[int] = set()
     has_grammar = generation.sampling.HasField("structured_output")
     with RequestMeter(parts.metrics, record) as meter:
-        async with (
-            parts.grammar_quota.permit(record.client if has_grammar else None) as leave,
-            aclosing(parts.relay.run(generation, record.progress, stopped)) as chunks,
-        ):
-            async for chunk in chunks:
+        async with parts.grammar_quota.permit(record.client if has_grammar else None) as leave:
+
+            def take(chunk: TokenChunk) -> bool:
                 leave()
                 delta = assembly.delta(chunk)
                 meter.piece(chunk.index, len(delta.token_ids))
-                if delta.finish is not None:
-                    meter.end(delta.finish.reason)
-                    stopped.add(chunk.index)
-                yield delta
+                finish = delta.finish
+                if finish is not None:
+                    meter.end(finish.reason)
+                emit(delta)
+                return finish is not None
+
+            await parts.relay.run(generation, record.progress, take)

@@ -1,15 +1,18 @@
 """Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
 A replay submits the prompt with the tokens of the unfinished outputs and the same seed. New tokens are joined by offset
-(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Yields tokens, never text. Does not own
-the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
+(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Passes on tokens, never text. Does not
+own the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
+
+Tokens go to the caller in the callback of the link that read them, without a task in between: a switch of tasks costs
+as much as the token's text.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -47,6 +50,9 @@ A request that went to the second worker would be blamed for both deaths.
 
 FAILURE_JITTER_SECONDS = 0.5
 """Longest wait after a failed step. The wait is random, so that the request at fault ends up in a batch of its own."""
+
+Take = Callable[[TokenChunk], bool]
+"""Takes the next tokens of an output. Returns True to end that output. Must not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +135,15 @@ class Relay:
         self.num_quarantined = 0
         """Requests given up because two workers died under them."""
 
-    async def run(
-        self, generation: Generation, progress: Progress, stopped: Container[int] = ()
-    ) -> AsyncGenerator[TokenChunk, None]:
-        """Place a request, submit it, and yield its tokens until the last output ends. Place it again after each
-        failure.
+    async def run(self, generation: Generation, progress: Progress, take: Take) -> None:
+        """Place a request, submit it, and pass its tokens to `take` until the last output ends. Place it again after
+        each failure.
 
-        Closing the generator cancels the request on its worker at once.
-
-        The caller may put an output's index into `stopped` before it asks for more. That output is then cancelled, and
-        the others continue.
+        Cancelling the call cancels the request on its worker at once. An output that `take` ends is cancelled there,
+        and the others continue.
 
         Raises InvalidRequest (a bad grammar, or no token left to choose), NoWorkers, Overloaded, PoisonRequest,
-        WorkerLost (all migrations used), RequestTooLarge, DeadlinePassed or EngineFailed.
+        WorkerLost (all migrations used), RequestTooLarge, DeadlinePassed or EngineFailed. Raises what `take` raises.
         """
         self._quarantine.check(generation.identity)
         losses = Losses(max_migrations=self._max_migrations)
@@ -161,16 +163,8 @@ class Relay:
                 deadline=generation.deadline,
                 policy=generation.policy,
             )
-            with self._submitted(generation, outputs, placed, progress) as attempt:
-                while outputs.running and (tokens := await attempt.next_tokens(outputs)) is not None:
-                    chunk = outputs.take(tokens)
-                    if chunk is None:
-                        continue
-                    progress.num_generated = outputs.num_tokens
-                    yield chunk
-                    if chunk.index in stopped:
-                        outputs.end(chunk.index)
-                        attempt.cancel(chunk.index)
+            with self._submitted(generation, outputs, placed, progress, take) as attempt:
+                await attempt.until_over()
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
@@ -182,15 +176,16 @@ class Relay:
 
     @contextmanager
     def _submitted(
-        self, generation: Generation, outputs: Outputs, placed: Placed, progress: Progress
+        self, generation: Generation, outputs: Outputs, placed: Placed, progress: Progress, take: Take
     ) -> Iterator["_Attempt"]:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
         progress.is_placed = True
         progress.sent_at = self._clock() if progress.sent_at is None else progress.sent_at
         key = (placed.address, worker.incarnation if worker else "")
-        attempt = _Attempt(self._fleet.links[placed.address], self._placer, placed, progress, key)
-        attempt.submit(self._submit(generation, outputs), outputs)
+        link = self._fleet.links[placed.address]
+        attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take)
+        attempt.submit(self._submit(generation, outputs))
         try:
             yield attempt
         finally:
@@ -247,7 +242,14 @@ class _Attempt:
     """One submit of a request to one worker, until it ends there."""
 
     def __init__(
-        self, link: EngineLink, placer: Placer, placed: Placed, progress: Progress, worker: WorkerKey
+        self,
+        link: EngineLink,
+        placer: Placer,
+        placed: Placed,
+        progress: Progress,
+        worker: WorkerKey,
+        outputs: Outputs,
+        take: Take,
     ) -> None:
         self.worker = worker
         self.found_busy = False
@@ -255,31 +257,30 @@ class _Attempt:
         self.saw_death = False
         self.has_failed = False
         self.brought_tokens = False
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
+        """Why the attempt is over. None if no output runs any more."""
         self._link, self._placer = link, placer
         self._handle = 0
         self._placed = placed
         self._progress = progress
+        self._outputs, self._take = outputs, take
 
-    def submit(self, submit: session_pb2.Submit, outputs: Outputs) -> None:
-        submitted = outputs.submitted(submit.continuations)
-        self._handle = self._link.submit(submit, self._events.put_nowait, submitted)
-        for index in submitted - outputs.running:
+    def submit(self, submit: session_pb2.Submit) -> None:
+        submitted = self._outputs.submitted(submit.continuations)
+        self._handle = self._link.submit(submit, self._receive, submitted)
+        for index in submitted - self._outputs.running:
             self.cancel(index)
 
     def cancel(self, index: int | None = None) -> None:
         """Cancel the whole request, or one output of it."""
         self._link.cancel(self._handle, index)
 
-    async def next_tokens(self, outputs: Outputs) -> Tokens | None:
-        """Wait for the worker's next tokens. Return None, and note the cause, if the request must be placed again.
+    async def until_over(self) -> None:
+        """Wait until no output runs here any more. Note the cause if the others must be placed again.
 
-        Raises a RouterError if the worker refused the request for good.
+        Raises a RouterError if the worker refused the request for good, or what the request's `take` raised.
         """
-        match await self._events.get():
-            case Tokens() as tokens if outputs.follows(tokens):
-                self._note(tokens)
-                return tokens
+        match await self._end:
             case Tokens():
                 logger.error(
                     "worker %s sent tokens that do not follow the earlier ones", self._progress.worker_id
@@ -291,9 +292,39 @@ class _Attempt:
                 await asyncio.sleep(LINK_DOWN_SECONDS)
             case Refused() as refused:
                 self._refused(refused)
-        return None
+            case Exception() as error:
+                raise error
+            case None:
+                pass
 
-    def _note(self, tokens: Tokens) -> None:
+    def _receive(self, event: Event) -> None:
+        """Take an event, called by the link that read it. So a failure must end this request alone."""
+        if self._end.done():
+            return
+        try:
+            is_over = not isinstance(event, Tokens) or not self._outputs.follows(event)
+            if isinstance(event, Tokens) and not is_over:
+                self._pass_on(event)
+        except Exception as error:
+            self._end.set_result(error)
+            return
+        if is_over:
+            self._end.set_result(event)
+        elif not self._outputs.running:
+            self._end.set_result(None)
+
+    def _pass_on(self, tokens: Tokens) -> None:
+        if not self.brought_tokens:
+            self._note_first(tokens)
+        chunk = self._outputs.take(tokens)
+        if chunk is None:
+            return
+        self._progress.num_generated = self._outputs.num_tokens
+        if self._take(chunk):
+            self._outputs.end(chunk.index)
+            self.cancel(chunk.index)
+
+    def _note_first(self, tokens: Tokens) -> None:
         self.brought_tokens = True
         self._placer.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:

@@ -10,9 +10,9 @@ from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.calls.gate import answer_to
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import SlowReader, is_gone
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Run
 from blockyard.router.openai.answers.choices import Choices, choices_of, shows_special
-from blockyard.router.openai.answers.envelope import Envelope, Tally
+from blockyard.router.openai.answers.envelope import Chunks, Envelope, Tally
 from blockyard.router.openai.answers.outputs import outputs
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.call import HttpCall
@@ -48,8 +48,8 @@ class Completions:
         if wanted.answering.streams:
             return await self._stream(events, call, envelope, choices)
         tally = Tally(wanted.outputs_a_prompt)
-        async with self._outputs(wanted, call) as deltas:
-            whole = await gathered(request_id, tally.of(deltas))
+        async with self._outputs(wanted, call) as run:
+            whole = await gathered(request_id, tally.of(run))
         return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], tally))
 
     async def _stream(
@@ -72,29 +72,34 @@ class Completions:
         """Send an event per delta, and return the values of the events that end the stream."""
         wanted = envelope.wanted
         tally = Tally(wanted.outputs_a_prompt)
+        chunks = Chunks(envelope=envelope, choices=choices, tally=tally)
 
         async def write(delta: Delta) -> None:
-            tally.add(delta)
-            await events.send(envelope.chunk(choices.piece(delta), delta, tally))
+            await events.send(chunks.encoded(delta))
 
-        async with self._outputs(wanted, call) as deltas:
-            await self._calls.deliver(deltas, write)
+        def write_now(delta: Delta) -> bool:
+            if not events.is_open:
+                return False
+            events.send_now(chunks.encoded(delta))
+            return True
+
+        async with self._outputs(wanted, call) as run:
+            await self._calls.deliver(run, write, write_now)
         return [envelope.usage_chunk(tally)] if wanted.answering.includes_usage else []
 
     @asynccontextmanager
-    async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[AsyncIterator[Delta]]:
-        """Yield the deltas of all prompts' outputs, with each prompt before its outputs if the call wants an echo."""
-        async with outputs(self._calls, wanted, call) as deltas:
+    async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[Run]:
+        """Yield the function that runs all prompts, with each prompt before its outputs if the call wants an echo."""
+        async with outputs(self._calls, wanted, call) as run:
             if wanted.echo is None:
-                yield deltas
+                yield run
                 return
             skip_special = not shows_special(wanted)
 
-            async def text_of(token_ids: Sequence[int]) -> str:
-                tokenizing = self._calls.parts.tokenizing
-                return await tokenizing.detokenize(list(token_ids), skip_special=skip_special)
+            def text_of(token_ids: Sequence[int]) -> str:
+                return self._calls.parts.tokenizing.detokenize(token_ids, skip_special=skip_special)
 
-            yield echoed(deltas, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
+            yield echoed(run, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
     async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
         """End a stream that has begun with the error as its last event. Cut off a client that does not read."""

@@ -1,10 +1,9 @@
 """Response messages: deltas as stream messages, or gathered into one response."""
 
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Run
 
 
 def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:
@@ -42,20 +41,23 @@ class _Gathered:
         return self.message
 
 
-async def gathered(request_id: str, deltas: AsyncIterator[Delta]) -> inference_pb2.GenerateResponse:
-    """Gather all deltas of a request into one response, with its outputs in order of index.
+async def gathered(request_id: str, run: Run) -> inference_pb2.GenerateResponse:
+    """Run a request and gather all its deltas into one response, with its outputs in order of index.
 
     The first output is repeated in the response's older fields, which hold a single one.
     """
     response = inference_pb2.GenerateResponse(request_id=request_id)
     outputs: dict[int, _Gathered] = {}
-    async for delta in deltas:
+
+    def gather(delta: Delta) -> None:
         if delta.index not in outputs:
             outputs[delta.index] = _Gathered(inference_pb2.Output(index=delta.index))
         outputs[delta.index].add(delta)
         response.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.prompt_token_ids and not response.prompt_token_ids:
             response.prompt_token_ids.extend(delta.prompt_token_ids)
+
+    await run(gather)
     response.outputs.extend(outputs[index].whole() for index in sorted(outputs))
     first = response.outputs[0]
     response.text = first.text

@@ -21,18 +21,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts, self._bounds = calls.parts, calls.bounds
 
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        async with self._calls.deltas(request, context) as (request_id, deltas):
+        async with self._calls.deltas(request, context) as (request_id, run):
 
             async def write(delta: Delta) -> None:
                 await context.write(stream_response(request_id, delta))
 
-            await self._calls.deliver(deltas, write)
+            await self._calls.deliver(run, write)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        async with self._calls.deltas(request, context) as (request_id, deltas):
-            return await gathered(request_id, deltas)
+        async with self._calls.deltas(request, context) as (request_id, run):
+            return await gathered(request_id, run)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

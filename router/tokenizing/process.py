@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.text import load_tokenizer
@@ -114,8 +114,8 @@ class _Wire(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        # Transports of uvloop, which Ray prefers where it is installed, are of classes of their own.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def ask(self, question: Question) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

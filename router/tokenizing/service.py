@@ -179,7 +179,7 @@ class TokenizerService:
         finally:
             lane.give(seat)
 
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of these tokens. `skip_special` leaves out special tokens."""
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False

@@ -17,8 +17,7 @@ async def bounces_of_a_burst(told_waiting: int) -> int:
     async with rig(worker) as made:
 
         async def run(seed: int) -> None:
-            async for _ in made.relay.run(generation(seed, max_tokens=2), Progress()):
-                pass
+            await made.relay.run(generation(seed, max_tokens=2), Progress(), lambda chunk: False)
 
         async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
             for seed in range(BURST):

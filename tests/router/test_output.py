@@ -1,7 +1,6 @@
 """Output to a client: merged if it is slow, cut off if it stops reading, never split and never past a stop string."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from blockyard.proto.text import TextOutput
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import SlowReader, WorkerLost, as_router_error
-from blockyard.router.generation.client_buffer import Delta, Outbox, deliver
+from blockyard.router.generation.client_buffer import Delta, Emit, Outbox, deliver
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,16 +17,13 @@ def delta(number: int) -> Delta:
     return Delta(text=f"{number} ", token_ids=[number], token_offset=number)
 
 
-async def deltas(count: int, start: int = 0) -> AsyncIterator[Delta]:
-    for number in range(start, count):
-        yield delta(number)
-
-
 async def test_a_slow_reader_gets_fewer_and_larger_pieces_and_everything() -> None:
     outbox = Outbox()
     outbox.put(delta(0))
     first = await outbox.take()
-    await outbox.fill(deltas(100, start=1))
+    for number in range(1, 100):
+        outbox.put(delta(number))
+    outbox.end()
     rest = await outbox.take()
     assert first is not None
     assert rest is not None
@@ -40,10 +36,10 @@ async def test_a_slow_reader_gets_fewer_and_larger_pieces_and_everything() -> No
 async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() -> None:
     closed = asyncio.Event()
 
-    async def endless() -> AsyncIterator[Delta]:
+    async def endless(emit: Emit) -> None:
         try:
             for number in range(10**9):
-                yield delta(number)
+                emit(delta(number))
                 await asyncio.sleep(0.001)
         finally:
             closed.set()
@@ -52,15 +48,15 @@ async def test_a_reader_who_takes_nothing_is_cut_off_and_the_source_is_closed() 
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(endless(), never, slow_reader_seconds=0.05, budget=LoopBudget(1))
+        await deliver(endless, never, slow_reader_seconds=0.05, budget=LoopBudget(1))
     assert isinstance(as_router_error(group.value), SlowReader)
     assert closed.is_set()
 
 
 async def test_what_came_before_an_error_is_still_delivered() -> None:
-    async def failing() -> AsyncIterator[Delta]:
-        yield delta(0)
-        yield delta(1)
+    async def failing(emit: Emit) -> None:
+        emit(delta(0))
+        emit(delta(1))
         raise WorkerLost("gone")
 
     written: list[int] = []
@@ -70,9 +66,33 @@ async def test_what_came_before_an_error_is_still_delivered() -> None:
         written.extend(piece.token_ids)
 
     with pytest.raises(ExceptionGroup) as group:
-        await deliver(failing(), write, slow_reader_seconds=1.0, budget=LoopBudget(1))
+        await deliver(failing, write, slow_reader_seconds=1.0, budget=LoopBudget(1))
     assert isinstance(as_router_error(group.value), WorkerLost)
     assert written == [0, 1]
+
+
+@given(can_wait=st.lists(st.booleans(), max_size=30))
+def test_what_is_written_at_once_never_overtakes_what_waits(can_wait: list[bool]) -> None:
+    written: list[int] = []
+
+    async def run(emit: Emit) -> None:
+        for number, waits in enumerate(can_wait):
+            emit(delta(number))
+            if waits:
+                await asyncio.sleep(0)
+
+    async def write(piece: Delta) -> None:
+        await asyncio.sleep(0)
+        written.extend(piece.token_ids)
+
+    def write_now(piece: Delta) -> bool:
+        if piece.token_offset % 3 == 0:
+            return False
+        written.extend(piece.token_ids)
+        return True
+
+    asyncio.run(deliver(run, write, write_now=write_now, slow_reader_seconds=1.0, budget=LoopBudget(1)))
+    assert written == list(range(len(can_wait)))
 
 
 @given(data=st.data())

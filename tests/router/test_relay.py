@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 
 import pytest
 from blockyard.proto.naming.block_hash import unpack_tokens
@@ -32,14 +31,18 @@ async def collect(
 ) -> tuple[list[int], TokenChunk]:
     """All tokens, proven contiguous, and the last chunk."""
     tokens: list[int] = []
-    chunk = None
+    chunks: list[TokenChunk] = []
+
+    def take(chunk: TokenChunk) -> bool:
+        assert chunk.offset == len(tokens)
+        tokens.extend(chunk.token_ids)
+        chunks.append(chunk)
+        return False
+
     async with asyncio.timeout(10):
-        async for chunk in rig.relay.run(request, progress or Progress()):
-            assert chunk.offset == len(tokens)
-            tokens += chunk.token_ids
-    assert chunk is not None
-    assert chunk.finish is not None
-    return tokens, chunk
+        await rig.relay.run(request, progress or Progress(), take)
+    assert chunks[-1].finish is not None
+    return tokens, chunks[-1]
 
 
 def only_first(script: Script) -> Scripts:
@@ -315,13 +318,29 @@ async def test_silence_makes_no_poison() -> None:
         assert progress.num_migrations == 2
 
 
-async def test_closing_the_stream_cancels_on_the_worker_at_once() -> None:
+async def test_cancelling_the_run_cancels_on_the_worker_at_once() -> None:
     async with rig(FakeWorker("a")) as made:
-        async with aclosing(made.relay.run(generation(1, max_tokens=500), Progress())) as chunks:
-            async for chunk in chunks:
-                if chunk.offset >= 3:
-                    break
+        progress = Progress()
+        running = asyncio.create_task(
+            made.relay.run(generation(1, max_tokens=500), progress, lambda chunk: False)
+        )
+        await made.until(lambda: progress.num_generated > 3)
+        running.cancel()
         await made.until(lambda: made.workers[0].cancelled == [1], seconds=0.5)
+        await made.until_quiet()
+
+
+async def test_a_failure_of_the_taker_ends_its_own_request_and_no_other() -> None:
+    def fail(chunk: TokenChunk) -> bool:
+        raise ZeroDivisionError
+
+    async with rig(FakeWorker("a")) as made:
+        other = asyncio.create_task(collect(made, generation(1, max_tokens=60)))
+        await made.until(lambda: made.workers[0].num_running > 0)
+        with pytest.raises(ZeroDivisionError):
+            await made.relay.run(generation(2), Progress(), fail)
+        assert (await other)[0] == expected_tokens(1, 60)
+        assert other.result()[1].finish is not None
         await made.until_quiet()
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from blockyard.router.cluster.events import Tokens
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.relay import Generation, Progress
+from blockyard.router.placement.scoring import Candidate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,16 +38,20 @@ async def collect(
     last: dict[int, TokenChunk] = {}
     chunks = []
     stopped: set[int] = set()
+
+    def take(chunk: TokenChunk) -> bool:
+        assert chunk.offset == len(tokens[chunk.index])
+        assert chunk.index not in stopped, "an output that the caller has ended"
+        assert last.get(chunk.index) is None or last[chunk.index].finish is None
+        tokens[chunk.index] += chunk.token_ids
+        last[chunk.index] = chunk
+        chunks.append(chunk)
+        if len(tokens[chunk.index]) >= (stop_at or {}).get(chunk.index, 10**9):
+            stopped.add(chunk.index)
+        return chunk.index in stopped
+
     async with asyncio.timeout(10):
-        async for chunk in rig.relay.run(request, Progress(), stopped):
-            assert chunk.offset == len(tokens[chunk.index])
-            assert chunk.index not in stopped, "an output that the caller has ended"
-            assert last.get(chunk.index) is None or last[chunk.index].finish is None
-            tokens[chunk.index] += chunk.token_ids
-            last[chunk.index] = chunk
-            chunks.append(chunk)
-            if len(tokens[chunk.index]) >= (stop_at or {}).get(chunk.index, 10**9):
-                stopped.add(chunk.index)
+        await rig.relay.run(request, Progress(), take)
     await rig.until_quiet()
     return tokens, last, chunks
 
@@ -252,7 +256,12 @@ async def test_a_prompt_that_is_computed_whole_is_placed_as_if_nobody_had_it(wan
     request = several(1, **({"prompt_logprobs": 1} if wants_prompt else {}))
     names = split_names(request.block_names)[1:]
     async with rig(FakeWorker("a")) as made:
-        async with aclosing(made.relay.run(request, Progress())) as chunks:
-            await anext(chunks)
-            (candidate,) = made.fleet.view.candidates(names, PROMPT_TOKENS, {})
+        seen: list[Candidate] = []
+
+        def take(_: TokenChunk) -> bool:
+            seen[:] = seen or made.fleet.view.candidates(names, PROMPT_TOKENS, {})
+            return False
+
+        await made.relay.run(request, Progress(), take)
+        (candidate,) = seen
         assert (candidate.cached_tokens == 0) == wants_prompt

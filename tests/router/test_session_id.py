@@ -89,7 +89,6 @@ async def test_what_a_worker_reused_is_held_against_what_the_index_promised() ->
         berth = await index.register(record, lease_seconds=600.0)
         await index.apply(berth, Batch(sequence=1, added=tuple(names[:5])))
         made.placer.prefix_lookup = PrefixLookup(index)
-        async for _ in made.relay.run(wanted, Progress()):
-            pass
+        await made.relay.run(wanted, Progress(), lambda chunk: False)
         view = made.fleet.view
         assert (view.promised_blocks, view.stale_blocks) == (5, 3)

@@ -1,14 +1,13 @@
 """Several outputs, beams, scores and structured output of one request, over real gRPC, with scripted workers."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2, session_pb2
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Emit
 from blockyard.router.services.delta_messages import gathered
 
 from .fake_worker import (
@@ -92,12 +91,12 @@ async def test_each_output_has_its_own_text_finish_and_score(router: Router, tok
 
 
 async def test_a_whole_answer_has_its_outputs_in_order_however_they_came() -> None:
-    async def deltas() -> AsyncIterator[Delta]:
+    async def run(emit: Emit) -> None:
         for index in (2, 0, 1, 0):
             finish = inference_pb2.Finish(seed=index)
-            yield Delta(text=f"{index}", token_ids=[index], token_offset=0, index=index, finish=finish)
+            emit(Delta(text=f"{index}", token_ids=[index], token_offset=0, index=index, finish=finish))
 
-    whole = await gathered("r", deltas())
+    whole = await gathered("r", run)
     assert [(output.index, output.text) for output in whole.outputs] == [(0, "00"), (1, "1"), (2, "2")]
     assert (whole.text, list(whole.token_ids), whole.finish.seed) == ("00", [0, 0], 0)
 

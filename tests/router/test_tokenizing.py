@@ -344,7 +344,7 @@ async def test_one_call_encodes_names_and_packs(service: TokenizerService, encod
 
     with pytest.raises(PromptError, match=r"^the prompt is empty$"):
         await service.prepare(TextPrompt(""), root=ROOT, block_size=BLOCK_SIZE)
-    assert await service.detokenize([*encoder.encode(TextPrompt("héllo")), 1]) == "héllo"
+    assert service.detokenize([*encoder.encode(TextPrompt("héllo")), 1]) == "héllo"
 
 
 async def test_the_process_is_replaced_when_it_dies(service: TokenizerService) -> None:

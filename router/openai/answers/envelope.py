@@ -1,10 +1,17 @@
-"""Envelope of the choices: id, model, time and usage, once for a whole answer or in each chunk."""
+"""Envelope of the choices: id, model, time and usage, once for a whole answer or in each chunk.
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+Most chunks of a stream differ in their text alone, so they are cut from a template.
+"""
+
+import json.encoder
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Emit, Run
+from blockyard.router.openai.answers.choices import Choices
+from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.requests.wanted import Wanted
 
 PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-"}
@@ -29,11 +36,17 @@ class Tally:
         if delta.prompt_token_ids:
             self.prompts[delta.index] = delta.prompt_token_ids
 
-    async def of(self, deltas: AsyncIterator[Delta]) -> AsyncIterator[Delta]:
-        """Yield the deltas, and add each."""
-        async for delta in deltas:
-            self.add(delta)
-            yield delta
+    def of(self, run: Run) -> Run:
+        """Return `run` with each of its deltas added here."""
+
+        async def counted(emit: Emit) -> None:
+            def add(delta: Delta) -> None:
+                self.add(delta)
+                emit(delta)
+
+            await run(add)
+
+        return counted
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far. Each prompt counts once, whatever its number of outputs."""
@@ -91,3 +104,49 @@ class Envelope:
             "model": self.model,
             "system_fingerprint": None,
         }
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunks:
+    """Encodes the chunks of one stream."""
+
+    envelope: Envelope
+    choices: Choices
+    tally: Tally
+    _has_template: bool = field(init=False)
+    _seen: set[int] = field(default_factory=set)
+    """Outputs whose first chunk, which may have fields of its own, is made."""
+    _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
+    """A chunk by index of its output, without its text and its token ids: the bytes before, between and after them."""
+
+    def __post_init__(self) -> None:
+        wanted = self.envelope.wanted
+        shows_logprobs = wanted.requests[0].sampling.HasField("logprobs")
+        self._has_template = not (shows_logprobs or wanted.answering.continuous_usage)
+
+    def encoded(self, delta: Delta) -> bytes:
+        """Count a delta, and return its chunk as JSON."""
+        self.tally.add(delta)
+        index = delta.index
+        if self._has_template and index in self._seen and delta.text and delta.finish is None:
+            before, between, after = self._templates.get(index) or self._template(delta)
+            token_ids = ",".join(map(str, delta.token_ids)).encode() if after else b""
+            return b"".join(
+                (before, json.encoder.encode_basestring(delta.text).encode(), between, token_ids, after)
+            )
+        self._seen.add(index)
+        return self._made(delta)
+
+    def _made(self, delta: Delta) -> bytes:
+        return encoded(self.envelope.chunk(self.choices.piece(delta), delta, self.tally))
+
+    def _template(self, delta: Delta) -> tuple[bytes, bytes, bytes]:
+        mark = secrets.token_hex(8)
+        made = self._made(replace(delta, text=mark, token_ids=[]))
+        before, rest = made.split(f'"{mark}"'.encode())
+        between, after = rest, b""
+        if self.envelope.wanted.shows_token_ids:
+            head, _, tail = rest.partition(b'"token_ids":[')
+            between, after = head + b'"token_ids":[', tail
+        self._templates[delta.index] = before, between, after
+        return before, between, after

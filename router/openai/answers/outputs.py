@@ -1,4 +1,4 @@
-"""Outputs of all prompts of a call as one stream of deltas. Prompt number p has the indexes from p*n to p*n + n - 1.
+"""Outputs of all prompts of a call as one run of deltas. Prompt number p has the indexes from p*n to p*n + n - 1.
 
 Each prompt is a request of its own, and several prompts run in a task each. The first failure ends them all. The number
 of outputs at once is bounded: the next prompt starts when one has ended, behind all requests that came meanwhile. So a
@@ -15,40 +15,34 @@ from contextlib import asynccontextmanager
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls.bounds import CallContext
 from blockyard.router.calls.generating import Calls
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Emit, Run
 from blockyard.router.openai.requests.wanted import Wanted
 
 
 @asynccontextmanager
-async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Run the call's prompts and yield the stream of their deltas.
+async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIterator[Run]:
+    """Yield the function that runs the call's prompts and emits their deltas.
 
-    Raises what `Calls.deltas` raises, in a group for several prompts.
+    It raises what `Calls.deltas` raises, in a group for several prompts. For one prompt, a refusal comes at once.
     """
     if len(wanted.requests) == 1:
-        async with calls.deltas(wanted.requests[0], context) as (_, deltas):
-            yield deltas
+        async with calls.deltas(wanted.requests[0], context) as (_, run):
+            yield run
         return
-    ready: asyncio.Queue[Delta | None] = asyncio.Queue()
-    permits = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
 
-    async def run(request: inference_pb2.GenerateRequest, first_index: int) -> None:
-        async with permits, calls.deltas(request, context, waits=first_index > 0) as (_, deltas):
-            async for delta in deltas:
+    async def run_all(emit: Emit) -> None:
+        permits = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
+
+        async def run_one(request: inference_pb2.GenerateRequest, first_index: int) -> None:
+            def emit_shifted(delta: Delta) -> None:
                 delta.index += first_index
-                ready.put_nowait(delta)
-        ready.put_nowait(None)
+                emit(delta)
 
-    async with asyncio.TaskGroup() as tasks:
-        for number, request in enumerate(wanted.requests):
-            tasks.create_task(run(request, number * wanted.outputs_a_prompt))
-        yield _until_ended(ready, len(wanted.requests))
+            async with permits, calls.deltas(request, context, waits=first_index > 0) as (_, run):
+                await run(emit_shifted)
 
+        async with asyncio.TaskGroup() as tasks:
+            for number, request in enumerate(wanted.requests):
+                tasks.create_task(run_one(request, number * wanted.outputs_a_prompt))
 
-async def _until_ended(ready: asyncio.Queue[Delta | None], num_requests: int) -> AsyncIterator[Delta]:
-    while num_requests:
-        delta = await ready.get()
-        if delta is None:
-            num_requests -= 1
-        else:
-            yield delta
+    yield run_all

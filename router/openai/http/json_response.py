@@ -8,10 +8,12 @@ from aiohttp.web import Response
 from blockyard.router.errors import RouterError
 from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_headers, status_of
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":"))
+
 
 def encoded(value: Any) -> bytes:
     """Encode our own values, which contain neither NaN nor lone surrogates."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from aiohttp.http import HttpVersion11
 from aiohttp.web import BaseRequest, StreamResponse
 from blockyard.router.openai.http.json_response import encoded
 
@@ -32,24 +33,45 @@ class EventStream:
         self._headed = headed
         self._slow_reader_seconds = slow_reader_seconds
         self.response = StreamResponse(headers=HEADERS)
+        self._protocol = request.protocol
+        self._transport: asyncio.Transport | None = None
+        """Transport of a stream that has begun."""
 
     @property
     def has_begun(self) -> bool:
         return self.response.prepared
 
-    async def send(self, value: dict[str, Any]) -> None:
+    @property
+    def is_open(self) -> bool:
+        """True if the stream has begun, and its client reads as fast as events come."""
+        transport = self._transport
+        return transport is not None and not (self._protocol.writing_paused or transport.is_closing())
+
+    def send_now(self, data: bytes) -> None:
+        """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call."""
+        assert self._transport is not None
+        if self.response.chunked:
+            self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+        else:
+            self._transport.write(b"data: %b\n\n" % data)
+
+    async def send(self, data: bytes) -> None:
         """Send one event, and begin the stream with the first. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
+            if self._request.version >= HttpVersion11:
+                self.response.enable_chunked_encoding()
             await self.response.prepare(self._request)
-        await self.response.write(b"data: " + encoded(value) + b"\n\n")
+        await self.response.write(b"data: %b\n\n" % data)
+        # aiohttp sends the head with the first event.
+        self._transport = self._request.transport
 
     async def end(self, *last: dict[str, Any], is_whole: bool) -> None:
         """Send these events and, if the stream `is_whole`, its end mark. Raises TimeoutError for a client that does not
         read."""
         async with asyncio.timeout(self._slow_reader_seconds):
             for value in last:
-                await self.send(value)
+                await self.send(encoded(value))
             if is_whole:
                 await self.response.write(DONE)
             await self.response.write_eof()

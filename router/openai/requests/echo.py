@@ -3,14 +3,14 @@
 Changes deltas between the engine and their choices. Does not own the log-probabilities (the engine).
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
 
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.client_buffer import Delta, Emit, Run
 
-TextOf = Callable[[Sequence[int]], Awaitable[str]]
+TextOf = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,29 +23,35 @@ class Echo:
     """True if the client itself asked for the prompt's token ids. The echo asks for them in any case."""
 
 
-async def echoed(
-    deltas: AsyncIterator[Delta],
+def echoed(
+    run: Run,
     echo: Echo,
     prompts: Sequence[str | None],
     outputs_a_prompt: int,
     text_of: TextOf,
-) -> AsyncIterator[Delta]:
-    """Yield the deltas, with the prompt's text and log-probabilities before each output.
+) -> Run:
+    """Return `run` with the prompt's text and log-probabilities before each output.
 
     `prompts` are the texts that the client sent. For None, `text_of` decodes the prompt's tokens.
     """
-    async for delta in deltas:
-        if echo.only_prompt:
-            _drop_output(delta)
-        if delta.prompt_token_ids:  # With the first piece of each output.
-            given = prompts[delta.index // outputs_a_prompt]
-            delta.text = (await text_of(delta.prompt_token_ids) if given is None else given) + delta.text
-            if delta.prompt_logprobs:
-                first = inference_pb2.TokenLogprob(token_id=delta.prompt_token_ids[0], logprob=nan)
-                delta.logprobs = [first, *delta.prompt_logprobs, *delta.logprobs]
-            if not echo.shows_token_ids:
-                delta.prompt_token_ids = ()
-        yield delta
+
+    async def run_with_prompts(emit: Emit) -> None:
+        def add_prompt(delta: Delta) -> None:
+            if echo.only_prompt:
+                _drop_output(delta)
+            if delta.prompt_token_ids:  # With the first piece of each output.
+                given = prompts[delta.index // outputs_a_prompt]
+                delta.text = (text_of(delta.prompt_token_ids) if given is None else given) + delta.text
+                if delta.prompt_logprobs:
+                    first = inference_pb2.TokenLogprob(token_id=delta.prompt_token_ids[0], logprob=nan)
+                    delta.logprobs = [first, *delta.prompt_logprobs, *delta.logprobs]
+                if not echo.shows_token_ids:
+                    delta.prompt_token_ids = ()
+            emit(delta)
+
+        await run(add_prompt)
+
+    return run_with_prompts
 
 
 def _drop_output(delta: Delta) -> None:
