@@ -22,6 +22,8 @@ class Link:
     requests: dict[int, RequestId] = field(default_factory=dict)
     outbox: Outbox = field(default_factory=Outbox)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    _load_timer: asyncio.TimerHandle | None = None
+    """Sets `has_news` for a load that nothing else is sent with."""
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         self.outbox.reject(handle, reason, detail)
@@ -31,8 +33,16 @@ class Link:
         self.outbox.tell_draining(is_draining)
         self.has_news.set()
 
+    def tell_load_within(self, seconds: float) -> None:
+        """Have the load sent after this time at most. Call it when the load may have changed."""
+        if self._load_timer is None and not self.has_news.is_set():
+            self._load_timer = asyncio.get_running_loop().call_later(seconds, self.has_news.set)
+
     def take(self, load: EngineLoad) -> list[ToRouter]:
         self.has_news.clear()
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
         return self.outbox.take(load)
 
 

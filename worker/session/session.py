@@ -199,6 +199,9 @@ class SessionService:
         for route, output in news:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
+        for link in self._links:
+            if load != link.outbox.reported:
+                link.tell_load_within(LOAD_REPORT_SECONDS)
         self._has_stepped.set()
         self.on_changes(result)
 
@@ -214,7 +217,7 @@ class SessionService:
                 while not reader.done() and not self._is_closing:
                     for message in link.take(self._load):
                         yield message
-                    await self._wait_for_news(link)
+                    await link.has_news.wait()
                 for message in link.take(self._load):
                     yield message
         except _BadMessage as bad:
@@ -225,13 +228,6 @@ class SessionService:
             self._links.pop(link, None)
             self._engine.call(partial(self._cancel_all, link))
             await link.compiling.aclose()
-
-    async def _wait_for_news(self, link: Link) -> None:
-        """Wait until something is to be sent, the load has changed, or the router is gone."""
-        while not link.has_news.is_set() and self._load == link.outbox.reported:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOAD_REPORT_SECONDS):
-                    await link.has_news.wait()
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         async for data in requests:
