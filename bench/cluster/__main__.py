@@ -41,7 +41,7 @@ from bench.engine.shapes import model_folder
 from bench.reporting import REPORTS
 
 QUICK = "quick"
-WARM_UP_REQUESTS = 8
+WARM_UP_REQUESTS = 2
 SETTLE_SECONDS = 5.0
 TIMEOUT_SECONDS = 600.0
 MAX_MODEL_LEN = 4096

@@ -48,9 +48,9 @@ class Results:
     """Everything that a run measures."""
 
     trials: dict[str, dict[str, dict[str, list[Trial]]]] = field(default_factory=dict)
-    """By data type, workload and system."""
+    """Trials by data type, workload and system."""
     idle: dict[str, dict[str, list[Idle]]] = field(default_factory=dict)
-    """By data type and system."""
+    """Measurements by data type and system."""
     absent: dict[str, str] = field(default_factory=dict)
     """Why systems did not start."""
 

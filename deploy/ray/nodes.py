@@ -48,7 +48,7 @@ class NodeFacts:
     has_bfloat16: bool
     """Whether its CPU has bfloat16 instructions."""
     niceness: int
-    """What Ray there adds to the niceness of its workers."""
+    """Niceness that Ray on this node adds to its workers."""
     model: str | None
     """The problem with the model's files, or empty. None if the node was not asked."""
     redis: str | None
