@@ -82,6 +82,8 @@ def _workload(systems: Mapping[str, Sequence[Trial]]) -> Figures:
     rows = {name: [_trial(trial) for trial in trials] for name, trials in systems.items()}
     return {
         "about": next(iter(systems.values()))[0].about,
+        "prompt_tokens": max(row["prompt_tokens"] for trials in rows.values() for row in trials),
+        "output_tokens": max(row["output_tokens"] for trials in rows.values() for row in trials),
         "seeds": min(map(len, rows.values())),
         "systems": {name: {"median": _medians(trials), "trials": trials} for name, trials in rows.items()},
         "ratios": _ratios(rows),

@@ -7,15 +7,17 @@ from pathlib import Path
 from bench.cluster.figures import MIN_SEEDS, Figures, figures_of, floors_of
 from bench.cluster.systems import NUM_WORKERS
 from bench.cluster.trials import Results
+from bench.cluster.workloads import TOKENS_A_WORD
 from bench.reporting import write_report
 
 TITLE = "The whole path, beside vLLM behind sglang-router"
-INTRODUCTION = f"""Each system has {NUM_WORKERS} workers of one core each, the same checkpoint and the same HTTP client,
-which streams `/v1/completions`. Only one system runs at a time, and they take turns, seed by seed. Each gets other
-words of the same number. `First` is the time to the first token, `between` the time between two messages with tokens.
-CPU seconds are those of all processes of the system, without the client. Numbers are medians over the seeds. A ratio
-compares ours with the peer that is best in this figure, in the same seed. `Foreign cores` were used by other programs
-or virtual machines."""
+INTRODUCTION = f"""\
+Each system has {NUM_WORKERS} workers of one core each, the same checkpoint and the same HTTP client, which streams
+`/v1/completions`. Prompts are words, of about {TOKENS_A_WORD} tokens each. Only one system runs at a time, and they
+take turns, seed by seed. Each gets other words of the same number. `First` is the time to the first token, `between`
+the time between two messages with tokens. CPU seconds are those of all processes of the system, without the client.
+Numbers are medians over the seeds. A ratio compares ours with the peer that is best in this figure, in the same seed.
+`Foreign cores` were used by other programs or virtual machines."""
 
 
 def text_of(figures: Figures, model: str) -> str:
@@ -34,7 +36,8 @@ def _workload(title: str, workload: Figures) -> str:
     )
     rows = [_row(name, system["median"]) for name, system in workload["systems"].items()]
     few = f" **Fewer than {MIN_SEEDS} seeds: too few for a claim.**" if workload["seeds"] < MIN_SEEDS else ""
-    about = f"{workload['about']}; {workload['seeds']} seeds.{few}"
+    tokens = f"{workload['prompt_tokens']:,} tokens in, {workload['output_tokens']:,} out"
+    about = f"In words: {workload['about']}. {tokens}; {workload['seeds']} seeds.{few}"
     return "\n".join([f"## {title}", "", about, "", head, *rows, *_ratios(workload["ratios"])])
 
 

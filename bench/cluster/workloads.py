@@ -1,6 +1,8 @@
 """Loads of the benchmark of the whole path, by the generators of `blockyard bench`. Pure and deterministic by seed.
 
-Each system gets other words of the same number, so that servers that two systems share cache nothing for the second.
+sglang-router takes text alone, so lengths of prompts are in words. The demo's tokenizer, which the shapes have too,
+makes TOKENS_A_WORD of each. Each system gets other words of the same number, so that servers that two systems share
+cache nothing for the second.
 """
 
 from collections.abc import Callable
@@ -11,15 +13,18 @@ from blockyard.deploy.bench.workloads.conversations import Conversation
 from blockyard.deploy.bench.workloads.lengths import parse_lengths
 from blockyard.deploy.bench.workloads.requests import Workload
 
+TOKENS_A_WORD = 2
 CHAT = Conversation(
     num_systems=4,
-    system_tokens=256,
+    system_tokens=256 // TOKENS_A_WORD,
     num_turns=(2, 4),
-    first_tokens=(16, 64),
-    turn_tokens=(16, 64),
+    first_tokens=(8, 32),
+    turn_tokens=(8, 32),
     output_tokens=(16, 48),
     pause_seconds=0.5,
 )
+PREFIX = parse_lengths(str(512 // TOKENS_A_WORD))
+QUESTION = parse_lengths("8-32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,8 @@ def shared_prefix(seed: int) -> Workload:
         seed,
         num_groups=8,
         num_followers=7,
-        prefix=parse_lengths("512"),
-        question=parse_lengths("16-64"),
+        prefix=PREFIX,
+        question=QUESTION,
         output=parse_lengths("32"),
     )
 
@@ -53,7 +58,7 @@ def mixed(seed: int) -> Workload:
         plans.at_once(),
         seed,
         num_requests=32,
-        prompt=parse_lengths("20-400"),
+        prompt=parse_lengths("10-200"),
         output=parse_lengths("16-96"),
     )
 
@@ -64,8 +69,8 @@ def steady(seed: int) -> Workload:
         seed,
         num_groups=4,
         num_followers=6,
-        prefix=parse_lengths("512"),
-        question=parse_lengths("16-64"),
+        prefix=PREFIX,
+        question=QUESTION,
         output=parse_lengths("32"),
     )
 
@@ -76,8 +81,8 @@ def quick(seed: int) -> Workload:
         seed,
         num_groups=2,
         num_followers=3,
-        prefix=parse_lengths("64"),
-        question=parse_lengths("8"),
+        prefix=parse_lengths("32"),
+        question=parse_lengths("4"),
         output=parse_lengths("8"),
     )
 

@@ -14,7 +14,7 @@ from bench.cluster.figures import figures_of, floors_of
 from bench.cluster.systems import OURS, our_role
 from bench.cluster.trials import Idle, Results, Trial
 from bench.cluster.usage import Usage
-from bench.cluster.workloads import LOADS
+from bench.cluster.workloads import LOADS, TOKENS_A_WORD
 from bench.router.processes import ROOT
 
 PEER, OTHER_PEER = "vllm, sglang-router cache_aware", "vllm, sglang-router round_robin"
@@ -95,7 +95,7 @@ def test_the_shared_prefix_load_is_64_requests_at_once_in_8_groups() -> None:
     requests = LOADS["shared-prefix"].make(0).requests
     assert len(requests) == 64
     assert len({request.prompt[0].base for request in requests}) == 8
-    assert {request.prompt[0].length for request in requests} == {512}
+    assert {request.prompt[0].length * TOKENS_A_WORD for request in requests} == {512}
 
 
 @pytest.mark.slow
