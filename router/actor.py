@@ -14,6 +14,7 @@ import ray
 from blockyard.proto.metrics.ray import keep_reporting
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_every_interface
@@ -42,6 +43,7 @@ class RouterActor:
         end_at_sigterm()
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, router_id=router_id)
+        take_usual_priority()
         self._router_id = router_id
         node_host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         host = config.host or node_host

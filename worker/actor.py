@@ -18,6 +18,7 @@ from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.worker.config import WorkerConfig
@@ -107,6 +108,7 @@ class WorkerActor:
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         log, worker_id = self._config.log, self._config.worker_id
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
+        take_usual_priority()
         address = await self._server.start()
         self._serving.enter_context(kept_out_of_garbage_collection())
         reporting = keep_reporting(worker_source(self._config), self._server.stats)

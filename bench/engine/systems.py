@@ -262,7 +262,7 @@ def peers(
             rows.append(_peer(name, "transformers", pythons, {**settings, "batching": batching}))
     if "vllm" in pythons:
         row = _peer("vllm", "vllm", pythons, settings)
-        rows.append(replace(row, env={**row.env, "LD_PRELOAD": _openmp(pythons["vllm"])}))
+        rows.append(replace(row, env={**row.env, "LD_PRELOAD": openmp_of(pythons["vllm"])}))
     if "openvino" in pythons:
         settings = {**settings, "converted": str(converted)}
         for name, kv_dtype in (("openvino-genai", None), ("openvino-genai, exact KV", settings["dtype"])):
@@ -291,6 +291,6 @@ def tcmalloc() -> str | None:
     return next((str(path) for path in paths if path.exists()), None)
 
 
-def _openmp(python: Path) -> str:
+def openmp_of(python: Path) -> str:
     """Return the path of Intel's OpenMP, which vLLM's CPU build needs preloaded, in vLLM's environment, or ""."""
     return next((str(path) for path in python.parents[1].glob("lib*/**/libiomp5.so")), "")

@@ -155,12 +155,12 @@ def cpu_clock(measured: Iterable[int]) -> CpuClock:
         now=time.monotonic(),
         measured=sum(_tree_seconds(pid) for pid in measured),
         ours=_tree_seconds(os.getpid()),
-        machine=_machine_seconds(),
+        machine=machine_seconds(),
     )
 
 
 def _tree_seconds(pid: int) -> float:
-    return sum(_seconds(member) for member in tree(pid))
+    return sum(seconds_of(member) for member in tree(pid))
 
 
 def tree(pid: int) -> list[int]:
@@ -168,7 +168,7 @@ def tree(pid: int) -> list[int]:
     return [pid, *(member for child in _children(pid) for member in tree(child))]
 
 
-def _seconds(pid: int) -> float:
+def seconds_of(pid: int) -> float:
     """Sum the CPU seconds of a process's threads, which the kernel counts in ns. Usual figures have ticks of 10 ms."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -185,7 +185,7 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def _machine_seconds() -> float:
+def machine_seconds() -> float:
     """Return the machine's CPU seconds without idle time and disk waits, but with time stolen by a hypervisor."""
     user, nice, system, _idle, _iowait, irq, softirq, stolen, *_ = map(
         int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]

@@ -27,6 +27,7 @@ class NodeProbe:
             "packages": {name: _installed(name) for name in packages},
             "code": _code(),
             "has_bfloat16": _has_bfloat16(),
+            "niceness": os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid()),
             "model": None if model is None else _model(model),
             "redis": None if redis_url is None else await _redis(redis_url),
         }

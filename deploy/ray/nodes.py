@@ -12,6 +12,7 @@ from typing import Any
 from blockyard.deploy.machine.check_results import Finding, Verdict
 from blockyard.deploy.ray import node_probe
 from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.niceness import NICENESS_VARIABLE
 
 PROBE_SECONDS = 60.0
 DYING_SECONDS = 3.0
@@ -46,6 +47,8 @@ class NodeFacts:
     """Code version. None if the package is missing or too old to report it."""
     has_bfloat16: bool
     """Whether its CPU has bfloat16 instructions."""
+    niceness: int
+    """Niceness that Ray on this node adds to its workers."""
     model: str | None
     """The problem with the model's files, or empty. None if the node was not asked."""
     redis: str | None
@@ -182,6 +185,8 @@ def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python:
     for node in nodes:
         yield _versions(node, here, python)
         yield _code(node)
+        if node.niceness > 0:
+            yield _niceness(node)
         if node.model is not None:
             yield _problem(node, "model", node.model, "can be read")
         if node.redis is not None:
@@ -210,6 +215,14 @@ def _code(node: NodeFacts) -> Finding:
     if node.code == ours:
         return _of(node, "ok", f"code {ours}, as here")
     return _of(node, "warn", f"code {node.code or 'missing'}, here {ours}: `up` needs --ship-code")
+
+
+def _niceness(node: NodeFacts) -> Finding:
+    detail = (
+        f"Ray adds {node.niceness} to the niceness of its workers, so other programs take their cores: start the node "
+        f"with {NICENESS_VARIABLE}=0"
+    )
+    return _of(node, "warn", detail)
 
 
 def _problem(node: NodeFacts, subject: str, problem: str, sound: str) -> Finding:

@@ -54,6 +54,7 @@ from blockyard.deploy.supervision.replicas import (
 from blockyard.deploy.supervision.reports import NAMESPACE, keep_reported
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_failure
 from blockyard.router.actor import StartedRouter
@@ -73,6 +74,7 @@ class Supervisor:
     def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
         end_at_sigterm()
         configure_logging(spec.router.log)
+        take_usual_priority()
         self._spec = spec
         self._code = code_version()
         self._store = store or RayDesiredStateStore(spec.namespace)

@@ -20,6 +20,7 @@ SOUND = NodeFacts(
     packages=HERE,
     code=code_version(),
     has_bfloat16=True,
+    niceness=0,
     model="",
     redis="",
     unreachable=(),
@@ -99,3 +100,10 @@ def test_workers_on_cpus_of_both_kinds_all_compute_in_float32() -> None:
     assert [progress.warning for progress in said] == [UNLIKE_CPUS]
     named = replace(options, engine=replace(options.engine, dtype="bfloat16"))
     assert with_one_dtype(named, [SOUND, other], said.append) == named
+
+
+def test_a_node_whose_ray_lowers_the_priority_of_workers_is_warned_about() -> None:
+    told = list(findings([replace(SOUND, niceness=15)], HERE, "3.11.2"))
+    slow = [finding for finding in told if "niceness" in finding.detail]
+    assert [finding.verdict for finding in slow] == ["warn"]
+    assert "RAY_worker_niceness=0" in slow[0].detail

@@ -24,6 +24,8 @@ class Link:
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     tells_arrivals_at: float = 0.0
     """Time on the event loop's clock at which the router hears of the last arrival at the latest."""
+    _load_timer: asyncio.TimerHandle | None = None
+    """Sets `has_news` for a load that nothing else is sent with."""
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         self.outbox.reject(handle, reason, detail)
@@ -46,8 +48,16 @@ class Link:
             self.tells_arrivals_at = now + wait_seconds
             loop.call_later(wait_seconds, self.has_news.set)
 
+    def tell_load_within(self, seconds: float) -> None:
+        """Have the load sent after this time at most. Call it when the load may have changed."""
+        if self._load_timer is None and not self.has_news.is_set():
+            self._load_timer = asyncio.get_running_loop().call_later(seconds, self.has_news.set)
+
     def take(self, load: EngineLoad) -> list[ToRouter]:
         self.has_news.clear()
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
         return self.outbox.take(load)
 
 

@@ -219,8 +219,16 @@ class SessionService:
         for route, output in news:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
+        self._tell_load()
         self._has_stepped.set()
         self.on_changes(result)
+
+    def _tell_load(self) -> None:
+        """Have all routers hear of the load soon if it has changed."""
+        load = self._reported_load
+        for link in self._links:
+            if load != link.outbox.reported:
+                link.tell_load_within(LOAD_REPORT_SECONDS)
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
         link = Link(Compiling(self._compile_grammar))
@@ -234,7 +242,7 @@ class SessionService:
                 while not reader.done() and not self._is_closing:
                     for message in link.take(self._reported_load):
                         yield message
-                    await self._wait_for_news(link)
+                    await link.has_news.wait()
                 for message in link.take(self._reported_load):
                     yield message
         except _BadMessage as bad:
@@ -245,13 +253,6 @@ class SessionService:
             self._links.pop(link, None)
             self._engine.call(partial(self._cancel_all, link))
             await link.compiling.aclose()
-
-    async def _wait_for_news(self, link: Link) -> None:
-        """Wait until something is to be sent, the load has changed, or the router is gone."""
-        while not link.has_news.is_set() and self._reported_load == link.outbox.reported:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOAD_REPORT_SECONDS):
-                    await link.has_news.wait()
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         async for data in requests:
@@ -339,6 +340,7 @@ class SessionService:
         every_seconds = ARRIVAL_SECONDS_A_ROUTER * len(self._links)
         for other in self._links if packed and not self.is_draining else ():
             other.tell_arrival(packed, is_own=other is link, every_seconds=every_seconds)
+        self._tell_load()
         return tokens
 
     def _start(self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None) -> None:
