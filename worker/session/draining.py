@@ -48,7 +48,8 @@ class Draining:
     async def drain(self, grace_seconds: float) -> int:
         """Drain, and return how many requests other workers take over once none runs here.
 
-        A second call joins the first, and the shorter grace counts. Raises DrainTakenBack, or the error that ended the drain.
+        A second call joins the first, and the shorter grace counts. Raises DrainTakenBack, or the error by which the
+        drain failed.
         """
         until = asyncio.get_running_loop().time() + grace_seconds
         if self._task is None:
