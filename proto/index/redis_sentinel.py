@@ -65,7 +65,7 @@ def parse_sentinel_url(url: str) -> SentinelUrl:
 def sentinel_client(url: str, **options: Any) -> Redis:
     """Return a client of the service's primary. `options` are those of all connections, to Sentinel too."""
     parsed = parse_sentinel_url(url)
-    manager = _Sentinels([])
+    manager = _Sentinels([])  # type: ignore[no-untyped-call]
     manager.sentinels = [
         Redis.from_pool(
             ConnectionPool(

@@ -81,7 +81,7 @@ MATRIX = (
     _fault(37, "Redis cut off", "as 36, silently or with a reset"),
     _fault(38, "FLUSHALL", "noticed, told anew"),
     _fault(39, "failover to a stale replica", "writes lost or refused are made good"),
-    _fault(40, "Redis full, denied, password changed", "counted, said; serving goes on"),
+    _fault(40, "Redis denies, password changed", "counted, said; serving goes on"),
     _fault(41, "20 ms to Redis", "one round trip a request"),
     _fault(42, "the index lies", "costs recomputing, no token"),
     _fault(43, "news lost, doubled, reordered", "a gap is told anew; equal to the workers' truth"),

@@ -1,4 +1,4 @@
-"""Redis that answers, but wrongly: a stale replica, full, denied, far away. Rows 39 to 41.
+"""Redis that answers, but wrongly: a stale replica, denied, far away. Rows 39 to 41.
 
 Every row asserts what redis_course.survives asserts.
 """
