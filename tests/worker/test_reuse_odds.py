@@ -97,7 +97,7 @@ def test_odds_never_rise_with_time_nor_fall_with_the_kind(
             if is_reused:
                 odds.reused(kind, odds.now - wait)
             else:
-                odds.evicted(0, (kind, wait, name), kind, odds.now - wait)
+                odds.lost[kind, wait, name] = (odds.now - wait) << 3 | 4 | kind
     odds.refresh()
     table = [[odds.of(kind, odds.now - wait) for wait in range(0, 2000, 5)] for kind in KINDS]
     for row in table:

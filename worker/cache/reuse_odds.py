@@ -13,9 +13,8 @@ the time never falls. So a child is always evicted before its parent.
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import expm1, log1p
 from random import Random
 
@@ -24,7 +23,7 @@ GENERATED, COMPUTED, FOUND, FOUND_AGAIN = KINDS = range(4)
 and found more often. To be computed again soon after the eviction counts as to be found."""
 AFTER_REUSE = (FOUND, FOUND, FOUND_AGAIN, FOUND_AGAIN)
 """The kind that a block of each kind becomes when a prompt finds it."""
-MAX_WATCHED = 512
+MAX_WATCHED = 256
 """Size of the sample in a large pool. In a small one, all blocks are watched."""
 NUM_AGES = 18
 """Intervals of the time since the last use: from 0, 1/32, sqrt(2)/32, 2/32, ... turnovers."""
@@ -65,18 +64,20 @@ class ReuseOdds:
         self._reused = [[0.0] * NUM_AGES for _ in KINDS]
         """Waits that ended in a reuse, by kind and interval."""
         self._ended = [[0.0] * NUM_AGES for _ in KINDS]
-        self.lost = OrderedDict[Hashable, int]()
+        self.lost: dict[Hashable, int] = {}
         """Blocks that were evicted lately, by name: last use, whether it was watched (1 bit), kind (2 bits).
 
-        `refresh` bounds their number. The garbage collector skips plain numbers.
+        The pool adds them, because a call for each would be dear. `refresh` bounds their number. The garbage collector
+        skips plain numbers.
         """
-        self._refresh_at = 0
+        self.refresh_at = 0
         self._odds: list[list[float]] = []
         self.refresh()
 
     def of(self, kind: int, last_use: int) -> float:
         """Return the odds of a block of this kind that was last used at `last_use`."""
-        return self._odds[kind][self._age(last_use)]
+        unused = self.now - last_use
+        return self._odds[kind][min(int(unused * unused * self._scale).bit_length(), NUM_AGES - 1)]
 
     def _age(self, last_use: int) -> int:
         unused = self.now - last_use
@@ -88,10 +89,6 @@ class ReuseOdds:
         self._reused[kind][age] += 1.0
         self._ended[kind][age] += 1.0
 
-    def evicted(self, block: int, name: Hashable, kind: int, last_use: int) -> None:
-        """Remember a block's name, in case it is needed again."""
-        self.lost[name] = (last_use << 1 | self.is_watched[block]) << 2 | kind
-
     def computed(self, name: Hashable) -> int:
         """Forget a lost name that is computed again, and return the kind of its block. This counts as found again."""
         lost = self.lost.pop(name)
@@ -100,18 +97,14 @@ class ReuseOdds:
             self.reused(kind, lost >> 3)
         return AFTER_REUSE[kind]
 
-    def refresh_when_due(self) -> None:
-        if self.now >= self._refresh_at:
-            self.refresh()
-
     def refresh(self) -> None:
         """Compute the odds from the counts, and let the counts fade.
 
         Half as many evicted blocks are remembered as the pool has. The waits of the others ended unused.
         """
-        self._refresh_at = self.now + self._turnover // REFRESHES_A_TURNOVER
-        while len(self.lost) > self._turnover // 2:
-            lost = self.lost.popitem(last=False)[1]
+        self.refresh_at = self.now + self._turnover // REFRESHES_A_TURNOVER
+        for name in list(islice(self.lost, max(0, len(self.lost) - self._turnover // 2))):
+            lost = self.lost.pop(name)
             if lost & 4:
                 self._ended[lost & 3][self._age(lost >> 3)] += 1.0
         least = [0.0] * NUM_AGES
