@@ -1,12 +1,13 @@
 """Reuse odds: how probable it is that a cached block is found again soon, learned from what the pool sees.
 
-The pool evicts the block with the lowest odds. They depend on the block's kind and on the time since its last use. Time
-is counted in allocated blocks. One turnover is as many allocations as the pool has blocks.
+The pool evicts the block with the lowest odds. They depend on the block's kind and on the time since its last use.
+Time is counted in allocated blocks. One turnover is as many allocations as the pool has blocks.
 
-A random sample of the blocks is watched. Each wait from the last use of such a block is counted: it ended in a reuse, or
-without one. Names are remembered for a while after the eviction of their blocks, because otherwise only short waits
-would be seen. The counts fade, so the odds follow a load that changes. Until there are counts, all kinds have equal odds that fall with time:
-this is a plain LRU.
+A random sample of the blocks is watched. Each wait from the last use of such a block is counted: it ended in a reuse,
+or without one. Names are remembered for a while after the eviction of their blocks, because otherwise only short waits
+would be seen. The counts fade, so the odds follow a load that changes.
+
+Until there are counts, all kinds have equal odds that fall with time. That is a plain LRU.
 
 Odds never rise with time, and never fall from a kind to the next. Along a sequence's blocks the kind never rises and
 the time never falls. So a child is always evicted before its parent.
