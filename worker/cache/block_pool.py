@@ -51,7 +51,7 @@ class BlockPool:
         self._kept = bytearray(num_blocks)
         self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
         self._shares = TenantShares[BlockId](len(KINDS))
-        """Accounts of the kept blocks by tenant. Those that are cached are offered for eviction, in a queue per kind."""
+        """Accounts of the kept blocks by tenant. Those that are cached are offered, in a queue per kind."""
         self._odds = ReuseOdds(num_blocks)
         self._lost, self._is_watched = self._odds.lost, self._odds.is_watched
         self._kinds = bytearray(num_blocks)
@@ -140,7 +140,7 @@ class BlockPool:
         return block
 
     def _choose_run(self, account: Account[BlockId]) -> OrderedDict[BlockId, None]:
-        """Choose the queue whose first block has the lowest odds. If odds are equal, the one unused for longest goes."""
+        """Choose the queue whose first block has the lowest odds. Of equal ones, the longest unused goes."""
         lowest = 2.0
         for kind, queue in enumerate(account.offered):
             if queue:
