@@ -24,7 +24,7 @@ GENERATED, COMPUTED, FOUND, FOUND_AGAIN = KINDS = range(4)
 and found more often. To be computed again soon after the eviction counts as to be found."""
 AFTER_REUSE = (FOUND, FOUND, FOUND_AGAIN, FOUND_AGAIN)
 """The kind that a block of each kind becomes when a prompt finds it."""
-MAX_WATCHED = 256
+MAX_WATCHED = 512
 """Size of the sample in a large pool. In a small one, all blocks are watched."""
 NUM_AGES = 18
 """Intervals of the time since the last use: from 0, 1/32, sqrt(2)/32, 2/32, ... turnovers."""
@@ -35,7 +35,7 @@ SOON = 0.5
 REFRESHES_A_TURNOVER = 4
 FADING = 0.5 ** (1 / (4 * REFRESHES_A_TURNOVER))
 """Factor of old counts at each refresh. They halve in four turnovers."""
-ASSUMED_WAITS = 10.0
+ASSUMED_WAITS = 30.0
 """Weight of the assumed odds, in counted waits."""
 ASSUMED = tuple(0.3 * 0.8**age for age in range(NUM_AGES))
 """Assumed share of the waits reaching an interval that end in it by a reuse."""
