@@ -1,5 +1,6 @@
 """Eviction by the odds of reuse: learned from the load, a child always before its parent, and a plain LRU at first."""
 
+from itertools import pairwise
 from random import Random
 
 from blockyard.worker.cache.block_pool import BlockPool
@@ -47,7 +48,7 @@ def make() -> tuple[PrefixCache, BlockPool]:
 
 
 def test_of_prompts_and_outputs_of_equal_age_the_ones_that_are_found_again_stay() -> None:
-    """Of 6 prompts of 8 blocks each, a random one comes back, with another output of 7. An LRU finds 5 of 8 blocks."""
+    """Six prompts of 8 blocks come back in random order, with new outputs of 7. An LRU finds 5 of 8 blocks."""
     cache, pool = make()
     chance, found = Random(1), 0
     for number in range(600):
@@ -97,13 +98,13 @@ def test_odds_never_rise_with_time_nor_fall_with_the_kind(
             if is_reused:
                 odds.reused(kind, odds.now - wait)
             else:
-                odds.evicted(0, (kind, wait, name), kind, odds.now - wait)
+                odds.lost[kind, wait, name] = (odds.now - wait) << 3 | 4 | kind
     odds.refresh()
     table = [[odds.of(kind, odds.now - wait) for wait in range(0, 2000, 5)] for kind in KINDS]
     for row in table:
-        assert all(later <= sooner for sooner, later in zip(row, row[1:], strict=False))
+        assert all(later <= sooner for sooner, later in pairwise(row))
         assert all(0 <= each <= 1 for each in row)
-    for less, more in zip(table, table[1:], strict=False):
+    for less, more in pairwise(table):
         assert all(one <= other for one, other in zip(less, more, strict=True))
 
 

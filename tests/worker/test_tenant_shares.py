@@ -126,7 +126,9 @@ def test_nothing_offered_is_nothing_to_give() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), tenant=st.sampled_from([NOBODY, A]))
-def test_one_tenant_is_evicted_in_the_order_of_a_plain_lru_until_a_reuse_is_counted(seed: int, tenant: TenantId) -> None:
+def test_one_tenant_is_evicted_in_the_order_of_a_plain_lru_until_a_reuse_is_counted(
+    seed: int, tenant: TenantId
+) -> None:
     chance = random.Random(seed)
     evicted: list[BlockId] = []
     pool = BlockPool(chance.randint(1, 20))

@@ -51,8 +51,9 @@ class BlockPool:
         self._kept = bytearray(num_blocks)
         self._free = OrderedDict[BlockId, None].fromkeys(self.blocks())
         self._shares = TenantShares[BlockId](len(KINDS))
-        """Accounts of the kept blocks by tenant. Those that are cached are offered for eviction, in a queue per kind."""
+        """Accounts of the kept blocks by tenant. Those that are cached are offered, in a queue per kind."""
         self._odds = ReuseOdds(num_blocks)
+        self._lost, self._is_watched = self._odds.lost, self._odds.is_watched
         self._kinds = bytearray(num_blocks)
         """The kind of each block that is kept or just evicted."""
         self._last_uses = array("Q", bytes(8 * num_blocks))
@@ -60,7 +61,9 @@ class BlockPool:
         self._no_account = Account[BlockId](NOBODY)
         self._accounts = [self._no_account] * num_blocks
         """The account of each block that is kept or just evicted. Without meaning for others."""
-        self._run = self._no_account, self._no_account.offered[0], 0
+        self._run_account = self._no_account
+        self._run = self._no_account.offered[0]
+        self._run_last_use = 0
         """The account, queue and last use of the last eviction. What was released together is evicted in one run, so
         that few choices are made."""
         self._num_used = 0
@@ -103,51 +106,55 @@ class BlockPool:
         free, references = self._free, self._references
         if count > self.num_blocks - self._num_used:
             raise NoFreeBlocks(f"{count} blocks wanted, {self.num_allocatable} can be had")
-        self._odds.now += count
-        blocks = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
-        if len(blocks) < count:
-            evicted = self._give_up(count - len(blocks))
-            self.num_evictions += len(evicted)
-            blocks += evicted
-        for block in blocks:
+        odds = self._odds
+        odds.now += count
+        if odds.now >= odds.refresh_at:
+            odds.refresh()
+        blocks = []
+        for _ in range(count):
+            if free:
+                block = free.popitem(last=False)[0]
+            else:
+                block = self._evict()
+                self.num_evictions += 1
             references[block] = 1
+            blocks.append(block)
         self._num_used += count
         return blocks
 
-    def _give_up(self, count: int, *, remembers: bool = True) -> list[BlockId]:
-        """Turn `count` cached blocks into blocks without a state, in the order of eviction."""
-        kept, kinds, last_uses, odds = self._kept, self._kinds, self._last_uses, self._odds
-        odds.refresh_when_due()
-        blocks: list[BlockId] = []
-        giver, queue, last_use = self._run
-        for _ in range(count):
-            account = self._shares.give()
-            if account is not giver or not queue or last_uses[next(iter(queue))] != last_use:
-                giver, queue = account, self._queue_to_evict(account)
-                last_use = last_uses[next(iter(queue))]
-            block = queue.popitem(last=False)[0]
-            kept[block] = 0
-            name = self.on_evict(block)
-            if remembers and name is not None:
-                odds.evicted(block, name, kinds[block], last_use)
-            blocks.append(block)
-        self._run = giver, queue, last_use
-        return blocks
+    def _evict(self) -> BlockId:
+        account, queue = self._shares.give(), self._run
+        if account is not self._run_account or not queue:
+            queue = self._choose_run(account)
+        block = queue.popitem(last=False)[0]
+        last_use = self._last_uses[block]
+        if last_use != self._run_last_use:
+            queue[block] = None
+            queue.move_to_end(block, last=False)
+            block = self._choose_run(account).popitem(last=False)[0]
+            last_use = self._run_last_use
+        self._kept[block] = 0
+        name = self.on_evict(block)
+        if name is not None:
+            self._lost[name] = last_use << 3 | self._is_watched[block] << 2 | self._kinds[block]
+        return block
 
-    def _queue_to_evict(self, account: Account[BlockId]) -> OrderedDict[BlockId, None]:
-        """Return the queue whose first block has the lowest odds; the longest unused one if odds are equal."""
-        chosen, lowest = account.offered[0], (2.0, 0)
+    def _choose_run(self, account: Account[BlockId]) -> OrderedDict[BlockId, None]:
+        """Choose the queue whose first block has the lowest odds. Of equal ones, the longest unused goes."""
+        lowest = 2.0
         for kind, queue in enumerate(account.offered):
             if queue:
                 last_use = self._last_uses[next(iter(queue))]
-                odds = self._odds.of(kind, last_use), last_use
-                if odds < lowest:
-                    chosen, lowest = queue, odds
-        return chosen
+                odds = self._odds.of(kind, last_use)
+                if odds < lowest or (odds == lowest and last_use < self._run_last_use):
+                    self._run, self._run_last_use, lowest = queue, last_use, odds
+        self._run_account = account
+        return self._run
 
     def flush(self) -> int:
         """Turn every cached block into a free one, in the order of eviction, and return how many."""
-        blocks = self._give_up(self.num_cached, remembers=False)
+        blocks = [self._evict() for _ in range(self.num_cached)]
+        self._lost.clear()
         self._free.update(dict.fromkeys(blocks))
         return len(blocks)
 
@@ -161,7 +168,7 @@ class BlockPool:
                 assert self._kept[block], "a free block holds nothing to share"
                 del accounts[block].offered[kind][block]
                 num_taken += 1
-                if self._odds.is_watched[block]:
+                if self._is_watched[block]:
                     self._odds.reused(kind, self._last_uses[block])
             references[block] += 1
             kinds[block] = AFTER_REUSE[kind]
@@ -222,7 +229,7 @@ class BlockPool:
         assert self._references[block], "only a used block can become worth keeping"
         assert not self._kept[block], "it is on an account already"
         self._kept[block] = 1
-        if name in self._odds.lost:
+        if name in self._lost:
             self._kinds[block] = self._odds.computed(name)
         else:
             self._kinds[block] = GENERATED if is_generated else COMPUTED

@@ -1,21 +1,21 @@
 """Reuse odds: how probable it is that a cached block is found again soon, learned from what the pool sees.
 
-The pool evicts the block with the lowest odds. They depend on the block's kind and on the time since its last use. Time
-is counted in allocated blocks. One turnover is as many allocations as the pool has blocks.
+The pool evicts the block with the lowest odds. They depend on the block's kind and on the time since its last use.
+Time is counted in allocated blocks. One turnover is as many allocations as the pool has blocks.
 
-A random sample of the blocks is watched. Each wait from the last use of such a block is counted: it ended in a reuse, or
-without one. Names are remembered for a while after the eviction of their blocks, because otherwise only short waits
-would be seen. The counts fade, so the odds follow a load that changes. Until there are counts, all kinds have equal odds that fall with time:
-this is a plain LRU.
+A random sample of the blocks is watched. Each wait from the last use of such a block is counted: it ended in a reuse,
+or without one. Names are remembered for a while after the eviction of their blocks, because otherwise only short waits
+would be seen. The counts fade, so the odds follow a load that changes.
+
+Until there are counts, all kinds have equal odds that fall with time. That is a plain LRU.
 
 Odds never rise with time, and never fall from a kind to the next. Along a sequence's blocks the kind never rises and
 the time never falls. So a child is always evicted before its parent.
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Hashable
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import expm1, log1p
 from random import Random
 
@@ -35,7 +35,7 @@ SOON = 0.5
 REFRESHES_A_TURNOVER = 4
 FADING = 0.5 ** (1 / (4 * REFRESHES_A_TURNOVER))
 """Factor of old counts at each refresh. They halve in four turnovers."""
-ASSUMED_WAITS = 10.0
+ASSUMED_WAITS = 30.0
 """Weight of the assumed odds, in counted waits."""
 ASSUMED = tuple(0.3 * 0.8**age for age in range(NUM_AGES))
 """Assumed share of the waits reaching an interval that end in it by a reuse."""
@@ -65,18 +65,20 @@ class ReuseOdds:
         self._reused = [[0.0] * NUM_AGES for _ in KINDS]
         """Waits that ended in a reuse, by kind and interval."""
         self._ended = [[0.0] * NUM_AGES for _ in KINDS]
-        self.lost = OrderedDict[Hashable, int]()
+        self.lost: dict[Hashable, int] = {}
         """Blocks that were evicted lately, by name: last use, whether it was watched (1 bit), kind (2 bits).
 
-        `refresh` bounds their number. The garbage collector skips plain numbers.
+        The pool adds them, because a call for each would be dear. `refresh` bounds their number. The garbage collector
+        skips plain numbers.
         """
-        self._refresh_at = 0
+        self.refresh_at = 0
         self._odds: list[list[float]] = []
         self.refresh()
 
     def of(self, kind: int, last_use: int) -> float:
         """Return the odds of a block of this kind that was last used at `last_use`."""
-        return self._odds[kind][self._age(last_use)]
+        unused = self.now - last_use
+        return self._odds[kind][min(int(unused * unused * self._scale).bit_length(), NUM_AGES - 1)]
 
     def _age(self, last_use: int) -> int:
         unused = self.now - last_use
@@ -88,10 +90,6 @@ class ReuseOdds:
         self._reused[kind][age] += 1.0
         self._ended[kind][age] += 1.0
 
-    def evicted(self, block: int, name: Hashable, kind: int, last_use: int) -> None:
-        """Remember a block's name, in case it is needed again."""
-        self.lost[name] = (last_use << 1 | self.is_watched[block]) << 2 | kind
-
     def computed(self, name: Hashable) -> int:
         """Forget a lost name that is computed again, and return the kind of its block. This counts as found again."""
         lost = self.lost.pop(name)
@@ -100,18 +98,14 @@ class ReuseOdds:
             self.reused(kind, lost >> 3)
         return AFTER_REUSE[kind]
 
-    def refresh_when_due(self) -> None:
-        if self.now >= self._refresh_at:
-            self.refresh()
-
     def refresh(self) -> None:
         """Compute the odds from the counts, and let the counts fade.
 
         Half as many evicted blocks are remembered as the pool has. The waits of the others ended unused.
         """
-        self._refresh_at = self.now + self._turnover // REFRESHES_A_TURNOVER
-        while len(self.lost) > self._turnover // 2:
-            lost = self.lost.popitem(last=False)[1]
+        self.refresh_at = self.now + self._turnover // REFRESHES_A_TURNOVER
+        for name in list(islice(self.lost, max(0, len(self.lost) - self._turnover // 2))):
+            lost = self.lost.pop(name)
             if lost & 4:
                 self._ended[lost & 3][self._age(lost >> 3)] += 1.0
         least = [0.0] * NUM_AGES
