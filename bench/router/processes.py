@@ -160,7 +160,7 @@ def cpu_clock(measured: Iterable[int]) -> CpuClock:
 
 
 def _tree_seconds(pid: int) -> float:
-    return sum(_seconds(member) for member in tree(pid))
+    return sum(process_seconds(member) for member in tree(pid))
 
 
 def tree(pid: int) -> list[int]:
@@ -168,7 +168,7 @@ def tree(pid: int) -> list[int]:
     return [pid, *(member for child in _children(pid) for member in tree(child))]
 
 
-def _seconds(pid: int) -> float:
+def process_seconds(pid: int) -> float:
     """Sum the CPU seconds of a process's threads, which the kernel counts in ns. Usual figures have ticks of 10 ms."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
