@@ -6,6 +6,7 @@
 2. One stream at a time through a real router process: the delay that it adds to the first token and to later ones.
 3. Many streams at once: tokens/s, and tokens/s per core that the router uses. Also with sessions in plaintext, and with
    an earlier commit if `--before` gives a checkout, to show the cost of TLS. Also with 2 and 4 processes on one port.
+   The same over HTTP, with the CPU time of a request.
 4. The same through sglang-router with equal HTTP workers, if `--sglang-python` gives a Python that has it.
 5. A flame graph of our router under load, if `--py-spy` gives that program.
 
@@ -33,8 +34,8 @@ from bench.router import flame, report
 from bench.router.figures import Results, Setting
 from bench.router.placement import PlacementTimes, placement_bench, tokenizing_times
 from bench.router.processes import ROOT, Workers, cpu_clock, foreign_cores, running_workers
-from bench.router.systems import System, engine_session, http_worker, our_router, sglang_router
-from bench.router.trials import many_streams, one_stream
+from bench.router.systems import System, engine_session, http_worker, our_router, over_http, sglang_router
+from bench.router.trials import many_streams, one_stream, request_cost
 
 MODEL = model_path("demo")
 SECRET = "of the benchmark"
@@ -43,6 +44,9 @@ STEP_SECONDS = 0.05
 GROUPS = 8
 """Number of groups of prompts that begin alike."""
 PROMPT_LINES = 60
+REQUEST_LINES = 98
+"""Lines of a prompt with about 600 tokens."""
+REQUEST_TOKENS = 32
 LONG_PROMPT_LINES = 1198
 """Lines of a prompt with about 7,200 tokens."""
 MANY_STREAMS = 256
@@ -64,6 +68,8 @@ class Plan:
     """Trials of many streams for each system."""
     seconds: float = 2.0
     """Duration of counting, once all streams run."""
+    cost_requests: int = 256
+    """Requests in a trial of the CPU time of a request, a quarter of them at once."""
     processes: tuple[int, ...] = (1, 2, 4)
     flame_seconds: float = 5.0
 
@@ -77,6 +83,7 @@ QUICK = Plan(
     tokens=5,
     streams=(16,),
     seconds=1.0,
+    cost_requests=32,
     processes=(),
     flame_seconds=2.0,
 )
@@ -165,6 +172,25 @@ async def measure_many_streams(bench: Bench, systems: Sequence[System]) -> None:
                 of_systems[system.name].append(await many_streams(system, streams, bench.plan.seconds))
 
 
+async def measure_requests(bench: Bench, routers: Sequence[System]) -> None:
+    plan = bench.plan
+    systems = [
+        system
+        for router in routers
+        for system in (router, over_http(router, lambda number: prompt(number, REQUEST_LINES)))
+    ]
+    for repeat in range(plan.repeats):
+        for system in systems[:: -1 if repeat % 2 else 1]:
+            trial = await request_cost(
+                system,
+                plan.cost_requests,
+                REQUEST_TOKENS,
+                at_once=plan.cost_requests // 4,
+                idle_seconds=plan.seconds,
+            )
+            bench.results.requests.setdefault(system.name, []).append(trial)
+
+
 async def measure_processes(bench: Bench, ours: System) -> None:
     systems = {
         number: ours if number == 1 else await start_router(bench, number) for number in bench.plan.processes
@@ -219,7 +245,9 @@ async def run(arguments: argparse.Namespace) -> None:
         plaintext = [await start_plaintext_router(bench, fingerprint, root) for root in roots]
         peers = await start_peers(bench, arguments.sglang_python)
         await measure_one_stream(bench, (ours, engine_session(workers, bench.prompt_ids), *peers))
-        await measure_many_streams(bench, (ours, *plaintext, *peers[:1]))
+        ways = [way for router in (ours, *plaintext) for way in (router, over_http(router, prompt))]
+        await measure_many_streams(bench, (*ways, *peers[:1]))
+        await measure_requests(bench, (ours, *plaintext))
         if arguments.py_spy is not None:
             await record_flame(bench, ours, arguments.py_spy, arguments.output / f"{stem}.svg")
         await measure_processes(bench, ours)
@@ -229,6 +257,7 @@ async def run(arguments: argparse.Namespace) -> None:
         prompt_tokens=len(bench.prompt_ids),
         sglang_version=sglang_version(arguments.sglang_python),
         many_streams=plan.streams[-1],
+        request_tokens=(len(load_tokenizer(MODEL).encode(prompt(0, REQUEST_LINES))), REQUEST_TOKENS),
     )
     path = report.write(results, setting, arguments.output)
     draw(path)

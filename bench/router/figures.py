@@ -12,13 +12,16 @@ from bench.reporting import Floor, percentile
 from bench.router.flame import Shares
 from bench.router.load import Delays
 from bench.router.placement import PlacementTimes
-from bench.router.systems import BEFORE, HTTP, OURS, PLAINTEXT, SESSION, SGLANG
-from bench.router.trials import LoadTrial
+from bench.router.systems import BEFORE, HTTP, OURS, OVER_HTTP, PLAINTEXT, SESSION, SGLANG
+from bench.router.trials import LoadTrial, RequestTrial
 
 PLACEMENT_FLOOR_MS = 1.0
 STALL_FLOOR_MS = 5.0
 THROUGHPUT_FLOOR = 0.97
 """Minimum throughput with TLS between router and workers, as a share of that without."""
+REQUEST_FLOOR_MS = 5.0
+CORE_FLOOR = 25_000.0
+"""Least tokens/s over HTTP for each core of the router."""
 TOP_FRAMES = 8
 Figures = dict[str, Any]
 
@@ -33,6 +36,8 @@ class Results:
     one_stream: dict[str, list[Delays]] = field(default_factory=dict)
     load: dict[int, dict[str, list[LoadTrial]]] = field(default_factory=dict)
     """Trials by number of streams and by system."""
+    requests: dict[str, list[RequestTrial]] = field(default_factory=dict)
+    """Trials of the CPU time of a request, by system."""
     processes: dict[int, list[LoadTrial]] = field(default_factory=dict)
     """Trials by number of router processes."""
     flame: Shares | None = None
@@ -49,6 +54,8 @@ class Setting:
     prompt_tokens: int
     sglang_version: str | None
     many_streams: int
+    request_tokens: tuple[int, int]
+    """Prompt and generated tokens of a request whose CPU time is measured."""
 
 
 def spread(repeats: Sequence[Sequence[float]]) -> Figures:
@@ -97,15 +104,22 @@ def figures_of(results: Results, setting: Setting) -> Figures:
             str(streams): {name: _load(trials) for name, trials in systems.items()}
             for streams, systems in results.load.items()
         },
+        "request_cpu_ms": {
+            name: {
+                part: middle(getattr(trial, part) for trial in trials)
+                for part in ("router", "tokenizer", "whole")
+            }
+            for name, trials in results.requests.items()
+        },
         "throughput_share": {
             str(streams): throughput_shares(systems) for streams, systems in results.load.items()
         },
         "router_processes": {str(number): _load(trials) for number, trials in results.processes.items()},
         "longest_stall_ms": {
-            str(streams): _stalls(trials)
+            STALL_NAMES[name].format(streams): _stalls(trials)
             for streams, systems in results.load.items()
             for name, trials in systems.items()
-            if name == OURS and trials[0].stalls
+            if name in STALL_NAMES and trials[0].stalls
         },
         "foreign_cores": {part: middle(cores) for part, cores in results.foreign_cores.items()},
         "flame_own_share": _top(results.flame.own) if results.flame else {},
@@ -187,6 +201,7 @@ def _ours(shares: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+STALL_NAMES = {OURS: "{}", OVER_HTTP.format(OURS): "{}, over HTTP"}
 THROUGHPUTS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens/s a core of the router"}
 STALL_PHASES = {
     "streaming": "streams",
@@ -200,6 +215,16 @@ def floors_of(figures: Figures) -> list[Floor]:
     floors = [
         Floor(name="placement path, median ms", value=whole["p50"], floor=PLACEMENT_FLOOR_MS, better="lower"),
     ]
+    over_http = OVER_HTTP.format(OURS)
+    for streams, systems in figures["streams"].items():
+        if over_http in systems:
+            name = f"tokens/s a core of the router over HTTP, {streams} streams, median"
+            core = systems[over_http]["tokens_per_cpu_second"]["median"]
+            floors.append(Floor(name=name, value=core, floor=CORE_FLOOR, better="higher"))
+    if over_http in figures["request_cpu_ms"]:
+        name = "CPU time of a request over HTTP, router and tokenizer, median ms"
+        whole_ms = figures["request_cpu_ms"][over_http]["whole"]["median"]
+        floors.append(Floor(name=name, value=whole_ms, floor=REQUEST_FLOOR_MS, better="lower"))
     for streams, others in figures["throughput_share"].items():
         for other, shares in others.items():
             for what, row in shares.items():

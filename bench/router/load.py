@@ -5,6 +5,7 @@ own time. `delays` is pure. Below it is a client for each way to a worker: our r
 goes through sglang-router or directly to its worker.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -146,6 +147,60 @@ async def http_client(address: str, prompt: Callable[[int], str], num_tokens: in
                     receipt.add(num_tokens_in(events))
 
         yield ask
+
+
+class _OpenAIStream(asyncio.Protocol):
+    """Answer of OpenAI's API, read as cheaply as possible: client and router share the machine's cores."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self._receipt = receipt
+        self._rest = b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        self._receipt.add(sum(map(_num_token_ids, events)))
+        if b"data: [DONE]" in data and not self.ended.done():
+            self.ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError(self._rest.decode()[:500]))
+
+
+def _num_token_ids(event: bytes) -> int:
+    ids = event.partition(b'"token_ids":[')[2].partition(b"]")[0]
+    return ids.count(b",") + 1 if ids else 0
+
+
+@asynccontextmanager
+async def openai_client(address: str, prompt: Callable[[int], str], num_tokens: int) -> AsyncIterator[Ask]:
+    """Make a client of /v1/completions with a connection for each request."""
+    host, _, port = address.rpartition(":")
+
+    async def ask(receipt: Receipt) -> None:
+        fields = {
+            "prompt": prompt(receipt.number),
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "seed": receipt.number,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        body = json.dumps(fields).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+        receipt.sent = time.monotonic_ns()
+        transport, stream = await asyncio.get_running_loop().create_connection(
+            lambda: _OpenAIStream(receipt), host, int(port)
+        )
+        try:
+            transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await stream.ended
+        finally:
+            transport.close()
+
+    yield ask
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[list[bytes]]:

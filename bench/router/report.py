@@ -16,6 +16,7 @@ def text_of(figures: Figures, setting: Setting) -> str:
         _placement_text,
         _one_stream_text,
         _streams_text,
+        _requests_text,
         _tls_text,
         _differences_text,
         _processes_text,
@@ -120,6 +121,21 @@ def _streams_text(figures: Figures, setting: Setting) -> str:
         "router's process and its children are counted. Client, workers and router share this "
         "machine's cores.",
         f"| streams | router | {LOAD_HEAD}",
+        rows,
+    )
+
+
+def _requests_text(figures: Figures, setting: Setting) -> str:
+    rows = [
+        f"| {name} | {' | '.join(_middle_cells(row[part]) for part in ('router', 'tokenizer', 'whole'))} |"
+        for name, row in figures["request_cpu_ms"].items()
+    ]
+    prompt_tokens, num_tokens = setting.request_tokens
+    return _section(
+        "CPU time of a request",
+        f"Milliseconds for each streamed request of {prompt_tokens} prompt and {num_tokens} generated tokens. "
+        "Many run at once, and the time that an idle router takes is not counted.",
+        "| way | router, median | lowest-highest | tokenizer | lowest-highest | both | lowest-highest |",
         rows,
     )
 

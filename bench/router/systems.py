@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +18,7 @@ import grpc
 from blockyard.router.__main__ import REDIS_URL_VARIABLE
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.router.load import Ask, http_client, router_client, session_client
+from bench.router.load import Ask, http_client, openai_client, router_client, session_client
 from bench.router.processes import ROOT, SECRET_VARIABLE, Workers, free_port, running_server
 
 OURS, SESSION = "Blockyard", "engine session, direct"
@@ -26,6 +26,8 @@ PLAINTEXT = "Blockyard, sessions in plaintext"
 """Ours without a cluster secret, to show the cost of TLS between router and workers."""
 BEFORE = "Blockyard of an earlier commit"
 """Router and workers of another checkout, without a cluster secret."""
+OVER_HTTP = "{}, over HTTP"
+"""Name of a router of ours whose clients use OpenAI's API."""
 SGLANG, HTTP = "sglang-router", "HTTP worker, direct"
 CHECK_SECONDS = 1.0
 POLL_SECONDS = 0.02
@@ -46,6 +48,8 @@ class System:
     """Process ids of the router, whose CPU time is measured. Empty without a router."""
     address: str = ""
     """Address of our router."""
+    http_address: str = ""
+    """Address of our router's HTTP gateway."""
     log: Path | None = None
     """Log in which our router reports the stalls of its event loop."""
 
@@ -92,7 +96,7 @@ async def our_router(
     *,
     num_processes: int = 1,
 ) -> AsyncIterator[System]:
-    address = f"127.0.0.1:{free_port()}"
+    address, http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     log = folder / "router.log"
     command = [
         sys.executable,
@@ -102,6 +106,8 @@ async def our_router(
         model,
         "--port",
         address.rpartition(":")[2],
+        "--http-port",
+        http_address.rpartition(":")[2],
     ]
     command += [part for worker in workers.addresses for part in ("--worker", worker)]
     command += ["--loop-tick-seconds", "0.001"]
@@ -130,8 +136,18 @@ async def our_router(
             workers=workers,
             pids=tuple(pids),
             address=address,
+            http_address=http_address,
             log=log,
         )
+
+
+def over_http(system: System, prompt: Callable[[int], str]) -> System:
+    """Return our router as clients of OpenAI's API use it."""
+    return replace(
+        system,
+        name=OVER_HTTP.format(system.name),
+        client=lambda num_tokens: openai_client(system.http_address, prompt, num_tokens),
+    )
 
 
 def _name(workers: Workers, num_processes: int) -> str:

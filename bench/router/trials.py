@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from bench.router.load import Ask, Delays, Receipt, delays
-from bench.router.processes import cpu_clock, foreign_cores
+from bench.router.processes import cpu_clock, foreign_cores, seconds_of
 from bench.router.systems import Stall, System, take_stall
 
 ENDLESS_TOKENS = 10_000
@@ -42,6 +42,61 @@ class LoadTrial:
     stalls: dict[str, Stall]
     """Longest stalls of the event loop while all requests arrived at once (`burst`), while all streamed (`streaming`),
     and while all were cancelled at once (`end`). Empty for a router without a loop monitor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTrial:
+    """CPU time of a router per request, in milliseconds, without that of an idle router in the same time."""
+
+    router: float
+    tokenizer: float
+    """CPU time of the tokenizer processes."""
+
+    @property
+    def whole(self) -> float:
+        return self.router + self.tokenizer
+
+
+async def request_cost(
+    system: System, num_requests: int, num_tokens: int, *, at_once: int, idle_seconds: float
+) -> RequestTrial:
+    """Measure requests of which `at_once` run at any time."""
+    (router,) = system.pids
+    receipts = [Receipt(next(_numbers)) for _ in range(num_requests)]
+    permits = asyncio.Semaphore(at_once)
+    async with system.client(num_tokens) as ask:
+
+        async def stream(receipt: Receipt) -> None:
+            async with permits:
+                await ask(receipt)
+
+        idle = _Cpu.now(router)
+        await asyncio.sleep(idle_seconds)
+        begin = _Cpu.now(router)
+        await asyncio.gather(*map(stream, receipts))
+        end = _Cpu.now(router)
+    await system.workers.take_stamps()
+    if any(receipt.num_tokens != num_tokens for receipt in receipts):
+        raise ValueError(f"{system.name}: a request got more or fewer than {num_tokens} tokens")
+    share = (end.at - begin.at) / (begin.at - idle.at)
+    return RequestTrial(
+        router=1000 * (end.router - begin.router - share * (begin.router - idle.router)) / num_requests,
+        tokenizer=1000 * (end.others - begin.others - share * (begin.others - idle.others)) / num_requests,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cpu:
+    """CPU seconds so far of a router's process, and of its descendants."""
+
+    at: float
+    router: float
+    others: float
+
+    @classmethod
+    def now(cls, pid: int) -> "_Cpu":
+        whole, alone = cpu_clock((pid,)), seconds_of(pid)
+        return cls(at=whole.now, router=alone, others=whole.measured - alone)
 
 
 async def one_stream(system: System, num_requests: int, num_tokens: int) -> Delays:

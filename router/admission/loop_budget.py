@@ -6,6 +6,7 @@ Does not own which steps are costly (generation/client_buffer.py).
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 
 class LoopBudget:
@@ -32,6 +33,24 @@ class LoopBudget:
             await self._stand_in_line()
         self._num_taken += 1
         self._follow()
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Run a step now if this tick has a permit left, or else in a later tick, in order."""
+        if self._waiting or self._num_called or self._num_taken >= self._most_per_tick:
+            waiter = asyncio.get_running_loop().create_future()
+            waiter.add_done_callback(lambda _: self._run_called(step))
+            self._waiting.append(waiter)
+            self._follow()
+        else:
+            self._num_taken += 1
+            self._follow()
+            step()
+
+    def _run_called(self, step: Callable[[], object]) -> None:
+        self._num_called -= 1
+        self._num_taken += 1
+        self._follow()
+        step()
 
     async def _stand_in_line(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

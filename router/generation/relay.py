@@ -4,8 +4,8 @@ A replay submits the prompt with the tokens of the unfinished outputs and the sa
 (joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Passes on tokens, never text. Does not
 own the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
 
-Tokens go to the caller in the callback of the link that read them, without a task in between: a switch of tasks costs
-as much as the token's text.
+Tokens go to the caller in the callback of the link that read them. A switch of tasks would cost as much as the token's
+text.
 """
 
 import asyncio

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
+from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.calls.gate import CallGate, answer_to
-from blockyard.router.calls.generating import Calls
+from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
@@ -58,6 +59,7 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
+        self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls.parts, about)
         generates, lists, tokenizes, detokenizes = (
             f"/blockyard.v1.InferenceService/{name}"
@@ -126,6 +128,7 @@ class Routes:
 
     def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+            await self._arrivals.take()
             call, body = await self._read(request)
             wanted = parse(body)
             notes.ignored, notes.names = wanted.answering.ignored, wanted.names

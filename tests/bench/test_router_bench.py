@@ -20,8 +20,17 @@ from bench.router.pace import Running, Stamps
 from bench.router.peers import event
 from bench.router.placement import PlacementTimes, placement_bench
 from bench.router.processes import Workers, cpu_clock, running_workers
-from bench.router.systems import BEFORE, OURS, PLAINTEXT, SESSION, engine_session, http_worker, our_router
-from bench.router.trials import LoadTrial, many_streams, one_stream
+from bench.router.systems import (
+    BEFORE,
+    OURS,
+    PLAINTEXT,
+    SESSION,
+    engine_session,
+    http_worker,
+    our_router,
+    over_http,
+)
+from bench.router.trials import LoadTrial, many_streams, one_stream, request_cost
 
 STEP_SECONDS = 0.02
 MILLISECOND = 1_000_000
@@ -138,8 +147,12 @@ async def test_a_router_process_is_measured_under_streams(workers: Workers, tmp_
         async with our_router(MODEL, workers, prompt, tmp_path, redis.url) as ours:
             alone = await one_stream(ours, num_requests=2, num_tokens=3)
             trial = await many_streams(ours, num_streams=4, seconds=0.5)
+            http = await many_streams(over_http(ours, prompt), num_streams=4, seconds=0.5)
+            cost = await request_cost(over_http(ours, prompt), 8, 3, at_once=4, idle_seconds=0.2)
     finally:
         redis.stop()
+    assert 0 < http.tokens_per_second <= 2 * 4 / STEP_SECONDS
+    assert cost.whole > 0
     assert (len(alone.first), len(alone.later)) == (2, 4)
     assert min(alone.first + alone.later) > 0
     assert trial.tokens_per_second <= 2 * 4 / STEP_SECONDS

@@ -43,6 +43,21 @@ async def test_no_tick_exceeds_the_budget_and_the_order_is_kept() -> None:
     assert ticks.most_in_a_tick == 3
 
 
+async def test_steps_without_a_task_keep_to_the_same_budget_in_order_with_the_others() -> None:
+    ticks = Ticks(3)
+    counting = asyncio.create_task(ticks.count())
+    stepping = asyncio.gather(*(ticks.step(number) for number in range(10)))
+    await asyncio.sleep(0)
+    for number in range(10, 20):
+        ticks.budget.run(lambda number=number: ticks.passed.append((ticks.now, number)))
+    await stepping
+    for _ in range(20):
+        await asyncio.sleep(0)
+    counting.cancel()
+    assert ticks.order == [*range(20)]
+    assert ticks.most_in_a_tick == 3
+
+
 @pytest.mark.parametrize("at_once", [4, 20])
 async def test_tasks_of_later_ticks_do_not_overtake(at_once: int) -> None:
     ticks = Ticks(3)

@@ -7,11 +7,14 @@ log them with a traceback. Does not own requests (openai/routes.py).
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, Server, StreamResponse
+from blockyard.router.admission.loop_budget import LoopBudget
+from blockyard.router.calls.gate import ENDS_PER_TICK
 from blockyard.router.errors import InternalError, MalformedMessage, Overloaded, RouterError
 from blockyard.router.openai.http.call import CallNotes, drawn_id, own_headers
 from blockyard.router.openai.http.errors import (
@@ -56,7 +59,8 @@ class _Connection(RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_head_timer()
-        super().connection_lost(exc)
+        # It cancels the handler. A front end that dies ends hundreds at once.
+        self._connections.ends.run(partial(super().connection_lost, exc))
 
     def data_received(self, data: bytes) -> None:
         heads_before = self._request_count
@@ -154,6 +158,7 @@ class Connections(Server):
     ) -> None:
         super().__init__(handler, handler_cancellation=True)
         self.most_connections = most_connections
+        self.ends = LoopBudget(ENDS_PER_TICK)
 
     def __call__(self) -> RequestHandler:
         return _Connection(
