@@ -241,8 +241,8 @@ class RouterConfig(RouterLimits):
     )
     loop_tick_seconds: float = setting(
         0.005,
-        help="Interval at which the event loop is watched, and the most by which a pause is overstated. 1 ms takes 3 % "
-        "of a core.",
+        help="Interval at which a busy event loop is watched, and the most by which a pause is overstated. For an idle "
+        "loop both may be four times as long.",
         above=0,
         maximum=1,
     )

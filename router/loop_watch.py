@@ -21,9 +21,10 @@ START_SECONDS = 60.0
 """Startup time of a router. Workers then load their models on the same cores, so pauses are usual."""
 START_ALARM_SECONDS = 1.0
 IDLE_SHARE = 0.1
-"""The loop counts as idle while its thread computes for less than this share of a tick."""
+"""The loop counts as idle while its thread computes for less than this share of each tick, for IDLE_SECONDS."""
+IDLE_SECONDS = 1.0
 IDLE_TICKS = 4
-"""The sleep of an idle loop grows to this many ticks. A wake-up costs the kernel more than it costs us."""
+"""Ticks for which the watch of an idle loop sleeps, because each of its wake-ups costs CPU time."""
 ALARM_PAUSE_SECONDS = 10.0
 """Least time between two warnings."""
 
@@ -32,8 +33,8 @@ ALARM_PAUSE_SECONDS = 10.0
 class Lateness:
     """Pauses of an event loop over some time. A pause is the time between two ticks of the watch.
 
-    No callback blocked a busy loop for longer than the worst pause. The longest may have been shorter by one tick, or by
-    IDLE_TICKS ticks while the loop was idle. A pause that ends within the sleep of an idle loop is not seen.
+    No callback blocked a busy loop for longer than the worst pause. The longest may have been shorter by one tick, or
+    by IDLE_TICKS ticks after the loop was idle. A pause within a sleep of an idle loop counts what it computed.
     """
 
     num_ticks: int = 0
@@ -89,21 +90,21 @@ class LoopWatch:
     async def run(self) -> None:
         """Measure until cancelled, and log long pauses."""
         last, last_computing = self._clock(), self._thread_clock()
-        sleep_seconds = self._tick_seconds
+        tick_seconds = sleep_seconds = self._tick_seconds
+        busy_at = last
         while True:
             await asyncio.sleep(sleep_seconds)
             now, computing = self._clock(), self._thread_clock()
             pause_seconds, computing_seconds = now - last, computing - last_computing
             last, last_computing = now, computing
-            # A long sleep that was not late is no pause.
-            is_late = pause_seconds > sleep_seconds + LATE_SECONDS
-            self.note(
-                pause_seconds if is_late else pause_seconds - sleep_seconds + self._tick_seconds,
-                computing_seconds,
-            )
-            is_idle = computing_seconds < IDLE_SHARE * pause_seconds
-            longest = IDLE_TICKS * self._tick_seconds
-            sleep_seconds = min(2 * sleep_seconds, longest) if is_idle else self._tick_seconds
+            if sleep_seconds > tick_seconds and pause_seconds <= sleep_seconds + LATE_SECONDS:
+                # The sleep was long, and not late. No more than the computation was a pause.
+                self.note(max(tick_seconds, computing_seconds), computing_seconds)
+            else:
+                self.note(pause_seconds, computing_seconds)
+            if computing_seconds > IDLE_SHARE * pause_seconds:
+                busy_at = now
+            sleep_seconds = tick_seconds * (IDLE_TICKS if now - busy_at > IDLE_SECONDS else 1)
 
     def note(self, pause_seconds: float, computing_seconds: float) -> None:
         """Count one tick, and log a warning if the pause was long.

@@ -1,6 +1,6 @@
 """Worker actor: a worker inside a Ray actor. The only file of worker/ that knows Ray.
 
-Owns what Ray adds to a WorkerServer: metrics each second, the pool map in Ray's session logs, and a call that ends with
+Owns what Ray adds to a WorkerServer: metrics, the pool map in Ray's session logs, and a call that ends with
 the actor. Does not own serving. Tokens never pass through Ray.
 """
 

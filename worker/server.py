@@ -282,19 +282,21 @@ class WorkerServer:
         )
 
     async def _write_pool_map(self, path: Path) -> None:
-        """Rewrite the file each second, whole or not at all. A missing folder fails no request."""
+        """Rewrite the file, whole or not at all, each second in which the load changed. Ignore a missing folder."""
         scratch = path.with_name(f".{path.name}.new")
-        complained = False
+        complained, written = False, None
         while True:
-            text = map_text(await self._service.inspection.block_pool())
-            try:
-                scratch.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
-                scratch.replace(path)
-                complained = False
-            except OSError as error:
-                if not complained:
-                    logger.warning("cannot write the pool map: %s", error)
-                complained = True
+            load = self._service.load
+            if load != written:
+                text = map_text(await self._service.inspection.block_pool())
+                try:
+                    scratch.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
+                    scratch.replace(path)
+                    complained, written = False, load
+                except OSError as error:
+                    if not complained:
+                        logger.warning("cannot write the pool map: %s", error)
+                    complained = True
             await asyncio.sleep(POOL_MAP_SECONDS)
 
     async def _watch_engine(self) -> None:

@@ -10,6 +10,7 @@ Systems take turns, seed by seed, and only one runs at a time. Peers are two vll
 import argparse
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,6 +154,7 @@ async def _trial(target: OpenAITarget, system: System, load: Load, seed: int) ->
 
 def main() -> None:
     arguments = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # So that `timeout` leaves no system behind.
     results = Results()
     with TemporaryDirectory(prefix="by-bench-") as scratch:
         for dtype in arguments.dtypes.split(","):

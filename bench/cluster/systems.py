@@ -26,7 +26,7 @@ POLICIES = ("cache_aware", "round_robin")
 MODEL = "bench"
 CLUSTER = "bench"
 NUM_WORKERS = 2
-START_SECONDS = 300.0
+START_SECONDS = 400.0
 POLL_SECONDS = 0.2
 RAY = "ray"
 _ROLES = {
@@ -84,11 +84,13 @@ async def our_cluster(settings: Settings, *options: str) -> AsyncIterator[System
         "output": "json",
     }
     words = [part for name, value in command.items() for part in (f"--{name}", value)]
+    answer = json.loads(
+        await _blockyard(environment, "up", *words, *options)
+    )  # It undoes a start that fails.
     try:
-        answer = json.loads(await _blockyard(environment, "up", *words, *options))
         yield System(name=OURS, url=f"http://{answer['gateways'][0]}", processes=lambda: _our_processes(home))
     finally:
-        await _blockyard(environment, "down", "--grace-seconds", "0")
+        await _blockyard(environment, "down", "--drain", "0")
 
 
 async def _blockyard(environment: Mapping[str, str], *words: str) -> bytes:
@@ -101,7 +103,7 @@ async def _blockyard(environment: Mapping[str, str], *words: str) -> bytes:
         stderr=asyncio.subprocess.PIPE,
     )
     output, errors = await process.communicate()
-    if process.returncode and words[0] != "down":
+    if process.returncode:
         raise StartError(f"`blockyard {words[0]}` failed: {errors.decode(errors='replace')[-3000:]}")
     return output
 
@@ -196,7 +198,7 @@ def _peer_processes(router: int, servers: Sequence[int]) -> dict[int, str]:
     roles = dict.fromkeys(tree(router), "router")
     for server in servers:
         for pid in tree(server):
-            roles[pid] = "workers" if "EngineCore" in "".join(command_of(pid)[:1]) else "API servers"
+            roles[pid] = "workers" if "VLLM::" in "".join(command_of(pid)[:1]) else "API servers"
     return roles
 
 

@@ -18,7 +18,7 @@ from ray.util.metrics import Counter, Gauge
 
 logger = logging.getLogger(__name__)
 
-REPORT_SECONDS = 1.0
+REPORT_SECONDS = 2.0
 RECORDS_PER_TICK = 20
 """Values exported before other tasks get the event loop. Each takes about 5 us."""
 

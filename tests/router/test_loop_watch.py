@@ -5,7 +5,7 @@ import logging
 import time
 
 import pytest
-from blockyard.router.loop_watch import ALARM_PAUSE_SECONDS, START_SECONDS, Lateness, LoopWatch
+from blockyard.router.loop_watch import ALARM_PAUSE_SECONDS, IDLE_TICKS, START_SECONDS, Lateness, LoopWatch
 
 HELD_SECONDS = 0.1
 
@@ -48,6 +48,36 @@ async def test_a_pause_is_never_told_shorter_than_it_was_whenever_it_begins() ->
         told.append(watch.seen)
     assert all(seen.worst_seconds >= held_seconds for seen in told)
     assert all(seen.num_late >= 1 for seen in told)
+
+
+class IdleLoop:
+    """Clocks of a loop on which only the watch wakes, until the watch has slept for a number of ticks."""
+
+    def __init__(self, sleeps: list[float], computing_share: float) -> None:
+        self.now = self.computing = 0.0
+        self.sleeps = sleeps
+        self._share = computing_share
+
+    async def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        if len(self.sleeps) > 2000:
+            raise asyncio.CancelledError
+        self.now += seconds
+        self.computing += self._share * seconds
+
+
+@pytest.mark.parametrize(("computing_share", "longest"), [(0.01, IDLE_TICKS * 0.005), (0.2, 0.005)])
+async def test_an_idle_loop_is_watched_less_often_and_its_long_sleeps_are_no_pauses(
+    computing_share: float, longest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = IdleLoop([], computing_share)
+    watch = LoopWatch(0.005, clock=lambda: loop.now, thread_clock=lambda: loop.computing)
+    monkeypatch.setattr(asyncio, "sleep", loop.sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await watch.run()
+    assert loop.sleeps[-1] == longest
+    assert watch.seen.num_late == 0
+    assert watch.seen.worst_seconds == pytest.approx(0.005)
 
 
 async def test_a_callback_that_blocks_without_computing_is_told_apart() -> None:

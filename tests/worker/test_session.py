@@ -203,6 +203,19 @@ async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:
         assert (pong.nonce, pong.load.free_blocks) == (9, 64)
 
 
+async def test_a_router_without_requests_hears_of_load_in_few_messages(worker: WorkerServer) -> None:
+    async with Session(worker.address) as busy, Session(worker.address) as watching:
+        await watching.read_until("step")
+        await busy.submit(1, max_tokens=200)
+        await busy.tokens_of(1)
+        num_messages, generated = 0, 0
+        while generated < 200:
+            step = await watching.read_until("step")
+            assert not step.handles
+            num_messages, generated = num_messages + 1, step.load.generated_tokens
+        assert num_messages <= 100, "200 steps came as messages of their own"
+
+
 async def test_cancel_frees_the_blocks_and_nothing_more_comes(worker: WorkerServer) -> None:
     async with Session(worker.address) as session:
         await session.submit(1, max_tokens=400)
