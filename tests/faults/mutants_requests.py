@@ -4,7 +4,7 @@ from .mutant import mutant
 
 NO_ROUTER_SHEDS = (
     "router:Placer._refuse_hopeless",
-    "worker is None or worker.load.prefill_tokens_per_second <= 0",
+    "not self._fleet.view.speeds.costs.is_measured",
     "True",
 )
 
