@@ -56,7 +56,7 @@ def faded(difference: float, *, age_seconds: float, half_life_seconds: float) ->
     fading_seconds = age_seconds - half_life_seconds
     if difference <= 0 or fading_seconds <= 0 or not half_life_seconds:
         return difference
-    return difference * 0.5 ** min(fading_seconds / half_life_seconds, 1e3)
+    return float(difference * 0.5 ** min(fading_seconds / half_life_seconds, 1e3))
 
 
 class WorkerSpeed:

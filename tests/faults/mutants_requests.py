@@ -52,7 +52,7 @@ MUTANTS = (
         "neither router nor worker sheds",
         "clients.py::test_a_hopeless_deadline_costs_no_prefill",
         NO_ROUTER_SHEDS,
-        ("worker:Engine._expire", "self.scheduler.waiting if rate else ()", "()"),
+        ("worker:Engine._expire", "self.scheduler.waiting if rates.prefill_tokens_per_second else ()", "()"),
     ),
     mutant(
         9,
