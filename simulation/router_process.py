@@ -147,6 +147,13 @@ class RouterProcess:
         self.fleet.set_addresses(addresses)
         await self.fleet.run()
 
+    def meet(self, addresses: list[str]) -> None:
+        """Connect to these workers, some of which are new."""
+        self.process.start(self._meet(addresses))
+
+    async def _meet(self, addresses: list[str]) -> None:
+        self.fleet.set_addresses(addresses)
+
     def accept(self, call: Call, client: Client) -> asyncio.Task[None]:
         return self.process.start(self._serve(call, client))
 

@@ -14,7 +14,7 @@ from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
-from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_tokens
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
 from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
@@ -212,14 +212,16 @@ class Engine:
     def _expire(self, now: float) -> list[SequenceOutput]:
         """End requests past their deadline, and waiting ones that cannot meet it. Return one result for each."""
         late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
-        rate = self.mixed_steps.rates.prefill_tokens_per_second
-        queued_tokens = 0
-        for sequence in self.scheduler.waiting if rate else ():
-            estimate = (queued_tokens + uncached_tokens(sequence)) / rate
+        rates, queued_seconds = self.mixed_steps.rates, 0.0
+        for sequence in self.scheduler.waiting if rates.prefill_tokens_per_second else ():
+            tokens, pairs = uncached_work(sequence)
+            estimate = (
+                queued_seconds + tokens / rates.prefill_tokens_per_second + pairs * rates.seconds_per_pair
+            )
             if _is_late(sequence.deadline, now + SHED_AT_SHARE_OF_ESTIMATE * estimate):
                 late.add(sequence.request_id)
             else:
-                queued_tokens += uncached_tokens(sequence)
+                queued_seconds = estimate
         return [self._unanswered(request_id, expired=True) for request_id in sorted(late)]
 
     def _unanswered(
@@ -335,10 +337,13 @@ class Engine:
 
     def load(self) -> EngineLoad:
         counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
+        queued_tokens, queued_pairs = self.scheduler.queued_prefill()
+        work = self.mixed_steps.work
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            queued_prefill_tokens=self.scheduler.queued_prefill_tokens,
+            queued_prefill_tokens=queued_tokens,
+            queued_pairs=queued_pairs,
             context_tokens=sum(len(sequence.tokens) for sequence in self.scheduler.running),
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
@@ -353,6 +358,14 @@ class Engine:
             host_cached_blocks=len(host_cache) if host_cache is not None else 0,
             # Blocks take half of a round trip to come back.
             host_tokens_per_second=2 * rates.swap_blocks_per_second * self.scheduler.config.block_size,
+            step_seconds=work.seconds,
+            steps=work.steps,
+            prompt_steps=work.prompt_steps,
+            step_prompt_tokens=work.prompt_tokens,
+            step_excess_tokens=work.excess_tokens,
+            step_decodes=work.decodes,
+            step_context_tokens=work.context_tokens,
+            step_pairs=work.pairs,
         )
 
 

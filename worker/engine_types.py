@@ -84,6 +84,8 @@ class EngineLoad:
     running: int
     waiting: int
     queued_prefill_tokens: int
+    queued_pairs: int
+    """Queued prompt tokens times the tokens that each of them attends to."""
     context_tokens: int
     """Tokens of all running sequences, as often as they are read: a shared prefix counts once for each sharer."""
     free_blocks: int
@@ -101,3 +103,12 @@ class EngineLoad:
     """Names that host memory holds."""
     host_tokens_per_second: float
     """Tokens a second that host memory loads back to the device. 0 is unknown."""
+    step_seconds: float
+    """Seconds of all steps. The next fields count their work, as StepWork of proto/step_costs.py defines it."""
+    steps: int
+    prompt_steps: int
+    step_prompt_tokens: int
+    step_excess_tokens: int
+    step_decodes: int
+    step_context_tokens: int
+    step_pairs: int

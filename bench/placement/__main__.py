@@ -23,8 +23,8 @@ from bench.peers.dynamo import RouterMode, run_dynamo
 from bench.placement.simulation.mocker import MockerProfile
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import STANDARD_LOADS, Job, Load, Table, run_jobs
-from bench.placement.text import MOCK_TAG, POLICIES, Findings, floors, text
+from bench.placement.simulation.study import RIVAL_LOADS, STANDARD_LOADS, Job, Load, Table, run_jobs
+from bench.placement.text import MOCK_TAG, POLICIES, RIVALS, UNIFORM_TAG, Findings, floors, text
 from bench.plots import draw
 from bench.reporting import write_report
 
@@ -48,6 +48,7 @@ class Study:
     trace: Path | None
     dynamo_python: Path | None
     processes: int
+    rival_loads: Sequence[Load]
     has_large: bool
     """Whether to run 64 workers, and a thousand workers for a minute of the trace."""
 
@@ -73,6 +74,16 @@ class Study:
     def jobs(self) -> list[Job]:
         """Return all jobs, longest first."""
         jobs = [
+            Job(
+                load=load,
+                setup=Setup(policy=policy, seed=seed, has_uniform_speeds=tag == UNIFORM_TAG),
+                tag=tag,
+            )
+            for load in self.rival_loads
+            for tag, policy in RIVALS.items()
+            for seed in self.seeds
+        ]
+        jobs += [
             Job(load=load, setup=Setup(policy=policy, seed=seed), tag=policy)
             for load in (*self.loads, *self.trace_loads)
             for policy in POLICIES
@@ -110,7 +121,13 @@ def main() -> None:
     loads: tuple[Load, ...] = STANDARD_LOADS
     if options.quick:
         loads = tuple(replace(load, seconds=min(load.seconds, 5.0)) for load in loads)
+    rival_loads = RIVAL_LOADS
+    if options.quick:
+        rival_loads = tuple(
+            replace(load, seconds=min(load.seconds, 4.0), join_seconds=2.0) for load in rival_loads
+        )
     study = Study(
+        rival_loads=rival_loads,
         seeds=range(1 if options.quick else options.seeds),
         loads=loads,
         trace=options.trace,
@@ -147,6 +164,7 @@ def _findings(study: Study) -> Findings:
     print()
     return Findings(
         loads=study.loads,
+        rival_loads=study.rival_loads,
         other_loads=[*study.trace_loads, *study.large_loads],
         router_loads=study.router_loads,
         many_routers=MANY_ROUTERS_TAG,

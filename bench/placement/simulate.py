@@ -129,6 +129,10 @@ def _setup(options: argparse.Namespace) -> Setup:
         seed=options.seed,
         profile=profile,
         placement=parse_placement(options.set),
+        slowness=tuple(options.slowness),
+        num_joiners=options.joiners,
+        join_seconds=options.join_seconds,
+        has_uniform_speeds=options.uniform_speeds,
     )
 
 
@@ -160,6 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--policy", action="append", choices=get_args(PolicyName), help="may be repeated; default prefix")
     add("--workers", type=int, default=8, help="default %(default)s")
+    add("--slowness", type=float, nargs="+", default=[], help="factor of step times, of the first workers")
+    add("--joiners", type=int, default=0, help="workers among these that join later; default %(default)s")
+    add("--join-seconds", type=float, default=10.0, help="when they join; default %(default)g")
+    add("--uniform-speeds", action="store_true", help="take all workers to be equally fast")
     add("--routers", type=int, default=1, help="default %(default)s")
     add(
         "--index-lag",

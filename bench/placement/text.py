@@ -26,11 +26,26 @@ MOCK_TAG = "mock engine, {}"
 """Tag of runs with the engine that Dynamo's simulator assumes."""
 
 
+UNIFORM_TAG = "uniform speeds"
+"""Tag of `prefix` with routers that take all workers to be equally fast."""
+RIVALS: dict[str, PolicyName] = {
+    "prefix": "prefix",
+    UNIFORM_TAG: "prefix",
+    "dynamo": "dynamo",
+    "least_loaded": "least_loaded",
+}
+"""Policy by tag, on the loads where `prefix` must not be behind."""
+RIVAL_MARGINS = {"reuse": 0.97, "ttft_mean": 1.03, "ttft_p99": 1.1}
+"""Floors of a figure of `prefix` over that of a rival: a few per cent are the spread of the seeds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Loads of the study and their results."""
 
     loads: Sequence[Load]
+    rival_loads: Sequence[Load]
+    """Loads of different character, each with RIVALS."""
     other_loads: Sequence[Load]
     """Loads from a trace, and of large clusters."""
     router_loads: Sequence[Load]
@@ -49,6 +64,12 @@ def floors(findings: Findings) -> list[Floor]:
         ours = table.mean(load.label, MOCK_TAG.format("prefix"), "reuse")
         theirs = findings.peer[load.label]["kv"]["mean"]
         found.append(_floor(f"reuse beside Dynamo's simulator, {load.label}", ours / theirs, 1.0, "higher"))
+    for load in findings.rival_loads:
+        for rival in RIVALS:
+            for figure, margin in RIVAL_MARGINS.items() if rival != "prefix" else ():
+                better: Literal["higher", "lower"] = "higher" if figure == "reuse" else "lower"
+                name = f"{figure} beside {rival}, {load.label}"
+                found.append(_floor(name, _ratio(table, load, rival, figure), margin, better))
     for load in findings.loads:
         ratio = _ratio(table, load, "dynamo", "ttft_mean")
         found.append(_floor(f"mean TTFT beside Dynamo's cost function, {load.label}", ratio, 1.0, "lower"))
@@ -79,6 +100,7 @@ def text(findings: Findings) -> str:
         "Times are those of simulated GPUs, so only their order and ratios count.",
         f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
         *(_policy_table(load, table) for load in findings.loads),
+        _rival_table(findings),
         _router_table(findings),
         _peer_table(findings) if findings.peer else "Dynamo's own simulator was not run (`--dynamo-python`).",
         *(_policy_table(load, table) for load in findings.other_loads),
@@ -118,6 +140,16 @@ def _cells(load: str, tag: str, table: Table) -> str:
     return " | ".join(
         form.format(factor * table.mean(load, tag, figure)) for figure, (_, factor, form) in SHOWN.items()
     )
+
+
+def _rival_table(findings: Findings) -> str:
+    rows = [
+        f"| {load.label} | {tag} | {_cells(load.label, tag, findings.table)} |"
+        for load in findings.rival_loads
+        for tag in RIVALS
+    ]
+    title = "## Loads of different character, and rivals of `prefix`"
+    return "\n".join([title, "", *_heading("load", "policy"), *rows])
 
 
 def _router_table(findings: Findings) -> str:

@@ -136,7 +136,7 @@ class WorkerIndex(_message.Message):
     def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens")
+    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,15 @@ class WorkerLoad(_message.Message):
     SWAPS_FIELD_NUMBER: _ClassVar[int]
     HOST_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_EXCESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_DECODES_FIELD_NUMBER: _ClassVar[int]
+    STEP_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_PAIRS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_prefill_tokens: int
@@ -169,7 +178,16 @@ class WorkerLoad(_message.Message):
     swaps: int
     host_tokens_per_second: float
     context_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ...) -> None: ...
+    queued_pairs: int
+    step_seconds: float
+    steps: int
+    prompt_steps: int
+    step_prompt_tokens: int
+    step_excess_tokens: int
+    step_decodes: int
+    step_context_tokens: int
+    step_pairs: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index")

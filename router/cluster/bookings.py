@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from blockyard.proto.step_costs import pairs_of
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Placed:
@@ -31,6 +33,10 @@ class Placed:
     report: int = 0
     """Number of the worker's load reports that had arrived when the request was sent."""
 
+    @property
+    def pairs(self) -> int:
+        return pairs_of(self.prompt_tokens - self.uncached_tokens, self.uncached_tokens)
+
 
 @dataclass(slots=True)
 class Sums:
@@ -41,6 +47,8 @@ class Sums:
     """Requests without a first output."""
     unstarted_tokens: int = 0
     """Prompt tokens that the worker has to compute for unstarted requests."""
+    unstarted_pairs: int = 0
+    """Pairs: those tokens times the tokens that each of them attends to."""
 
     def count(self, placed: Placed, sign: int) -> None:
         self.requests += sign
@@ -52,6 +60,7 @@ class Sums:
     def count_unstarted(self, placed: Placed, sign: int) -> None:
         self.unstarted += sign
         self.unstarted_tokens += sign * placed.uncached_tokens
+        self.unstarted_pairs += sign * placed.pairs
 
 
 class Bookings:

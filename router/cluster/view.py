@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
@@ -20,7 +19,7 @@ from blockyard.router.cluster.arrivals import Arrivals
 from blockyard.router.cluster.bookings import Bookings, Placed
 from blockyard.router.cluster.gate import WorkerGate
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.rates import WorkerRates, typical
+from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
 
 
@@ -32,13 +31,6 @@ class CachedDepth:
     """Leading blocks on its GPU."""
     host_blocks: int = 0
     """Further blocks that directly follow those and are in its host memory."""
-
-
-class Usual(NamedTuple):
-    """Typical rates of the cluster, in tokens per second. 0 if no worker has measured one."""
-
-    prefill: float
-    decode: float
 
 
 class LinkState(Enum):
@@ -71,7 +63,7 @@ class WorkerView:
     reason: str = ""
     hello: session_pb2.Hello | None = None
     load: cluster_pb2.WorkerLoad = field(default_factory=cluster_pb2.WorkerLoad)
-    rates: WorkerRates = field(default_factory=WorkerRates)
+    speed: WorkerSpeed = field(default_factory=WorkerSpeed)
     index: cluster_pb2.WorkerIndex | None = None
     """The worker's last report about its part of the prefix index."""
     last_heard: float | None = None
@@ -104,6 +96,7 @@ class ClusterView:
         self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
         self._arrivals = Arrivals[WorkerView](clock)
+        self.speeds = ClusterSpeeds(half_life_seconds=self._config.rate_half_life_seconds)
         self.promised_blocks = 0
         """Blocks that the index promised on the chosen workers, over all placements that reached their first output."""
         self.stale_blocks = 0
@@ -122,7 +115,7 @@ class ClusterView:
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
         """Record a worker that introduced itself with `hello` and may serve. Its bookings begin empty.
 
-        An incarnation that comes back keeps its measured rates and their age.
+        An incarnation that comes back keeps its measured speed and its age.
         """
         now, before = self._clock(), self._workers.get(address)
         is_same = (
@@ -135,9 +128,9 @@ class ClusterView:
             load=hello.load,
             is_draining=hello.is_draining,
             last_heard=now,
-            rates=before.rates if before is not None and is_same else WorkerRates(),
+            speed=before.speed if before is not None and is_same else WorkerSpeed(),
         )
-        worker.rates.report(hello.load, now)
+        self.speeds.report(worker.speed, hello.load, now)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
         """Record a worker that must not be used. Return True unless it was refused for the same reason before."""
@@ -167,7 +160,7 @@ class ClusterView:
         now = worker.last_heard = self._clock()
         if load is not None:
             worker.load = load
-            worker.rates.report(load, now)
+            self.speeds.report(worker.speed, load, now)
             worker.booked.reported()
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
@@ -361,14 +354,9 @@ class ClusterView:
         `depths` holds what they have cached according to the index.
         """
         now, ready = self._clock(), self.ready()
-        usual = Usual(
-            prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
-            decode=typical(worker.rates.decode.tokens_per_second for worker in ready),
-        )
+        self.speeds.refresh([worker.speed for worker in ready], now)
         return [
-            self._candidate(
-                worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), usual, now
-            )
+            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), now)
             for worker in ready
         ]
 
@@ -387,11 +375,9 @@ class ClusterView:
         names: Sequence[bytes],
         prompt_tokens: int,
         depth: CachedDepth,
-        usual: Usual,
         now: float,
     ) -> Candidate:
         assert worker.hello is not None
-        half_life_seconds = self._config.rate_half_life_seconds
         load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
         waiting = worker.booked.waiting
         block_size = worker.hello.block_size
@@ -401,6 +387,11 @@ class ClusterView:
         # A load report counts the requests of all routers, except those sent after it. Our bookings count our own
         # requests, whether or not the worker has seen them. Both can only be too low, so the larger is closer, and
         # counts no request twice. Neither includes requests that wait here for the worker.
+        costs, slowness = self.speeds.costs, worker.speed.slowness
+        sequences = waiting.requests + max(load.running + load.waiting + fresh.requests, sent.requests)
+        context_tokens = waiting.prompt_tokens + max(
+            load.context_tokens + fresh.prompt_tokens, sent.prompt_tokens
+        )
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
@@ -408,14 +399,18 @@ class ClusterView:
             host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
             queued_prefill_tokens=waiting.unstarted_tokens
             + max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens),
-            sequences=waiting.requests + max(load.running + load.waiting + fresh.requests, sent.requests),
-            context_tokens=waiting.prompt_tokens
-            + max(load.context_tokens + fresh.prompt_tokens, sent.prompt_tokens),
+            queued_pairs=waiting.unstarted_pairs
+            + max(load.queued_pairs + fresh.unstarted_pairs, sent.unstarted_pairs),
+            sequences=sequences,
+            context_tokens=context_tokens,
             used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,
-            prefill_tokens_per_second=worker.rates.prefill.believed(usual.prefill, now, half_life_seconds),
-            decode_tokens_per_second=worker.rates.decode.believed(usual.decode, now, half_life_seconds),
+            prefill_tokens_per_second=costs.tokens_per_second / slowness,
+            pair_tokens=costs.pair_tokens,
+            decode_step_ms=1000 * slowness * costs.decode_seconds(sequences, context_tokens)
+            if sequences
+            else 0.0,
             host_tokens_per_second=load.host_tokens_per_second,
         )
 

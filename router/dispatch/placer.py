@@ -282,10 +282,9 @@ class Placer:
         """Raise DeadlineUnreachable if no worker's first token is expected before `hopeless_factor` times the time
         left.
 
-        Refuse nothing until the chosen worker has measured its prefill rate.
+        Refuse nothing until workers have measured steps.
         """
-        worker = self._fleet.view.at(placement.chosen.address)
-        if worker is None or worker.load.prefill_tokens_per_second <= 0:
+        if not self._fleet.view.speeds.costs.is_measured:
             return
         least_ms = min(
             score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered

@@ -22,21 +22,20 @@ class PlacementConfig:
 
     assumed_prefill_tokens_per_second: float = setting(
         2_000.0,
-        help="Prefill rate of every worker until one has measured its own. After that, the others count with the "
-        "median of the measured rates.",
+        help="Prefill rate of every worker until one has measured steps.",
         above=0,
         below=inf,
     )
     decode_ms_per_sequence: float = setting(
         4.0,
-        help="Price of each sequence on a worker that has not measured its decode rate.",
+        help="Price of each sequence on a worker until one has measured steps.",
         minimum=0,
         below=inf,
     )
     decode_step_fraction: float = setting(
         0.5,
-        help="Price of each sequence on a worker with a measured decode rate, as a part of that sequence's time per "
-        "token. A prompt finds a step half done on average.",
+        help="Price of a worker's sequences, as a part of a step that decodes them. A prompt finds a step half done "
+        "on average.",
         minimum=0,
         below=inf,
     )
@@ -55,8 +54,8 @@ class PlacementConfig:
     )
     rate_half_life_seconds: float = setting(
         30.0,
-        help="A measured rate is valid for this time. After that it decays to the median of the workers, by half in "
-        "each further such time. 0: never.",
+        help="The measured slowness of a worker is valid for this time. After that it decays to the median of the "
+        "workers, by half in each further such time. 0: never.",
         minimum=0,
         below=inf,
     )

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from blockyard.proto.index.contract import WorkerId
+from blockyard.proto.step_costs import pairs_of
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.rates import is_measured, typical
+from blockyard.router.placement.rates import is_measured
 
 
 class Candidate(NamedTuple):
@@ -33,6 +34,8 @@ class Candidate(NamedTuple):
     """Number of prompt tokens that directly follow those, whose KV is in its host memory."""
     queued_prefill_tokens: int = 0
     """Prompt tokens of other requests that it has yet to compute."""
+    queued_pairs: int = 0
+    """Pairs: those tokens times the tokens that each of them attends to."""
     sequences: int = 0
     """Running and waiting sequences."""
     context_tokens: int = 0
@@ -41,9 +44,11 @@ class Candidate(NamedTuple):
     total_blocks: int = 0
     block_size: int = 16
     prefill_tokens_per_second: float = 0.0
-    """Trusted value of its measured rate (rates.py). 0 until measured."""
-    decode_tokens_per_second: float = 0.0
-    """Trusted rate of all its sequences together, in steps that only decode. 0 until measured."""
+    """Trusted prefill rate (rates.py), without attention. 0 until measured."""
+    pair_tokens: float = 0.0
+    """Time of a pair (a prompt token and a token that it attends to), as a part of the time of a prompt token."""
+    decode_step_ms: float = 0.0
+    """Trusted time of a step that decodes its sequences. 0 until measured."""
     host_tokens_per_second: float = 0.0
     """Measured rate from host memory to the GPU. If it is 0, host memory is ignored."""
 
@@ -65,7 +70,8 @@ class Score(NamedTuple):
     host_load_ms: float
     """Time to load from host memory, even where computing is faster: a worker loads whatever it finds there."""
     decode_ms: float
-    """Delay by the decode steps of present sequences: a price per sequence, and one for all context that they read."""
+    """Delay by the decode steps of present sequences: a part of such a step, and a price for all context that they
+    read."""
     memory_ms: float
     """Price of a pool that is nearly full once it holds this request."""
     interference_ms: float
@@ -94,27 +100,23 @@ class Score(NamedTuple):
 
 def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: PlacementConfig) -> list[Score]:
     """Return the candidates' scores in their order, with total_ms as cost."""
-    typical_rate = _typical_rate(candidates, config)
-    return [_score(prompt_tokens, candidate, typical_rate, config) for candidate in candidates]
+    return [_score(prompt_tokens, candidate, config) for candidate in candidates]
 
 
-def _typical_rate(candidates: Sequence[Candidate], config: PlacementConfig) -> float:
-    rates = (candidate.prefill_tokens_per_second for candidate in candidates)
-    return typical(rates) or config.assumed_prefill_tokens_per_second
-
-
-def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config: PlacementConfig) -> Score:
+def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) -> Score:
     own_rate = candidate.prefill_tokens_per_second
-    tokens_per_ms = (own_rate if is_measured(own_rate) else typical_rate) / 1000
+    tokens_per_ms = (own_rate if is_measured(own_rate) else config.assumed_prefill_tokens_per_second) / 1000
+    pair_tokens = candidate.pair_tokens
     needed_tokens = max(prompt_tokens - candidate.cached_tokens, 0)
     host_rate = candidate.host_tokens_per_second
     host_tokens = min(candidate.host_cached_tokens, needed_tokens) if is_measured(host_rate) else 0
     uncached_tokens = needed_tokens - host_tokens
-    queue_ms = candidate.queued_prefill_tokens / tokens_per_ms
-    prefill_ms = uncached_tokens / tokens_per_ms
+    queue_ms = (candidate.queued_prefill_tokens + pair_tokens * candidate.queued_pairs) / tokens_per_ms
+    pairs = pairs_of(prompt_tokens - uncached_tokens, uncached_tokens)
+    prefill_ms = (uncached_tokens + pair_tokens * pairs) / tokens_per_ms
     host_load_ms = 1000 * host_tokens / host_rate if host_tokens else 0.0
     decode_ms = (
-        candidate.sequences * _sequence_ms(candidate, config)
+        _decode_step_ms(candidate, config)
         + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
@@ -135,10 +137,10 @@ def _score(prompt_tokens: int, candidate: Candidate, typical_rate: float, config
     )
 
 
-def _sequence_ms(candidate: Candidate, config: PlacementConfig) -> float:
-    if is_measured(candidate.decode_tokens_per_second):
-        return config.decode_step_fraction * 1000 / candidate.decode_tokens_per_second
-    return config.decode_ms_per_sequence
+def _decode_step_ms(candidate: Candidate, config: PlacementConfig) -> float:
+    if is_measured(candidate.decode_step_ms):
+        return config.decode_step_fraction * candidate.decode_step_ms
+    return config.decode_ms_per_sequence * candidate.sequences
 
 
 def _memory_ms(needed_tokens: int, candidate: Candidate, config: PlacementConfig) -> float:

@@ -217,3 +217,19 @@ def test_arrivals_by_chance_come_at_their_rate():
     found = list(poisson(50.0, 100.0, Random(1)))
     assert found == sorted(found)
     assert 4700 < len(found) < 5300
+
+
+def test_a_slow_worker_gets_less_than_with_uniform_speeds_and_first_tokens_come_earlier():
+    load = uniform_groups(20.0, 6.0, 1)
+    setup = Setup(num_workers=3, slowness=(6.0,))
+    known, uniform = (simulate(load, replace(setup, has_uniform_speeds=flag)) for flag in (False, True))
+    assert known.ttft_mean < uniform.ttft_mean
+    assert known.ttft_p99 < uniform.ttft_p99
+
+
+def test_a_worker_that_joins_takes_part_from_then_on():
+    load = uniform_groups(20.0, 4.0, 1)
+    alone = simulate(load, Setup(num_workers=1))
+    joined = simulate(load, Setup(num_workers=2, num_joiners=1, join_seconds=1.0))
+    assert joined.largest_share < 0.9
+    assert joined.busy_max < alone.busy_max

@@ -4,7 +4,7 @@ from .mutant import mutant
 
 NO_ROUTER_SHEDS = (
     "router:Placer._refuse_hopeless",
-    "worker is None or worker.load.prefill_tokens_per_second <= 0",
+    "not self._fleet.view.speeds.costs.is_measured",
     "True",
 )
 
@@ -52,7 +52,7 @@ MUTANTS = (
         "neither router nor worker sheds",
         "clients.py::test_a_hopeless_deadline_costs_no_prefill",
         NO_ROUTER_SHEDS,
-        ("worker:Engine._expire", "self.scheduler.waiting if rate else ()", "()"),
+        ("worker:Engine._expire", "self.scheduler.waiting if rates.prefill_tokens_per_second else ()", "()"),
     ),
     mutant(
         9,

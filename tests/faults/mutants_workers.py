@@ -100,16 +100,7 @@ MUTANTS = (
         24,
         "placement does not know how fast a worker is",
         "worker_silence.py::test_a_straggler_gets_less_and_is_not_taken_for_dead",
-        (
-            "router:ClusterView._candidate",
-            "worker.rates.decode.believed(usual.decode, now, half_life_seconds)",
-            "0.0",
-        ),
-        (
-            "router:ClusterView._candidate",
-            "worker.rates.prefill.believed(usual.prefill, now, half_life_seconds)",
-            "0.0",
-        ),
+        ("router:ClusterView._candidate", "worker.speed.slowness", "1.0"),
     ),
     mutant(
         26,

@@ -55,11 +55,20 @@ def test_near_equals_share_and_clear_losers_get_nothing() -> None:
     assert 400 < shares["a"] < 600, shares
 
 
-def test_an_unmeasured_worker_is_taken_to_be_typical_rather_than_free() -> None:
-    slow = [candidate(name, prefill_tokens_per_second=100.0) for name in "ab"]
-    fresh = candidate("c", prefill_tokens_per_second=0.0)
-    scores = place(PlacementRequest(prompt_tokens=100), [*slow, fresh], "prefix", Random(0)).scores
+def test_before_any_measurement_the_assumed_rate_stands_in() -> None:
+    fresh = [candidate(name, prefill_tokens_per_second=0.0) for name in "ab"]
+    config = PlacementConfig(assumed_prefill_tokens_per_second=100.0)
+    scores = place(PlacementRequest(prompt_tokens=100), fresh, "prefix", Random(0), config).scores
     assert {score.prefill_ms for score in scores} == {1000.0}
+
+
+def test_attention_to_a_long_context_is_priced_in_queue_and_prompt() -> None:
+    """A pair takes a thousandth of a prompt token's time: a suffix of 100 behind 900 tokens has 95,000 pairs."""
+    worker = candidate(
+        "a", cached_tokens=900, queued_prefill_tokens=200, queued_pairs=40_000, pair_tokens=0.001
+    )
+    (score,) = place(PlacementRequest(prompt_tokens=1000), [worker], "prefix", Random(0)).scores
+    assert (score.queue_ms, score.prefill_ms) == pytest.approx((200 + 40, 100 + 95))
 
 
 def test_every_candidate_is_shown_cheapest_first() -> None:
@@ -68,9 +77,9 @@ def test_every_candidate_is_shown_cheapest_first() -> None:
     assert [score.worker_id for score in scores] == ["b", "a", "c"]
 
 
-def test_a_measured_decode_rate_prices_sequences_and_the_constant_stands_in_without() -> None:
-    fast = candidate("fast", sequences=10, decode_tokens_per_second=5000.0)
-    slow = candidate("slow", sequences=10, decode_tokens_per_second=50.0)
+def test_half_a_measured_decode_step_is_priced_and_the_constant_stands_in_without() -> None:
+    fast = candidate("fast", sequences=10, decode_step_ms=2.0)
+    slow = candidate("slow", sequences=10, decode_step_ms=200.0)
     unmeasured = candidate("unmeasured", sequences=10)
     scores = place(
         PlacementRequest(prompt_tokens=1), [fast, slow, unmeasured], "prefix", Random(0), PlacementConfig()

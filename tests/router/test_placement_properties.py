@@ -31,7 +31,9 @@ CANDIDATE = st.builds(
     total_blocks=COUNTS,
     block_size=st.integers(1, 2**32),
     prefill_tokens_per_second=RATES,
-    decode_tokens_per_second=RATES,
+    queued_pairs=st.integers(0, 2**64),
+    pair_tokens=st.floats(0, 10),
+    decode_step_ms=RATES,
     host_tokens_per_second=RATES,
 )
 CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=6, unique_by=lambda candidate: candidate.address)
@@ -119,6 +121,7 @@ def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) ->
     ("changed", "sign", "term"),
     [
         ("queued_prefill_tokens", 1, lambda score: score.queue_ms),
+        ("queued_pairs", 1, lambda score: score.queue_ms),
         ("sequences", 1, lambda score: score.decode_ms + score.interference_ms),
         ("context_tokens", 1, lambda score: score.decode_ms),
         ("used_blocks", 1, lambda score: score.memory_ms),

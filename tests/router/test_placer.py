@@ -151,7 +151,7 @@ async def test_who_waits_goes_elsewhere_once_that_is_cheaper_and_a_cancelled_one
     await asyncio.gather(second, return_exceptions=True)
     clock.now += PlacementConfig().reconsider_seconds * 1.1
     fleet.heard("b", None)
-    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**6, prefill_tokens_per_second=1000.0))
+    fleet.heard("a", measured_load(queued_prefill_tokens=10**6))
     assert (await first).address == "b"
     assert not placer._lines
     for worker in fleet.view.workers():
@@ -172,14 +172,27 @@ def open_up(fleet: Fleet, address: str) -> None:
     fleet.heard(address, None)
 
 
+def measured_load(*, queued_prefill_tokens: int) -> cluster_pb2.WorkerLoad:
+    """A load report of a worker that has computed 1,000 prompt tokens in a second."""
+    return cluster_pb2.WorkerLoad(
+        queued_prefill_tokens=queued_prefill_tokens,
+        step_seconds=1.0,
+        steps=1,
+        prompt_steps=1,
+        step_prompt_tokens=1_000,
+    )
+
+
 async def test_a_deadline_that_cannot_be_met_by_far_is_refused_at_once_and_books_nothing() -> None:
     clock = Clock()
     fleet = fleet_of(clock, "ab")
     for name, queued_tokens in (("a", 9_000), ("b", 40_000)):
-        load = cluster_pb2.WorkerLoad(queued_prefill_tokens=queued_tokens, prefill_tokens_per_second=1_000)
-        fleet.heard(name, load)
+        fleet.heard(name, measured_load(queued_prefill_tokens=queued_tokens))
     placer = Placer(fleet, None, policy="least_loaded", no_worker_seconds=5.0, clock=clock)
-    seconds = (9_000 + PROMPT_TOKENS) / 1_000
+    placement, _ = await placer.explain([], PROMPT_TOKENS)
+    assert placement is not None
+    seconds = min(score.queue_ms + score.prefill_ms for score in placement.scores) / 1_000
+    assert seconds > 1.0
     with pytest.raises(DeadlineUnreachable):
         await placer.place([], PROMPT_TOKENS, placer.ticket(), deadline=clock.now + seconds / 2.1)
     assert not any(len(worker.booked) for worker in fleet.view.workers())
@@ -193,7 +206,7 @@ async def test_no_deadline_is_hopeless_before_anything_was_measured_or_where_it_
     fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**9))
     placer = Placer(fleet, None, policy="prefix", no_worker_seconds=5.0, clock=clock)
     assert await placer.place([], PROMPT_TOKENS, placer.ticket(), deadline=clock.now + 0.1)
-    fleet.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=10**9, prefill_tokens_per_second=1.0))
+    fleet.heard("a", measured_load(queued_prefill_tokens=10**9))
     config = PlacementConfig(hopeless_factor=0)
     patient = Placer(fleet, None, policy="prefix", no_worker_seconds=5.0, clock=clock, config=config)
     assert await patient.place([], PROMPT_TOKENS, patient.ticket(), deadline=clock.now + 0.1)

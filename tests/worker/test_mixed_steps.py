@@ -1,11 +1,15 @@
 """The controller of mixed steps: measured step times decide how many prompt tokens run beside decodes."""
 
+from math import inf, nan
+
 import pytest
+from blockyard.proto.step_costs import StepWork
 from blockyard.worker.scheduling.decode_times import MEASURED_FOR_STEPS
 from blockyard.worker.scheduling.mixed_steps import (
     FIRST_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
     MixedStepController,
+    Rates,
 )
 from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
 from hypothesis import given
@@ -90,16 +94,41 @@ def test_the_limit_stays_within_its_bounds(steps: list[tuple[int, int, float]]) 
         assert MIN_CHUNK_TOKENS <= limit <= MOST
 
 
-def test_a_small_prefill_measures_no_rate_and_forgetting_keeps_the_rate_of_swapping() -> None:
+def test_forgetting_keeps_the_rate_of_swapping_alone() -> None:
     mixed_steps = controller()
     mixed_steps.rates.swap_blocks_per_second = 5.0
-    mixed_steps.observe(step_of(8), 1.0)
-    assert mixed_steps.rates.prefill_tokens_per_second == 0
     mixed_steps.observe(step_of(100), 1.0)
     mixed_steps.observe(step_of(1, 1), 1.0)
     rates = mixed_steps.rates
-    assert (rates.prefill_tokens_per_second, rates.decode_tokens_per_second) == (100.0, 2.0)
+    assert rates.prefill_tokens_per_second > 0
+    assert rates.decode_tokens_per_second == 2.0
     mixed_steps.forget_measurements()
-    assert (rates.prefill_tokens_per_second, rates.decode_tokens_per_second) == (0.0, 0.0)
-    assert rates.swap_blocks_per_second == 5.0
+    assert mixed_steps.rates == Rates(swap_blocks_per_second=5.0)
+    assert mixed_steps.work == StepWork()
     assert mixed_steps.decode_times.expected(2) == 0
+
+
+def test_the_work_of_all_steps_adds_up() -> None:
+    mixed_steps = controller()
+    rows = [ScheduledRow(SEQUENCE, start, length, True) for start, length in ((40, 1), (9, 1), (100, 300))]
+    for _ in range(3):
+        mixed_steps.observe(StepPlan(step=0, rows=tuple(rows)), 0.5)
+    mixed_steps.observe(step_of(1), 0.25)
+    assert mixed_steps.work == StepWork(
+        seconds=1.75,
+        steps=4,
+        prompt_steps=3,
+        prompt_tokens=900,
+        excess_tokens=3 * 46,
+        decodes=7,
+        context_tokens=3 * 51 + 1,
+        pairs=3 * (100 * 300 + 300 * 300 // 2),
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, inf, nan])
+def test_a_step_without_a_time_counts_for_nothing(seconds: float) -> None:
+    mixed_steps = controller()
+    mixed_steps.observe(step_of(1, 100), seconds)
+    assert mixed_steps.work == StepWork()
+    assert mixed_steps.rates == Rates()

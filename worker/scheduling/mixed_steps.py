@@ -1,18 +1,18 @@
 """Mixed-step controller: measures steps and limits the prompt tokens of a step that also decodes.
 
-Owns the measured rates and the limit. The engine reports each step, and the scheduler asks for each step's budget.
-Does not own clocks or choose rows.
+Owns the measured rates, the sum of all work, and the limit. The engine reports each step, and the scheduler asks for
+each step's budget. Does not own clocks or choose rows.
 """
 
 from dataclasses import dataclass
+from math import inf
 
+from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts, StepWork, WorkRows, pairs_of
 from blockyard.worker.scheduling.decode_times import DecodeTimes
 from blockyard.worker.sequences.step_plan import StepPlan
 
 SMOOTHING = 0.2
 """Weight of the newest step in each moving average."""
-MIN_MEASURED_PREFILL_TOKENS = 64
-"""Prompt tokens of a step whose rate counts. With fewer, the overhead of the step would be measured."""
 FIRST_CHUNK_TOKENS = 256
 """The limit in prompt tokens before the first mixed step was measured."""
 MIN_CHUNK_TOKENS = 16
@@ -24,6 +24,9 @@ class Rates:
     """Measured speeds of one engine. 0 means not measured yet."""
 
     prefill_tokens_per_second: float = 0.0
+    """Rate of a step at the reference size of proto/step_costs.py, fitted to all steps."""
+    seconds_per_pair: float = 0.0
+    """Time of attention, beside the time that follows from the rate above."""
     decode_tokens_per_second: float = 0.0
     swap_blocks_per_second: float = 0.0
     """Blocks that go to host memory and come back: one round trip counts once."""
@@ -40,6 +43,9 @@ class MixedStepController:
         """Without `target_seconds` there is no limit. The limit never exceeds `max_batched_tokens`."""
         self.rates = Rates()
         self.decode_times = DecodeTimes(smoothing=SMOOTHING)
+        self.work = StepWork()
+        """The sum over all steps since the start."""
+        self._costs, self._rows = StepCosts(), WorkRows()
         self.limit_tokens = None if target_seconds is None else FIRST_CHUNK_TOKENS
         """Most prompt tokens of a step that also decodes. None: the token budget alone limits them."""
         self._target_seconds = target_seconds
@@ -59,21 +65,37 @@ class MixedStepController:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Update rates, decode times and limit from the time of a step that succeeded. Ignore a time of 0 or less."""
-        prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        decodes = sum(row.num_tokens == 1 for row in plan.rows)
-        if seconds <= 0:
+        if not 0 < seconds < inf:
             return
-        rates = self.rates
-        if prefill >= MIN_MEASURED_PREFILL_TOKENS:
-            rates.prefill_tokens_per_second = _smooth(
-                rates.prefill_tokens_per_second, plan.num_tokens / seconds
-            )
-        elif decodes and not prefill:
-            rates.decode_tokens_per_second = _smooth(rates.decode_tokens_per_second, decodes / seconds)
+        prefill, decodes = self._measure(plan, seconds)
+        if decodes and not prefill:
+            rate = self.rates.decode_tokens_per_second
+            self.rates.decode_tokens_per_second = _smooth(rate, decodes / seconds)
             self.decode_times.observe(decodes, seconds)
         if decodes and prefill:
             self._measures_decodes = self.decode_times.wants_measuring(decodes)
             self._limit(prefill, seconds - self.decode_times.expected(decodes))
+
+    def _measure(self, plan: StepPlan, seconds: float) -> tuple[int, int]:
+        """Add a step to the sum of all work, and fit the rates to it. Return its prompt tokens and its decodes."""
+        prefill = decodes = context = pairs = 0
+        for row in plan.rows:
+            if row.num_tokens == 1:
+                decodes += 1
+                context += row.end
+            else:
+                prefill += row.num_tokens
+                pairs += pairs_of(row.start, row.num_tokens)
+        excess = max(0, prefill + decodes - EXCESS_FROM_TOKENS)
+        self.work = self.work.plus(
+            StepWork(seconds, 1, prefill > 0, prefill, excess, decodes, context, pairs)
+        )
+        row_of_work = self._rows.take(self.work)
+        if row_of_work is not None:
+            self._costs.observe(row_of_work)
+            self.rates.prefill_tokens_per_second = self._costs.tokens_per_second
+            self.rates.seconds_per_pair = self._costs.seconds_per_pair
+        return prefill, decodes
 
     def _limit(self, prefill: int, seconds: float) -> None:
         """Adjust the limit to the `seconds` that `prefill` tokens took, which grow with the context before them.
@@ -91,8 +113,9 @@ class MixedStepController:
             self.limit_tokens = min(self._max_batched_tokens, grown)
 
     def forget_measurements(self) -> None:
-        """Forget the rates of steps and the times of decodes. The limit and the rate of swapping stay."""
-        self.rates.prefill_tokens_per_second = self.rates.decode_tokens_per_second = 0.0
+        """Forget the work, the rates of steps and the times of decodes. The limit and the rate of swapping stay."""
+        self.rates = Rates(swap_blocks_per_second=self.rates.swap_blocks_per_second)
+        self.work, self._costs, self._rows = StepWork(), StepCosts(), WorkRows()
         self.decode_times = DecodeTimes(smoothing=SMOOTHING)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from functools import partial
 
+from blockyard.proto.step_costs import pairs_of
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.block_tables import BlockTables, Hits, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
@@ -136,16 +137,30 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._queues)
 
-    @property
-    def queued_prefill_tokens(self) -> int:
-        """Return how many known tokens are still to be computed. Routers estimate a new request's wait by this number.
+    def queued_prefill(self) -> tuple[int, int]:
+        """Return how many known tokens are still to be computed, and their pairs. Routers estimate a request's wait by
+        these numbers.
 
         A waiting sequence counts its tokens that, at its submit, were neither cached nor to be computed for another. A
-        running one counts those beyond the
-        token that its next decode computes.
+        running one counts those beyond the token that its next decode computes.
         """
-        waiting = sum(uncached_tokens(sequence) for sequence in self.waiting)
-        return waiting + sum(max(0, len(s.tokens) - s.num_scheduled - 1) for s in self.running)
+        tokens = pairs = 0
+        for sequence in self.waiting:
+            own_tokens, own_pairs = uncached_work(sequence)
+            tokens += own_tokens
+            pairs += own_pairs
+        for sequence in self.running:
+            start = sequence.num_scheduled
+            num_tokens = len(sequence.tokens) - start - 1
+            if num_tokens > 0:
+                tokens += num_tokens
+                pairs += pairs_of(start, num_tokens)
+        return tokens, pairs
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Return how many known tokens are still to be computed."""
+        return self.queued_prefill()[0]
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a new sequence, and begin its beam search if it wants one. Raises CapacityError where it can never
@@ -494,8 +509,12 @@ def _shared_blocks(one: Sequence, other: Sequence) -> int:
     return least
 
 
-def uncached_tokens(sequence: Sequence) -> int:
-    """Return how many tokens a waiting sequence must compute first: those not swapped, or not cached at its submit."""
-    if sequence.swapped is not None:
-        return max(1, len(sequence.tokens) - sequence.swapped.num_tokens)
-    return len(sequence.tokens) - sequence.cached_at_submit
+def uncached_work(sequence: Sequence) -> tuple[int, int]:
+    """Return how many tokens a waiting sequence must compute first, and their pairs.
+
+    They are those not swapped, or not cached at its submit.
+    """
+    length = len(sequence.tokens)
+    start = sequence.cached_at_submit if sequence.swapped is None else sequence.swapped.num_tokens
+    start = min(start, length - 1)
+    return length - start, pairs_of(start, length - start)

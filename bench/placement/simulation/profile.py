@@ -151,7 +151,9 @@ class RooflineRunner:
     reading the output.
     """
 
-    def __init__(self, clock: StepClock, *, profile: HardwareProfile) -> None:
+    def __init__(self, clock: StepClock, *, profile: HardwareProfile, slowness: float = 1.0) -> None:
+        """`slowness` stretches every step."""
+        self._slowness = slowness
         self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
         self._clock = clock
 
@@ -159,7 +161,7 @@ class RooflineRunner:
         """Do nothing: a simulated model compiles nothing."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        self._clock.spend(self._step_seconds(plan))
+        self._clock.spend(self._slowness * self._step_seconds(plan))
         return StepTokens(tokens=[_next_token(row) if row.samples else NO_TOKEN for row in plan.rows])
 
 

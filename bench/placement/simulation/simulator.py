@@ -20,6 +20,7 @@ from blockyard.router.cluster.view import usable_cached_tokens
 from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.config import PlacementConfig, PolicyName
+from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 
@@ -62,6 +63,14 @@ class Setup:
     seed: int = 0
     profile: HardwareProfile = field(default_factory=HardwareProfile)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    slowness: tuple[float, ...] = ()
+    """Factor of each step's time, for the first workers. The others have 1."""
+    num_joiners: int = 0
+    """How many of the workers, the last ones, join later, with an empty cache."""
+    join_seconds: float = 0.0
+    """When they join, in seconds after the first arrivals."""
+    has_uniform_speeds: bool = False
+    """Whether routers take all workers to be equally fast, for comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +130,13 @@ class Record:
         self.on_end(self)
 
 
+class UniformSpeeds(ClusterSpeeds):
+    """Speeds that are the same for all workers, whatever they measure."""
+
+    def refresh(self, speeds: Sequence[WorkerSpeed], now: float) -> None:
+        """Compare nothing."""
+
+
 class Simulation:
     """One run of a workload on a simulated cluster."""
 
@@ -140,10 +156,12 @@ class Simulation:
         connections = Connections(self._network)
         twin = LateTwin(self._loop, self._network.later, setup.index_lag_seconds)
         index = IndexServer(twin, self._network, latency_seconds=INDEX_SECONDS)
-        workers, routers = _worker_setup(setup.profile), _router_setup(setup)
+        slowness = (*setup.slowness, *[1.0] * setup.num_workers)
+        routers = _router_setup(setup)
         self._workers = [
             WorkerProcess(
-                f"worker-{number}", 1, f"worker-{number}:1", workers, self._loop, connections, index,
+                f"worker-{number}", 1, f"worker-{number}:1",
+                _worker_setup(setup.profile, slowness[number]), self._loop, connections, index,
                 Random(f"worker {number} {setup.seed}"),
             )
             for number in range(setup.num_workers)
@@ -153,6 +171,10 @@ class Simulation:
             for number in range(setup.num_routers)
             for seed in [Random(f"router {number} {setup.seed}").randrange(2**30)]
         ]
+        if setup.has_uniform_speeds:
+            for router in self._routers:
+                router.fleet.view.speeds = UniformSpeeds(half_life_seconds=0.0)
+        self._num_first = setup.num_workers - setup.num_joiners
         self._deal = Random(f"clients {setup.seed}")
 
     def run(self) -> Result:
@@ -163,18 +185,27 @@ class Simulation:
         return self._result()
 
     async def _run(self) -> None:
-        for worker in self._workers:
+        first = self._workers[: self._num_first]
+        for worker in first:
             worker.start()
         for router in self._routers:
-            router.start([worker.address for worker in self._workers])
+            router.start([worker.address for worker in first])
         await asyncio.sleep(FIRST_ARRIVAL_SECONDS)
         for router in self._routers:
-            assert len(router.fleet.view.ready()) == len(self._workers), "a router misses a worker"
+            assert len(router.fleet.view.ready()) == len(first), "a router misses a worker"
+        if len(first) < len(self._workers):
+            self._network.later(self._setup.join_seconds, self._join)
         for request in self._requests:
             if request.follows is None:
                 self._arrive_after(request.arrival_seconds, request)
         self._network.later(SAMPLE_SECONDS, self._sample)
         await self._over
+
+    def _join(self) -> None:
+        for worker in self._workers[self._num_first :]:
+            worker.start()
+        for router in self._routers:
+            router.meet([worker.address for worker in self._workers])
 
     def _arrive_after(self, seconds: float, request: PlannedRequest) -> None:
         self._network.later(seconds, partial(self._arrive, request))
@@ -274,7 +305,7 @@ def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
     return cached_tokens / prompt_tokens
 
 
-def _worker_setup(profile: HardwareProfile) -> WorkerSetup[RooflineRunner]:
+def _worker_setup(profile: HardwareProfile, slowness: float) -> WorkerSetup[RooflineRunner]:
     return WorkerSetup(
         scheduler=SchedulerConfig(
             block_size=profile.block_size,
@@ -283,7 +314,7 @@ def _worker_setup(profile: HardwareProfile) -> WorkerSetup[RooflineRunner]:
             max_model_len=profile.max_model_len,
         ),
         num_blocks=profile.num_blocks,
-        make_runner=partial(RooflineRunner, profile=profile),
+        make_runner=partial(RooflineRunner, profile=profile, slowness=slowness),
         vocab_size=MAX_TOKEN,
         max_waiting=WorkerConfig(engine=EngineConfig(model="none")).max_waiting,
         mixed_step_seconds=profile.mixed_step_seconds,

@@ -28,11 +28,27 @@ class Load:
     seconds: float
     num_workers: int = 8
     trace: str = ""
+    slowness: tuple[float, ...] = ()
+    """Factor of step times of the first workers, as in Setup."""
+    num_joiners: int = 0
+    join_seconds: float = 0.0
 
     @property
     def label(self) -> str:
         unit = "x" if self.trace else "/s"
-        return f"{self.workload} {self.rate:g}{unit} on {self.num_workers}"
+        slow = f" ({len(self.slowness)} slow)" if self.slowness else ""
+        joined = f" ({self.num_joiners} join late)" if self.num_joiners else ""
+        return f"{self.workload} {self.rate:g}{unit} on {self.num_workers}{slow}{joined}"
+
+    def setup(self, setup: Setup) -> Setup:
+        """Return the setup with this load's cluster."""
+        return replace(
+            setup,
+            num_workers=self.num_workers,
+            slowness=self.slowness,
+            num_joiners=self.num_joiners,
+            join_seconds=self.join_seconds,
+        )
 
     def build(self, seed: int) -> Workload:
         if self.trace:
@@ -54,6 +70,17 @@ STANDARD_LOADS = (
 )
 
 
+RIVAL_LOADS = (
+    Load(workload="bursts", rate=20, seconds=16),
+    Load(workload="shifting", rate=20, seconds=15),
+    Load(workload="shifting", rate=15, seconds=15, slowness=(4.0, 2.0, 2.0)),
+    Load(workload="shifting", rate=15, seconds=15, num_joiners=4, join_seconds=5.0),
+    Load(workload="pausing-agents", rate=3, seconds=15),
+    Load(workload="short-beside-long", rate=60, seconds=10),
+)
+"""Loads of different character, on which `prefix` must not be behind any rival."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     load: Load
@@ -62,9 +89,7 @@ class Job:
     """Label that distinguishes this job from others with the same load."""
 
     def run(self) -> Result:
-        return simulate(
-            self.load.build(self.setup.seed), replace(self.setup, num_workers=self.load.num_workers)
-        )
+        return simulate(self.load.build(self.setup.seed), self.load.setup(self.setup))
 
 
 @dataclass(slots=True)

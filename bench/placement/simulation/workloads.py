@@ -1,6 +1,7 @@
 """Workloads of the simulation by name, and their sizes. blockyard.deploy.bench.workloads owns the types."""
 
 from collections.abc import Callable
+from math import inf
 from random import Random
 
 from blockyard.deploy.bench.workloads.conversations import Conversation, conversations
@@ -141,6 +142,98 @@ def burst(rate: float, seconds: float, seed: int) -> Workload:
     )  # fmt: skip
 
 
+def bursts(rate: float, seconds: float, seed: int) -> Workload:
+    """Make four times the rate in each first second of four, and nothing between. 40 groups, some popular."""
+    chance = Random(f"bursts {seed}")
+    arrivals = [4 * int(at) + at % 1 for at in poisson(4 * rate, seconds / 4, chance)]
+    requests = _popular(arrivals, chance, groups=40, system_tokens=4000, question_tokens=(100, 600))
+    return Workload(
+        name="bursts", about=f"40 groups of 4,000, a burst each 4 s, {rate:g}/s on average", requests=requests
+    )
+
+
+def shifting(rate: float, seconds: float, seed: int) -> Workload:
+    """Make requests whose popular groups change every 5 seconds."""
+    chance = Random(f"shifting {seed}")
+    requests = _popular(
+        list(poisson(rate, seconds, chance)),
+        chance,
+        groups=200,
+        system_tokens=6000,
+        question_tokens=(100, 1000),
+        shift_seconds=5.0,
+    )
+    return Workload(
+        name="shifting",
+        about=f"200 groups of 6,000, other popular ones each 5 s, {rate:g}/s",
+        requests=requests,
+    )
+
+
+def _popular(
+    arrivals: list[float],
+    chance: Random,
+    *,
+    groups: int,
+    system_tokens: int,
+    question_tokens: tuple[int, int],
+    shift_seconds: float = inf,
+) -> tuple[PlannedRequest, ...]:
+    """Make requests on the groups, each half as popular as one of half its rank. Ranks are dealt anew at each shift."""
+    tokens = Tokens()
+    systems = [tokens.run(system_tokens) for _ in range(groups)]
+    weights, requests, dealt = [1 / (1 + rank) for rank in range(groups)], [], 0
+    for number, arrival in enumerate(arrivals):
+        if int(arrival / shift_seconds) > dealt:
+            dealt = int(arrival / shift_seconds)
+            chance.shuffle(systems)
+        (system,) = chance.choices(systems, weights)
+        prompt = (system, tokens.run(chance.randint(*question_tokens)))
+        output = tokens.run(chance.randint(20, 200))
+        requests.append(PlannedRequest(number=number, arrival_seconds=arrival, prompt=prompt, output=output))
+    return tuple(requests)
+
+
+PAUSING_AGENTS = Conversation(
+    num_systems=4,
+    system_tokens=8000,
+    num_turns=(3, 12),
+    first_tokens=(500, 8000),
+    turn_tokens=(100, 6000),
+    output_tokens=(20, 150),
+    pause_seconds=6.0,
+)
+
+
+def pausing_agents(rate: float, seconds: float, seed: int) -> Workload:
+    requests = _conversations(PAUSING_AGENTS, rate, seconds, seed)
+    return Workload(
+        name="pausing-agents",
+        about=f"agents of 3-12 calls, 6 s between them, {rate:g} new ones a second",
+        requests=requests,
+    )
+
+
+def short_beside_long(rate: float, seconds: float, seed: int) -> Workload:
+    """Make short requests of 20 groups, and for 120 of them one prompt of 60,000 tokens."""
+    chance = Random(f"short beside long {seed}")
+    tokens = Tokens()
+    systems = [tokens.run(500) for _ in range(20)]
+    requests = []
+    for number, arrival in enumerate(poisson(rate, seconds, chance)):
+        if chance.random() < 1 / 121:
+            prompt: tuple[Run, ...] = (tokens.run(60_000),)
+        else:
+            prompt = (chance.choice(systems), tokens.run(chance.randint(50, 500)))
+        output = tokens.run(chance.randint(20, 150))
+        requests.append(PlannedRequest(number=number, arrival_seconds=arrival, prompt=prompt, output=output))
+    return Workload(
+        name="short-beside-long",
+        about=f"600-1,000 in, and 60,000 once in 121, {rate:g}/s",
+        requests=tuple(requests),
+    )
+
+
 GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -150,5 +243,9 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "long-prompts": long_prompts,
     "uniform-groups": uniform_groups,
     "burst": burst,
+    "bursts": bursts,
+    "shifting": shifting,
+    "pausing-agents": pausing_agents,
+    "short-beside-long": short_beside_long,
 }
 """Generators by name. Arguments: rate per second, seconds, seed."""
