@@ -230,7 +230,7 @@ class PrefixIndex(Protocol):
         """End a berth's lease now, so that the next purge may remove it. An unknown berth is left alone."""
         ...
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
+    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> Sequence[Holder]:
         """Return each live worker that holds the first block of the chain, with how many leading blocks it holds. At
         most `most` berths are read. Of more, any may be left out."""
         ...
