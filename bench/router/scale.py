@@ -27,7 +27,7 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.dispatch.placer import Placer
-from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from redis.asyncio import Redis
 
 from bench.router.placement import BLOCK_SIZE, LEASE_SECONDS, make_fleet, record_of
@@ -67,7 +67,7 @@ async def measure(workers: int, case: Case, seed: int) -> str:
             berth = await index.register(record_of(number), lease_seconds=LEASE_SECONDS)
             held = tuple(names[: case.depth(number, workers)])
             await index.apply(berth, Batch(sequence=1, added=held))
-        lookup = PrefixLookup(index)
+        lookup = PrefixLookup(index, config=PrefixLookupConfig(timeout_seconds=2.0))
         placer = Placer(fleet, lookup, policy="prefix", no_worker_seconds=5.0)
         in_flight: deque[Placed] = deque()
         for _ in range(CALLS):

@@ -12,25 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
-from blockyard.router.cluster.bookings import Bookings, Placed
+from blockyard.router.cluster.bookings import Bookings, Expectations, Placed
+from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
 from blockyard.router.cluster.gate import WorkerGate
+from blockyard.router.cluster.loads import LoadTable, cheapest
+from blockyard.router.placement.columns import costs_of, row_of, typical_of
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.rates import WorkerRates, typical
+from blockyard.router.placement.rates import WorkerRates, is_measured, typical
 from blockyard.router.placement.scoring import Candidate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedDepth:
-    """Number of leading blocks of a prompt that a worker has cached, according to the index."""
-
-    blocks: int = 0
-    """Leading blocks on its GPU."""
-    host_blocks: int = 0
-    """Further blocks that directly follow those and are in its host memory."""
 
 
 class Usual(NamedTuple):
@@ -38,6 +33,12 @@ class Usual(NamedTuple):
 
     prefill: float
     decode: float
+
+
+SHORTLIST = 16
+"""Workers that are scored for a request. In a larger cluster the table of loads says which."""
+MAX_EXPECTING = 32
+"""Most workers that are asked for their speculative prefix of a prompt, those with the least possible cost."""
 
 
 class LinkState(Enum):
@@ -56,9 +57,6 @@ class WorkerState(Enum):
     SUSPECT = auto()
     REFUSED = auto()
     LOST = auto()
-
-
-NOTHING_CACHED = CachedDepth()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -102,6 +100,16 @@ class ClusterView:
         self._clock = clock
         self._config = config or PlacementConfig()
         self._workers: dict[str, WorkerView] = {}
+        self._ready: list[WorkerView] | None = None
+        """The ready workers, until one of them changes its state. None: to be listed anew."""
+        self._incarnations: dict[WorkerId, Incarnation] = {}
+        self._ready_until = 0.0
+        """When the first of the ready workers becomes suspect, unless it is heard again."""
+        self._expectations = Expectations()
+        self._table: LoadTable | None = None
+        """Made for the first placement that has more than SHORTLIST workers."""
+        self._usual = Usual(0.0, 0.0)
+        """Typical rates at the last placement by the table."""
         self.promised_blocks = 0
         """Blocks that the index promised on the chosen workers, over all placements that reached their first output."""
         self.stale_blocks = 0
@@ -116,6 +124,9 @@ class ClusterView:
 
     def forget(self, address: str) -> None:
         self._workers.pop(address, None)
+        self._ready = None
+        if self._table is not None:
+            self._table.remove(address)
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
         """Record a worker that introduced itself with `hello` and may serve. Its bookings begin empty.
@@ -136,13 +147,15 @@ class ClusterView:
             rates=before.rates if before is not None and is_same else WorkerRates(),
         )
         worker.rates.report(hello.load, now)
+        self._state_changed(worker)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
         """Record a worker that must not be used. Return True unless it was refused for the same reason before."""
         before = self._workers.get(address)
-        self._workers[address] = WorkerView(
+        worker = self._workers[address] = WorkerView(
             address=address, link=LinkState.REFUSED, hello=hello, reason=reason, last_heard=self._clock()
         )
+        self._state_changed(worker)
         return before is None or before.link is not LinkState.REFUSED or before.reason != reason
 
     def disconnected(self, address: str, reason: str) -> None:
@@ -158,17 +171,21 @@ class ClusterView:
         worker.reason = reason
         worker.load = cluster_pb2.WorkerLoad()
         worker.booked = Bookings()
+        self._state_changed(worker)
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
         """Record a message of the worker, and its load report if it has one."""
-        worker = self._workers[address]
-        now = worker.last_heard = self._clock()
+        worker, now = self._workers[address], self._clock()
+        if not self._is_ready(worker, now):
+            self._ready = None
+        worker.last_heard = now
         if load is not None:
             worker.load = load
             worker.rates.report(load, now)
             worker.booked.reported()
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
+        self._changed(worker)
 
     def placed(
         self,
@@ -190,6 +207,10 @@ class ClusterView:
             promised_blocks=promised_blocks,
         )
         worker.booked.add(placed)
+        if names:
+            self._expectations.note(names[0], address)
+            self._expectations.sweep(self._expects)
+        self._changed(worker)
         return placed
 
     @contextmanager
@@ -200,10 +221,12 @@ class ClusterView:
             yield
             return
         worker.booked.remove(placed)
+        self._changed(worker)
         try:
             yield
         finally:
             worker.booked.add(placed)
+            self._changed(worker)
 
     def sent(self, placed: Placed) -> None:
         """Record that the request is now sent to its worker."""
@@ -211,6 +234,7 @@ class ClusterView:
         if worker is not None and placed in worker.booked:
             worker.booked.send(placed)
             worker.gate.took_one(self._clock())
+            self._changed(worker)
 
     def has_room(self, address: str) -> bool:
         """Return True if one more request should find a position in the worker's own queue."""
@@ -229,6 +253,7 @@ class ClusterView:
             return
         worker.booked.start(placed, stored_at=self._clock() + self._config.stored_grace_seconds)
         worker.gate.freed_one()
+        self._changed(worker)
         if cached_tokens is not None and worker.hello is not None:
             reused_blocks = cached_tokens // worker.hello.block_size
             self.reused_blocks += reused_blocks
@@ -238,8 +263,9 @@ class ClusterView:
     def draining(self, address: str, is_draining: bool = True) -> None:
         """Record whether the worker takes new requests. Running ones continue."""
         worker = self._workers.get(address)
-        if worker is not None:
+        if worker is not None and worker.is_draining is not is_draining:
             worker.is_draining = is_draining
+            self._state_changed(worker)
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """Record that a request has left its worker, for whatever reason. `busy`: the worker refused it, because its
@@ -248,6 +274,7 @@ class ClusterView:
         if worker is None or placed not in worker.booked:
             return
         worker.booked.remove(placed)
+        self._changed(worker)
         if busy:
             worker.gate.shut(self._clock())
         elif placed.sent and not placed.started:
@@ -281,7 +308,13 @@ class ClusterView:
 
     def ready(self) -> list[WorkerView]:
         now = self._clock()
-        return [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+        if self._ready is None or now >= self._ready_until:
+            self._ready = [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+            self._incarnations = {worker.worker_id: worker.incarnation for worker in self._ready}
+            self._ready_until = self._suspect_seconds + min(
+                (worker.last_heard or 0.0 for worker in self._ready), default=float("inf")
+            )
+        return self._ready
 
     def is_ready(self, address: str) -> bool:
         worker = self._workers.get(address)
@@ -328,7 +361,8 @@ class ClusterView:
 
     def incarnations(self) -> dict[WorkerId, Incarnation]:
         """Return the incarnation of each ready worker, by worker id. Placement ignores index entries of any other."""
-        return {worker.worker_id: worker.incarnation for worker in self.ready()}
+        self.ready()
+        return self._incarnations
 
     def candidates(
         self,
@@ -341,16 +375,110 @@ class ClusterView:
         `depths` holds what they have cached according to the index.
         """
         now, ready = self._clock(), self.ready()
-        usual = Usual(
-            prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
-            decode=typical(worker.rates.decode.tokens_per_second for worker in ready),
-        )
+        usual = self._usual_of(ready)
         return [
             self._candidate(
                 worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), usual, now
             )
             for worker in ready
         ]
+
+    def _usual_of(self, ready: Sequence[WorkerView]) -> Usual:
+        return Usual(
+            prefill=typical(worker.rates.prefill.tokens_per_second for worker in ready),
+            decode=typical(worker.rates.decode.tokens_per_second for worker in ready),
+        )
+
+    def shortlist(
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depths: Mapping[WorkerId, CachedDepth],
+        *,
+        key: bytes,
+        favourite: WorkerId | None = None,
+        most: int = SHORTLIST,
+    ) -> list[Candidate]:
+        """Return the ready workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
+
+        The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
+        """
+        if len(self._workers) <= most:
+            return self.candidates(names, prompt_tokens, depths)
+        now, table = self._clock(), self._load_table()
+        slots = table.heard_since(now - self._suspect_seconds)
+        if len(slots) <= most:
+            return self.candidates(names, prompt_tokens, depths)
+        self._usual = Usual(*(typical_of(rates) for rates in table.reported_rates(slots)))
+        columns = table.columns(slots)
+        rates = columns.prefill_tokens_per_second
+        typical_rate = typical_of(rates) or self._config.assumed_prefill_tokens_per_second
+        on_gpu, anywhere = (depth[slots] for depth in table.depths(depths))
+        price = partial(
+            costs_of, prompt_tokens, workers=columns, typical_rate=typical_rate, config=self._config
+        )
+        expecting = [slot for where in self._expecting(names) if (slot := table.slots.get(where)) is not None]
+        positions = np.flatnonzero(np.isin(slots, expecting))
+        if len(positions) > MAX_EXPECTING:
+            least = price(np.full(len(slots), float(len(names))), anywhere)
+            positions = positions[np.argsort(least[positions])[:MAX_EXPECTING]]
+        for position in positions.tolist():
+            booked = self._workers[table.addresses[slots[position]]].booked
+            on_gpu[position] = max(on_gpu[position], booked.prefixes.depth(names, now))
+        found = price(on_gpu, anywhere)
+        near = float(found.min())
+        near += max(self._config.near_equal_ms, self._config.near_equal_fraction * near)
+        chosen = set(slots[cheapest(found, table.ranks(key, slots), near=near, most=most)].tolist())
+        if favourite is not None:
+            chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
+        candidates = [
+            self._candidate(
+                worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), self._usual, now
+            )
+            for worker in (self._workers[table.addresses[slot]] for slot in sorted(chosen))
+        ]
+        # The median over a part of the workers would be another one.
+        return [
+            candidate
+            if is_measured(candidate.prefill_tokens_per_second)
+            else candidate._replace(prefill_tokens_per_second=typical_rate)
+            for candidate in candidates
+        ]
+
+    def _expects(self, name: bytes, address: str) -> bool:
+        worker = self._workers.get(address)
+        return worker is not None and worker.booked.prefixes.depth((name,), self._clock()) > 0
+
+    def _expecting(self, names: Sequence[bytes]) -> list[str]:
+        return self._expectations.workers(names[0]) if names else []
+
+    def _load_table(self) -> LoadTable:
+        if self._table is None:
+            self._table = LoadTable()
+            ready = self.ready()
+            self._usual = self._usual_of(ready)
+            for worker in ready:
+                self._changed(worker)
+        return self._table
+
+    def _state_changed(self, worker: WorkerView) -> None:
+        self._ready = None
+        self._changed(worker)
+
+    def _changed(self, worker: WorkerView) -> None:
+        """Write a worker's row in the table of loads."""
+        if self._table is None:
+            return
+        if worker.link is not LinkState.ACCEPTED or worker.is_draining or worker.last_heard is None:
+            self._table.close(worker.address)
+            return
+        self._table.put(
+            worker.address,
+            (worker.worker_id, worker.incarnation),
+            worker.last_heard,
+            (worker.rates.prefill.tokens_per_second, worker.rates.decode.tokens_per_second),
+            row_of(self._candidate(worker, (), 1, NOTHING_CACHED, self._usual, worker.last_heard)),
+        )
 
     def _has_room(self, worker: WorkerView, now: float) -> bool:
         booked, hello = worker.booked, worker.hello

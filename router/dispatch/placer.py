@@ -13,8 +13,9 @@ from math import inf
 
 from blockyard.router.admission.fair_queue import Ticket
 from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.depths import NOTHING_CACHED
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
-from blockyard.router.cluster.view import NOTHING_CACHED, usable_cached_tokens
+from blockyard.router.cluster.view import usable_cached_tokens
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
@@ -143,7 +144,7 @@ class Placer:
                 await self._some_worker(ticket)
                 found = await self._find(names)
                 continue
-            self._refuse_hopeless(placement, deadline - self._clock())
+            self._refuse_hopeless(placement, prompt, found, deadline - self._clock())
             placed = self._book(placement, prompt, found)
             try:
                 await self._room(placed, prompt, found, ticket)
@@ -242,7 +243,7 @@ class Placer:
         answered."""
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
-        return self._choose(prompt, found), found.result.available
+        return self._choose(prompt, found, scores_all=True), found.result.available
 
     async def look_up(self, names: Sequence[bytes]) -> LookupResult:
         if self.prefix_lookup is None:
@@ -255,22 +256,32 @@ class Placer:
     async def _find(self, names: Sequence[bytes]) -> _Found:
         return _Found(await self.look_up(names), self._clock())
 
-    def _choose(self, prompt: _Prompt, found: _Found) -> Placement | None:
+    def _choose(self, prompt: _Prompt, found: _Found, *, scores_all: bool = False) -> Placement | None:
+        """Choose a worker. Unless `scores_all`, policy `prefix` scores only the few that may be the best."""
         result, session_id = found.result, prompt.session_id
-        candidates = self._fleet.view.candidates(prompt.names, prompt.tokens, result.depth_by_worker)
+        session_worker = self._sessions.last_worker(session_id) if session_id else None
+        prefix_key = self._prefix_key(prompt.names)
+        seen = prompt.names, prompt.tokens, result.depth_by_worker
+        if scores_all or prompt.policy != "prefix" or not result.available:
+            candidates = self._fleet.view.candidates(*seen)
+        else:
+            key = session_id.encode() or prefix_key or self._rng.randbytes(8)
+            candidates = self._fleet.view.shortlist(*seen, key=key, favourite=session_worker)
         if not candidates:
             return None
         request = PlacementRequest(
             prompt_tokens=prompt.tokens,
-            prefix_key=self._prefix_key(prompt.names),
+            prefix_key=prefix_key,
             index_available=result.available,
             num_placements=self._num_placements,
             session_key=session_id.encode(),
-            session_worker=self._sessions.last_worker(session_id) if session_id else None,
+            session_worker=session_worker,
         )
         return place(request, candidates, prompt.policy, self._rng, self._config)
 
-    def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
+    def _refuse_hopeless(
+        self, placement: Placement, prompt: _Prompt, found: _Found, seconds_left: float
+    ) -> None:
         """Raise DeadlineUnreachable if no worker's first token is expected before `hopeless_factor` times the time
         left.
 
@@ -279,11 +290,12 @@ class Placer:
         worker = self._fleet.view.at(placement.chosen.address)
         if worker is None or worker.load.prefill_tokens_per_second <= 0:
             return
-        least_ms = min(
-            score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered
-        )
-        if least_ms / 1000 > seconds_left * self._config.hopeless_factor > 0:
-            raise DeadlineUnreachable("the first token is expected long after the deadline")
+        limit_ms = 1000 * seconds_left * self._config.hopeless_factor
+        if _least_ms(placement) > limit_ms > 0:
+            # The worker of the least time to the first token need not be on the shortlist.
+            among_all = self._choose(prompt, found, scores_all=True)
+            if among_all is None or _least_ms(among_all) > limit_ms:
+                raise DeadlineUnreachable("the first token is expected long after the deadline")
 
     def _book(self, placement: Placement, prompt: _Prompt, found: _Found) -> Placed:
         self._num_placements += 1
@@ -326,3 +338,8 @@ class Placer:
             self._ready_at = now
         if now >= max(arrival, self._ready_at) + self._no_worker_seconds:
             raise NoWorkers("no worker is ready", retry_after_seconds=RETRY_AFTER_SECONDS)
+
+
+def _least_ms(placement: Placement) -> float:
+    """Return the least expected time to the first token among the considered workers, without their decodes."""
+    return min(score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered)
