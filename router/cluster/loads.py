@@ -4,12 +4,12 @@ Owns the slots, and which few workers are worth scoring for a prompt. A row chan
 worker. Does not own the arithmetic (placement/columns.py) or the state from which rows follow (view.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 
 import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
-from blockyard.proto.index.holders import Roster
+from blockyard.proto.index.holders import Numbers, Roster
 from blockyard.router.cluster.depths import BerthDepths, BerthSlots, CachedDepth
 from blockyard.router.placement.columns import Column, Columns
 from numpy.typing import NDArray
@@ -71,15 +71,15 @@ class LoadTable:
             self._free.append(slot)
             self._by_worker = self._berths = None
 
-    def heard_since(self, time: float) -> NDArray[np.int64]:
+    def heard_since(self, time: float) -> Numbers:
         """Return the slots of workers that were heard after this time."""
         return np.flatnonzero(self._rows[_HEARD, : len(self)] > time)
 
-    def reported_rates(self, slots: NDArray[np.int64]) -> tuple[Column, Column]:
+    def reported_rates(self, slots: Numbers) -> tuple[Column, Column]:
         """Return the prefill and decode rates of these slots, as their workers reported them."""
         return self._rows[_PREFILL, slots], self._rows[_DECODE, slots]
 
-    def columns(self, slots: NDArray[np.int64]) -> Columns:
+    def columns(self, slots: Numbers) -> Columns:
         return Columns(*self._rows[_FIRST:, slots])
 
     def depths(self, depths: Mapping[WorkerId, CachedDepth]) -> tuple[Column, Column]:
@@ -95,7 +95,7 @@ class LoadTable:
     def of_worker(self, worker_id: WorkerId) -> list[int]:
         return self._slots_by_worker().get(worker_id, [])
 
-    def ranks(self, key: bytes, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def ranks(self, key: bytes, slots: Numbers) -> NDArray[np.uint64]:
         """Return the place of each worker in the order that this key has on every router."""
         salt = np.uint64(int.from_bytes(blake2b(key, digest_size=8).digest()))
         mixed = (self._hashes[slots] ^ salt) * np.uint64(0x9E3779B97F4A7C15)
@@ -129,13 +129,15 @@ class LoadTable:
         return self._berths[1]
 
 
-def cheapest(costs: Column, ranks: NDArray[np.uint64], *, near: float, most: int) -> NDArray[np.int64]:
+def cheapest(
+    costs: Column, ranks: Callable[[Numbers], NDArray[np.uint64]], *, near: float, most: int
+) -> Numbers:
     """Return the positions of the `most` least costs. Of more within `near`, return the least and those of the lowest
-    ranks."""
+    `ranks`, which maps positions to ranks."""
     if len(costs) <= most:
         return np.arange(len(costs))
     ties = np.flatnonzero(costs <= near)
     if len(ties) <= most:
         return np.argpartition(costs, most - 1)[:most]
-    drawn = ties[np.argpartition(ranks[ties], most - 2)[: most - 1]]
+    drawn = ties[np.argpartition(ranks(ties), most - 2)[: most - 1]]
     return np.union1d(drawn, [np.argmin(costs)])

@@ -428,7 +428,8 @@ class ClusterView:
         found = price(on_gpu, anywhere)
         near = float(found.min())
         near += max(self._config.near_equal_ms, self._config.near_equal_fraction * near)
-        chosen = set(slots[cheapest(found, table.ranks(key, slots), near=near, most=most)].tolist())
+        drawn = cheapest(found, lambda ties: table.ranks(key, slots[ties]), near=near, most=most)
+        chosen = set(slots[drawn].tolist())
         if favourite is not None:
             chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
         candidates = [
