@@ -35,8 +35,8 @@ class Usual(NamedTuple):
     decode: float
 
 
-SHORTLIST = 16
-"""Workers that are scored for a request. In a larger cluster the table of loads says which."""
+SHORTLIST = 8
+"""Workers that are scored for a request. The table of loads says which, if there are more than twice as many."""
 MAX_EXPECTING = 32
 """Most workers that are asked for their speculative prefix of a prompt, those with the least possible cost."""
 
@@ -107,7 +107,7 @@ class ClusterView:
         """When the first of the ready workers becomes suspect, unless it is heard again."""
         self._expectations = Expectations()
         self._table: LoadTable | None = None
-        """Made for the first placement that has more than SHORTLIST workers."""
+        """Made for the first placement that needs a shortlist."""
         self._usual = Usual(0.0, 0.0)
         """Typical rates at the last placement by the table."""
         self.promised_blocks = 0
@@ -403,7 +403,7 @@ class ClusterView:
 
         The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
         """
-        if len(self._workers) <= most:
+        if len(self._workers) <= 2 * most:
             return self.candidates(names, prompt_tokens, depths)
         now, table = self._clock(), self._load_table()
         slots = table.heard_since(now - self._suspect_seconds)
@@ -417,8 +417,9 @@ class ClusterView:
         price = partial(
             costs_of, prompt_tokens, workers=columns, typical_rate=typical_rate, config=self._config
         )
-        expecting = [slot for where in self._expecting(names) if (slot := table.slots.get(where)) is not None]
-        positions = np.flatnonzero(np.isin(slots, expecting))
+        expects = np.zeros(len(table), np.bool_)
+        expects[[table.slots[where] for where in self._expecting(names) if where in table.slots]] = True
+        positions = np.flatnonzero(expects[slots])
         if len(positions) > MAX_EXPECTING:
             least = price(np.full(len(slots), float(len(names))), anywhere)
             positions = positions[np.argsort(least[positions])[:MAX_EXPECTING]]
