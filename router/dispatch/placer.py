@@ -163,18 +163,18 @@ class Placer:
         """Record a request's first output, which frees its position in the worker's queue, and wake waiting
         requests."""
         self._fleet.view.started(placed, cached_tokens=cached_tokens)
-        self._notify()
+        self._notify(placed.address)
 
     def draining(self, address: str) -> None:
         """Record that a worker takes no new requests, and wake those that wait for it."""
         self._fleet.view.draining(address)
-        self._notify()
+        self._notify(address)
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """Record that a request has left its worker, and wake waiting requests. `busy`: the worker refused it, because
         its queue was full."""
         self._fleet.view.ended(placed, busy=busy)
-        self._notify()
+        self._notify(placed.address)
 
     async def _some_worker(self, ticket: Ticket) -> None:
         """Wait until a worker is ready. Raises NoWorkers or Overloaded."""
@@ -229,12 +229,14 @@ class Placer:
     def _new_line(self) -> WaitingLine:
         return WaitingLine(max_wait_seconds=self._max_queue_seconds, tenant_weights=self._tenant_weights)
 
-    def _notify(self) -> None:
-        """Wake the head of the general line, and of each worker's line that may go on."""
+    def _notify(self, address: str) -> None:
+        """Wake the head of the general line, and that of this worker's line if it may go on."""
         self._line.notify()
-        for address, line in self._lines.items():
-            if self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address):
-                line.notify()
+        line = self._lines.get(address)
+        if line is not None and (
+            self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address)
+        ):
+            line.notify()
 
     async def explain(
         self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""

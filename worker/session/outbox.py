@@ -81,6 +81,7 @@ class Outbox:
         self._failed: dict[int, RejectReason] = {}
         self._rejected: list[Rejected] = []
         self._pong: Pong | None = None
+        self._pong_load: EngineLoad | None = None
         self._is_draining: bool | None = None
         self.reported: EngineLoad | None = None
         """The load in the last message that had one."""
@@ -115,6 +116,7 @@ class Outbox:
         is_draining: bool = False,
     ) -> None:
         """Answer the newest ping. It says all that answers to older pings would."""
+        self._pong_load = load
         self._pong = Pong(
             nonce=nonce,
             load=load_message(load),
@@ -131,6 +133,7 @@ class Outbox:
         messages += [ToRouter(rejected=rejected) for rejected in self._rejected]
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
+            self.reported = self._pong_load
         if self._rows or self._failed or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]

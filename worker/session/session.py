@@ -42,7 +42,7 @@ from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
-from blockyard.worker.session.router_streams import Link, Route
+from blockyard.worker.session.router_streams import Link, Route, report_seconds
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import DecodeError
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_REPORT_SECONDS = 0.05
 IDLE_CHECK_SECONDS = 0.5
 """A request that is cancelled before any step has it ends without a step, so idleness is checked now and then."""
 
@@ -227,11 +226,14 @@ class SessionService:
             await link.compiling.aclose()
 
     async def _wait_for_news(self, link: Link) -> None:
-        """Wait until something is to be sent, the load has changed, or the router is gone."""
-        while not link.has_news.is_set() and self._load == link.outbox.reported:
+        """Wait until something is to be sent, the load has changed and is due, or the router is gone."""
+        while not link.has_news.is_set():
+            seconds = report_seconds(len(self._links), link.asked_report_seconds)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOAD_REPORT_SECONDS):
+                async with asyncio.timeout(seconds):
                     await link.has_news.wait()
+            if self._load != link.outbox.reported:
+                return
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
         async for data in requests:
@@ -247,6 +249,7 @@ class SessionService:
                 case "cancel":
                     self._take_cancel(link, message.cancel)
                 case "ping":
+                    link.asked_report_seconds = message.ping.report_seconds
                     link.outbox.answer_ping(
                         message.ping.nonce,
                         self._load,
