@@ -26,15 +26,17 @@ Numbers = NDArray[np.int64]
 class Roster:
     """The incarnation that stands under each berth. It stays the same from one registration to the next."""
 
-    def __init__(self, token: bytes = b"", on_gpu: dict[int, Owner] | None = None) -> None:
+    def __init__(self, token: bytes = b"") -> None:
         self.token = token
         """Empty: the roster holds for one reply alone."""
-        self.on_gpu: dict[int, Owner] = on_gpu or {}
+        self.on_gpu: dict[int, Owner] = {}
         """Owners of first numbers."""
         self.anywhere: dict[int, Owner] = {}
         """Owners of second numbers."""
         self.berths: dict[Owner, list[int]] = {}
         """All numbers of an incarnation. It may have earlier ones that are not purged yet."""
+        self.size = 1
+        """One more than the highest number."""
 
     @classmethod
     def parse(
@@ -53,6 +55,7 @@ class Roster:
                 tier = roster.anywhere if text.endswith(ANYWHERE_SUFFIX) else roster.on_gpu
                 tier[berth] = owner
                 roster.berths.setdefault(owner, []).append(berth)
+                roster.size = max(roster.size, berth + 1)
         return roster
 
 
@@ -71,14 +74,15 @@ class Holders(Sequence[Holder]):
         """Return the holders in the first four fields of a reply. Raises ValueError for what our scripts never
         write."""
         blocks, lengths, packed, dead = reply[0], reply[1], reply[2], reply[3]
-        depths, begin = np.zeros(MAX_BERTHS + 1, np.int64), 0
+        depths, begin = np.zeros(roster.size, np.int64), 0
         values = np.frombuffer(packed[: len(packed) // 2 * 2], "<u2")
         for block, length in zip(_numbers(blocks), _numbers(lengths), strict=True):
             if not 0 < block <= most_blocks or not 0 <= length <= len(packed) - begin:
                 raise ValueError(block)
-            depths[values[begin // 2 : (begin + length) // 2]] = block
+            berths = values[begin // 2 : (begin + length) // 2]
+            depths[berths[berths < roster.size]] = block
             begin += length // 2 * 2
-        depths[[0, *(berth for berth in _numbers(dead) if berth <= MAX_BERTHS)]] = 0
+        depths[[0, *(berth for berth in _numbers(dead) if berth < roster.size)]] = 0
         return cls(roster, depths, most)
 
     def depth_of(self, owner: Owner) -> tuple[int, int]:

@@ -80,7 +80,8 @@ class LoadTable:
         return self._rows[_PREFILL, slots], self._rows[_DECODE, slots]
 
     def columns(self, slots: Numbers) -> Columns:
-        return Columns(*self._rows[_FIRST:, slots])
+        rows = self._rows[_FIRST:, : len(self)]
+        return Columns(*(rows if len(slots) == len(self) else rows[:, slots]))
 
     def depths(self, depths: Mapping[WorkerId, CachedDepth]) -> tuple[Column, Column]:
         """Return the blocks that the index knows on the GPU and anywhere, by slot."""

@@ -22,7 +22,7 @@ from blockyard.router.cluster.bookings import Bookings, Expectations, Placed
 from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
 from blockyard.router.cluster.gate import WorkerGate
 from blockyard.router.cluster.loads import LoadTable, cheapest
-from blockyard.router.placement.columns import costs_of, row_of, typical_of
+from blockyard.router.placement.columns import are_measured, costs_of, row_of, typical_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.rates import WorkerRates, is_measured, typical
 from blockyard.router.placement.scoring import Candidate
@@ -412,7 +412,9 @@ class ClusterView:
         self._usual = Usual(*(typical_of(rates) for rates in table.reported_rates(slots)))
         columns = table.columns(slots)
         rates = columns.prefill_tokens_per_second
-        typical_rate = typical_of(rates) or self._config.assumed_prefill_tokens_per_second
+        typical_rate = 0.0
+        if not are_measured(rates).all():
+            typical_rate = typical_of(rates) or self._config.assumed_prefill_tokens_per_second
         on_gpu, anywhere = (depth[slots] for depth in table.depths(depths))
         price = partial(
             costs_of, prompt_tokens, workers=columns, typical_rate=typical_rate, config=self._config
