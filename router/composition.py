@@ -77,7 +77,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         tenant_weights=config.tenant_weights,
     )
     grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
-    fleet.on_change(grammar_quota.hand_out)
+    fleet.on_change(lambda address: grammar_quota.hand_out())
     parts = RouterParts(
         facts=facts,
         cluster_secret=config.cluster_secret,

@@ -77,7 +77,7 @@ class PlacementBench:
         """Publish each group's prefix on HOLDERS workers."""
         prefixes = [chain(self._root, tokens, BLOCK_SIZE) for tokens in self._groups]
         for number in range(NUM_WORKERS):
-            berth = await index.register(_record(number), lease_seconds=LEASE_SECONDS)
+            berth = await index.register(record_of(number), lease_seconds=LEASE_SECONDS)
             mine = [names for group, names in enumerate(prefixes) if _holds(number, group)]
             for sequence, names in enumerate(mine, start=1):
                 await index.apply(berth, Batch(sequence=sequence, added=tuple(names)))
@@ -119,7 +119,7 @@ def _holds(worker: int, group: int) -> bool:
     return (worker - group * HOLDERS) % NUM_WORKERS < HOLDERS
 
 
-def _record(number: int) -> WorkerRecord:
+def record_of(number: int) -> WorkerRecord:
     return WorkerRecord(
         worker_id=WorkerId(f"w{number}"),
         incarnation=Incarnation(f"w{number}-life-1"),
@@ -129,13 +129,13 @@ def _record(number: int) -> WorkerRecord:
     )
 
 
-def _fleet() -> Fleet:
+def make_fleet(num_workers: int = NUM_WORKERS) -> Fleet:
     fleet = Fleet(
         tokenizer_fingerprint="t",
         suspect_seconds=SILENCE_SECONDS,
         lost_seconds=2 * SILENCE_SECONDS,
     )
-    for number in range(NUM_WORKERS):
+    for number in range(num_workers):
         address = str(number)
         fleet.links[address] = EngineLink(address, fleet, lost_seconds=SILENCE_SECONDS)
         refusal = fleet.accept(address, _hello(number))
@@ -166,7 +166,7 @@ async def placement_bench(seed: int) -> AsyncIterator[PlacementBench]:
         try:
             async with connect(redis.url, timeout_seconds=5.0) as client:
                 index = RedisPrefixIndex(client, "bench")
-                fleet = _fleet()
+                fleet = make_fleet()
                 placer = Placer(fleet, PrefixLookup(index), policy="prefix", no_worker_seconds=5.0)
                 bench = PlacementBench(fleet, placer, seed)
                 await bench.fill(index)

@@ -241,7 +241,7 @@ class PrefixIndex(Protocol):
 
     async def lookup(
         self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
-    ) -> list[Holder]:
+    ) -> Sequence[Holder]:
         """Return each live worker that holds the first block of the chain, with how many leading blocks it holds. At
         most `most` berths are read. Of more, any may be left out.
 

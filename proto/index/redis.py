@@ -22,7 +22,6 @@ from blockyard.proto.index.contract import (
     ApplyResult,
     Batch,
     Berth,
-    Depths,
     DirectoryPage,
     ErrorKind,
     Holder,
@@ -34,8 +33,8 @@ from blockyard.proto.index.contract import (
     SpotCheck,
     WorkerId,
     WorkerRecord,
-    merge_tiers,
 )
+from blockyard.proto.index.holders import Holders, Roster
 from blockyard.proto.index.redis_parser import BoundedParser
 from blockyard.proto.index.redis_sentinel import is_sentinel_url, sentinel_client
 from redis import exceptions
@@ -110,6 +109,8 @@ class RedisPrefixIndex:
         self._prefix = index_schema.key_prefix(cluster)
         self._max_berths = max_berths
         self._is_reader = is_reader
+        self._roster = Roster()
+        """The last roster that a look-up brought."""
 
     async def register(
         self, record: WorkerRecord, *, lease_seconds: float, has_host_cache: bool = False
@@ -185,14 +186,26 @@ class RedisPrefixIndex:
 
     async def lookup(
         self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
-    ) -> list[Holder]:
+    ) -> Sequence[Holder]:
         if not names:
             return []
-        packed = index_schema.pack_names(names)
-        bounds = index_schema.MAX_BUCKET_ENTRIES, most, MAX_IDENTITY_BYTES
-        reply = await self._call(index_scripts.LOOKUP, packed, *bounds, int(expects_workers), nothing=())
+        bounds = (most, MAX_IDENTITY_BYTES, index_schema.MAX_BISECTED_BLOCKS, index_schema.MAX_BISECTED_BYTES)
+        reply = await self._call(
+            index_scripts.LOOKUP,
+            index_schema.pack_names(names),
+            self._roster.token,
+            *bounds,
+            int(expects_workers),
+            nothing=(b"", b"", b"", b"", self._roster.token),
+        )
         with _checked_reply():
-            return _parse_holders(_at_most(2 * most, reply), most_blocks=len(names))
+            token, *news = reply[4:]
+            if news:
+                self._roster = Roster.parse(token, *news, most_bytes=MAX_IDENTITY_BYTES)
+            elif token != self._roster.token:
+                # Nothing holds the chain: the script did not send the roster.
+                return []
+            return Holders.parse(reply, self._roster, most=most, most_blocks=len(names))
 
     async def directory(self) -> list[WorkerRecord]:
         records: list[WorkerRecord] = []
@@ -372,24 +385,6 @@ def _check_arguments(check: SpotCheck) -> list[str | bytes]:
         check.record.address,
         *map(index_schema.pack_names, names),
     ]
-
-
-def _parse_holders(reply: Sequence[object], *, most_blocks: int) -> list[Holder]:
-    """Return the holders in a look-up's reply. Entries that our scripts cannot have written are dropped, such as depths
-    above `most_blocks`."""
-    on_gpu: Depths = {}
-    anywhere: Depths = {}
-    for identity, depth in zip(reply[::2], reply[1::2], strict=True):
-        if not isinstance(identity, bytes) or len(identity) > MAX_IDENTITY_BYTES:
-            continue
-        if not isinstance(depth, int) or not 0 < depth <= most_blocks:
-            continue
-        text = identity.decode(errors="replace")
-        depths = anywhere if text.endswith(index_schema.ANYWHERE_SUFFIX) else on_gpu
-        parts = text.removesuffix(index_schema.ANYWHERE_SUFFIX).split("\0", 2)
-        if len(parts) == 2:
-            depths[WorkerId(parts[0]), Incarnation(parts[1])] = depth
-    return merge_tiers(on_gpu, anywhere)
 
 
 def _parse_record(fields: Sequence[bytes | None]) -> WorkerRecord | None:

@@ -12,17 +12,18 @@ Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
 | free       | SET  | berth numbers that may be used again
 | condemned  | SET  | berths that the running purge removes
 | claim      | HASH | holder, until (ms of Redis's clock): the running `up`, so that only one has this name
-| state      | HASH | next (highest number given), beat (last renewal), beat_lease, since (service), cursor (purge)
+| state      | HASH | next (highest number given), beat (last renewal), beat_lease, since (service), cursor (purge),
+|            |      | roster (changes with each registration: a reader that knows it need not read `names` again)
 
 Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, which are small enough to
 stay listpacks. Bytes 1..7 are the field, so bucket and field hold all 64 bits. A collision costs one wrong hint. A
-value is sorted u16, little-endian. Equal sets are equal strings, so a look-up parses each distinct value once.
+value is sorted u16, little-endian. Equal sets are equal strings, so a look-up counts each distinct value once.
 
 A look-up bisects. Two facts make that legal:
 
 - The cache of each live worker is prefix-closed. So the live sets along a chain are nested, and equal size means equal
   set.
-- Each value is first filtered by the berths with a running lease. So holes that dead workers leave cannot be seen.
+- Dead berths, which `leases` lists first, are not counted. So holes that dead workers leave cannot be seen.
 
 For the same reason the purge may go bucket by bucket, in no order of the chains: it removes only what no look-up
 counts. It needs no journal of what a berth once added. A dead worker costs the same few bytes until the purge passes.
@@ -48,6 +49,12 @@ MAX_BUCKET_VALUE_BYTES = 512
 
 PURGE_SLICE_ENTRIES = 2048
 """A purge slice ends after so many names, however few buckets that was: about 1 ms of Redis."""
+
+MAX_BISECTED_BLOCKS = 96
+"""Most blocks that one look-up reads between those of its gallop. With more ends of berths than that in one chain,
+depths inside the narrowest gaps are rounded down."""
+MAX_BISECTED_BYTES = 24 << 10
+"""Most bytes of the values that those reads find, for a chain that thousands hold."""
 
 INFO_SLICE_BUCKETS = 256
 INFO_SAMPLE_EVERY = 16

@@ -197,10 +197,12 @@ class Cancel(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ("nonce",)
+    __slots__ = ("nonce", "report_seconds")
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     nonce: int
-    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+    report_seconds: float
+    def __init__(self, nonce: _Optional[int] = ..., report_seconds: _Optional[float] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("nonce", "load", "index", "stalled_seconds", "is_draining")

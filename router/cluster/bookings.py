@@ -8,7 +8,7 @@ placement reads the sums of every worker. Does not own the load that the worker 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blockyard.proto.step_costs import pairs_of
@@ -61,6 +61,37 @@ class Sums:
         self.unstarted += sign
         self.unstarted_tokens += sign * placed.uncached_tokens
         self.unstarted_pairs += sign * placed.pairs
+
+
+class Expectations:
+    """Workers that expect a prefix, by its first name. A placement asks only them for their speculative prefixes."""
+
+    def __init__(self) -> None:
+        self._workers: dict[bytes, dict[str, None]] = {}
+        self._noted: deque[tuple[bytes, str]] = deque()
+        """All entries, each once, in the order of their last check."""
+
+    def note(self, name: bytes, address: str) -> None:
+        workers = self._workers.setdefault(name, {})
+        if address not in workers:
+            workers[address] = None
+            self._noted.append((name, address))
+
+    def workers(self, name: bytes) -> list[str]:
+        """Return the addresses of workers that may expect a prefix which begins with this name."""
+        return list(self._workers.get(name, ()))
+
+    def sweep(self, expects: Callable[[bytes, str], bool]) -> None:
+        """Check the two entries that were checked longest ago, and drop those that have passed. Called for each
+        placement, it keeps few of those."""
+        for _ in range(min(2, len(self._noted))):
+            name, address = self._noted.popleft()
+            if expects(name, address):
+                self._noted.append((name, address))
+                continue
+            del self._workers[name][address]
+            if not self._workers[name]:
+                del self._workers[name]
 
 
 class Bookings:

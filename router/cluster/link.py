@@ -91,6 +91,11 @@ class LinkEvents:
     def disconnected(self, address: str, reason: str) -> None:
         raise NotImplementedError
 
+    @property
+    def report_seconds(self) -> float:
+        """Time between reports of load alone to ask workers for. 0: as often as they like."""
+        return 0.0
+
 
 class EngineLink:
     """Link to one worker. `run` keeps it up until it is cancelled. The other methods may be called at any time."""
@@ -300,7 +305,8 @@ class EngineLink:
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
             self._nonce += 1
-            outgoing.put_nowait(session_pb2.ToWorker(ping=session_pb2.Ping(nonce=self._nonce)))
+            ping = session_pb2.Ping(nonce=self._nonce, report_seconds=self._events.report_seconds)
+            outgoing.put_nowait(session_pb2.ToWorker(ping=ping))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
 
     async def _watch(self) -> None:

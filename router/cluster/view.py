@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
+from types import MappingProxyType
 
+import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.arrivals import Arrivals
-from blockyard.router.cluster.bookings import Bookings, Placed
+from blockyard.router.cluster.bookings import Bookings, Expectations, Placed
+from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
 from blockyard.router.cluster.gate import WorkerGate
+from blockyard.router.cluster.loads import LoadTable, cheapest
+from blockyard.router.placement.columns import costs_of, row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedDepth:
-    """Number of leading blocks of a prompt that a worker has cached, according to the index."""
-
-    blocks: int = 0
-    """Leading blocks on its GPU."""
-    host_blocks: int = 0
-    """Further blocks that directly follow those and are in its host memory."""
+SHORTLIST = 8
+"""Workers that are scored for a request. The table of loads says which, if there are more than twice as many."""
+MAX_EXPECTING = 32
+"""Most workers that are asked for their speculative prefix of a prompt, those with the least possible cost."""
 
 
 class LinkState(Enum):
@@ -49,9 +50,6 @@ class WorkerState(Enum):
     SUSPECT = auto()
     REFUSED = auto()
     LOST = auto()
-
-
-NOTHING_CACHED = CachedDepth()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -97,6 +95,14 @@ class ClusterView:
         self._workers: dict[str, WorkerView] = {}
         self._arrivals = Arrivals[WorkerView](clock)
         self.speeds = ClusterSpeeds(half_life_seconds=self._config.rate_half_life_seconds)
+        self._ready: list[WorkerView] | None = None
+        """The ready workers, until one of them changes its state. None: to be listed anew."""
+        self._incarnations: dict[WorkerId, Incarnation] = {}
+        self._ready_until = 0.0
+        """When the first of the ready workers becomes suspect, unless it is heard again."""
+        self._expectations = Expectations()
+        self._table: LoadTable | None = None
+        """Made for the first placement that needs a shortlist."""
         self.promised_blocks = 0
         """Blocks that the index promised on the chosen workers, over all placements that reached their first output."""
         self.stale_blocks = 0
@@ -111,6 +117,9 @@ class ClusterView:
 
     def forget(self, address: str) -> None:
         self._workers.pop(address, None)
+        self._ready = None
+        if self._table is not None:
+            self._table.remove(address)
 
     def accepted(self, address: str, hello: session_pb2.Hello) -> None:
         """Record a worker that introduced itself with `hello` and may serve. Its bookings begin empty.
@@ -131,13 +140,15 @@ class ClusterView:
             speed=before.speed if before is not None and is_same else WorkerSpeed(),
         )
         self.speeds.report(worker.speed, hello.load, now)
+        self._state_changed(worker)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
         """Record a worker that must not be used. Return True unless it was refused for the same reason before."""
         before = self._workers.get(address)
-        self._workers[address] = WorkerView(
+        worker = self._workers[address] = WorkerView(
             address=address, link=LinkState.REFUSED, hello=hello, reason=reason, last_heard=self._clock()
         )
+        self._state_changed(worker)
         return before is None or before.link is not LinkState.REFUSED or before.reason != reason
 
     def disconnected(self, address: str, reason: str) -> None:
@@ -153,17 +164,21 @@ class ClusterView:
         worker.reason = reason
         worker.load = cluster_pb2.WorkerLoad()
         worker.booked = Bookings()
+        self._state_changed(worker)
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
         """Record a message of the worker, and its load report if it has one."""
-        worker = self._workers[address]
-        now = worker.last_heard = self._clock()
+        worker, now = self._workers[address], self._clock()
+        if not self._is_ready(worker, now):
+            self._ready = None
+        worker.last_heard = now
         if load is not None:
             worker.load = load
             self.speeds.report(worker.speed, load, now)
             worker.booked.reported()
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
+        self._changed(worker)
 
     def placed(
         self,
@@ -185,6 +200,10 @@ class ClusterView:
             promised_blocks=promised_blocks,
         )
         worker.booked.add(placed)
+        if names:
+            self._expectations.note(names[0], address)
+            self._expectations.sweep(self._expects)
+        self._changed(worker)
         return placed
 
     @contextmanager
@@ -195,10 +214,12 @@ class ClusterView:
             yield
             return
         worker.booked.remove(placed)
+        self._changed(worker)
         try:
             yield
         finally:
             worker.booked.add(placed)
+            self._changed(worker)
 
     def sent(self, placed: Placed) -> None:
         """Record that the request is now sent to its worker."""
@@ -206,6 +227,7 @@ class ClusterView:
         if worker is not None and placed in worker.booked:
             worker.booked.send(placed)
             worker.gate.took_one(self._clock())
+            self._changed(worker)
 
     def has_room(self, address: str) -> bool:
         """Return True if one more request should find a position in the worker's own queue."""
@@ -224,6 +246,7 @@ class ClusterView:
             return
         worker.booked.start(placed, stored_at=self._clock() + self._config.stored_grace_seconds)
         worker.gate.freed_one()
+        self._changed(worker)
         if cached_tokens is not None and worker.hello is not None:
             reused_blocks = cached_tokens // worker.hello.block_size
             self.reused_blocks += reused_blocks
@@ -239,8 +262,9 @@ class ClusterView:
     def draining(self, address: str, is_draining: bool = True) -> None:
         """Record whether the worker takes new requests. Running ones continue."""
         worker = self._workers.get(address)
-        if worker is not None:
+        if worker is not None and worker.is_draining is not is_draining:
             worker.is_draining = is_draining
+            self._state_changed(worker)
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """Record that a request has left its worker, for whatever reason. `busy`: the worker refused it, because its
@@ -249,6 +273,7 @@ class ClusterView:
         if worker is None or placed not in worker.booked:
             return
         worker.booked.remove(placed)
+        self._changed(worker)
         if busy:
             worker.gate.shut(self._clock())
         elif placed.sent and not placed.started:
@@ -282,7 +307,13 @@ class ClusterView:
 
     def ready(self) -> list[WorkerView]:
         now = self._clock()
-        return [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+        if self._ready is None or now >= self._ready_until:
+            self._ready = [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+            self._incarnations = {worker.worker_id: worker.incarnation for worker in self._ready}
+            self._ready_until = self._suspect_seconds + min(
+                (worker.last_heard or 0.0 for worker in self._ready), default=float("inf")
+            )
+        return self._ready
 
     def is_ready(self, address: str) -> bool:
         worker = self._workers.get(address)
@@ -329,36 +360,145 @@ class ClusterView:
 
     def incarnations(self) -> dict[WorkerId, Incarnation]:
         """Return the incarnation of each ready worker, by worker id. Placement ignores index entries of any other."""
-        return {worker.worker_id: worker.incarnation for worker in self.ready()}
+        self.ready()
+        return self._incarnations
 
-    def with_arrivals(
-        self, names: Sequence[bytes], depths: Mapping[WorkerId, CachedDepth], block_size: int
-    ) -> dict[WorkerId, CachedDepth]:
-        """Return the depths that the index gives, raised to those of prompts that have just reached a worker."""
-        raised = dict(depths)
-        for worker, blocks in self._arrivals.depths(names, block_size).items():
-            known = depths.get(worker.worker_id, NOTHING_CACHED)
-            if blocks > known.blocks and self._workers.get(worker.address) is worker:
-                host_blocks = max(known.blocks + known.host_blocks - blocks, 0)
-                raised[worker.worker_id] = CachedDepth(blocks=blocks, host_blocks=host_blocks)
-        return raised
+    def arrived_depths(self, names: Sequence[bytes], block_size: int) -> dict[str, int]:
+        """Return the number of leading blocks of prompts like this that have just reached a worker, by address."""
+        return {
+            worker.address: blocks
+            for worker, blocks in self._arrivals.depths(names, block_size).items()
+            if self._workers.get(worker.address) is worker
+        }
 
     def candidates(
         self,
         names: Sequence[bytes],
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
+        arrived: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Candidate]:
         """Return the ready workers, with their load and what they have cached of a prompt with these block names.
 
-        `depths` holds what they have cached according to the index.
+        `depths` holds what they have cached according to the index, `arrived` the result of `arrived_depths`.
         """
-        now, ready = self._clock(), self.ready()
-        self.speeds.refresh([worker.speed for worker in ready], now)
+        now = self._clock()
+        self._compare_speeds(now)
         return [
-            self._candidate(worker, names, prompt_tokens, depths.get(worker.worker_id, NOTHING_CACHED), now)
-            for worker in ready
+            self._candidate(
+                worker,
+                names,
+                prompt_tokens,
+                depths.get(worker.worker_id, NOTHING_CACHED),
+                now,
+                arrived.get(worker.address, 0),
+            )
+            for worker in self.ready()
         ]
+
+    def _compare_speeds(self, now: float) -> None:
+        """Compare the workers' speeds again where that is due."""
+        if not self.speeds.is_due(now):
+            return
+        ready = self.ready()
+        self.speeds.refresh([worker.speed for worker in ready], now)
+        if self._table is not None:
+            for worker in ready:
+                self._table.set_slowness(worker.address, worker.speed.slowness)
+
+    def shortlist(
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depths: Mapping[WorkerId, CachedDepth],
+        arrived: Mapping[str, int] = MappingProxyType({}),
+        *,
+        key: bytes,
+        favourite: WorkerId | None = None,
+        most: int = SHORTLIST,
+    ) -> list[Candidate]:
+        """Return the ready workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
+
+        The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
+        """
+        if len(self._workers) <= 2 * most:
+            return self.candidates(names, prompt_tokens, depths, arrived)
+        now, table = self._clock(), self._load_table()
+        self._compare_speeds(now)
+        slots = table.heard_since(now - self._suspect_seconds)
+        if len(slots) <= most:
+            return self.candidates(names, prompt_tokens, depths, arrived)
+        on_gpu, anywhere = (depth[slots] for depth in table.depths(depths))
+        for address, blocks in arrived.items():
+            if (slot := table.slots.get(address)) is not None:
+                reached = slots == slot
+                on_gpu[reached] = np.maximum(on_gpu[reached], blocks)
+        price = partial(
+            costs_of,
+            prompt_tokens,
+            workers=table.columns(slots),
+            costs=self.speeds.costs,
+            config=self._config,
+        )
+        expects = np.zeros(len(table), np.bool_)
+        expects[[table.slots[where] for where in self._expecting(names) if where in table.slots]] = True
+        positions = np.flatnonzero(expects[slots])
+        if len(positions) > MAX_EXPECTING:
+            least = price(np.full(len(slots), float(len(names))), anywhere)
+            positions = positions[np.argsort(least[positions])[:MAX_EXPECTING]]
+        for position in positions.tolist():
+            booked = self._workers[table.addresses[slots[position]]].booked
+            on_gpu[position] = max(on_gpu[position], booked.prefixes.depth(names, now))
+        found = price(on_gpu, anywhere)
+        near = float(found.min())
+        near += max(self._config.near_equal_ms, self._config.near_equal_fraction * near)
+        drawn = cheapest(found, lambda ties: table.ranks(key, slots[ties]), near=near, most=most)
+        chosen = set(slots[drawn].tolist())
+        if favourite is not None:
+            chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
+        return [
+            self._candidate(
+                worker,
+                names,
+                prompt_tokens,
+                depths.get(worker.worker_id, NOTHING_CACHED),
+                now,
+                arrived.get(worker.address, 0),
+            )
+            for worker in (self._workers[table.addresses[slot]] for slot in sorted(chosen))
+        ]
+
+    def _expects(self, name: bytes, address: str) -> bool:
+        worker = self._workers.get(address)
+        return worker is not None and worker.booked.prefixes.depth((name,), self._clock()) > 0
+
+    def _expecting(self, names: Sequence[bytes]) -> list[str]:
+        return self._expectations.workers(names[0]) if names else []
+
+    def _load_table(self) -> LoadTable:
+        if self._table is None:
+            self._table = LoadTable()
+            for worker in self.ready():
+                self._changed(worker)
+        return self._table
+
+    def _state_changed(self, worker: WorkerView) -> None:
+        self._ready = None
+        self._changed(worker)
+
+    def _changed(self, worker: WorkerView) -> None:
+        """Write a worker's row in the table of loads."""
+        if self._table is None:
+            return
+        if worker.link is not LinkState.ACCEPTED or worker.is_draining or worker.last_heard is None:
+            self._table.close(worker.address)
+            return
+        self._table.put(
+            worker.address,
+            (worker.worker_id, worker.incarnation),
+            worker.last_heard,
+            row_of(self._candidate(worker, (), 1, NOTHING_CACHED, worker.last_heard), worker.speed.slowness),
+        )
 
     def _has_room(self, worker: WorkerView, now: float) -> bool:
         booked, hello = worker.booked, worker.hello
@@ -376,12 +516,13 @@ class ClusterView:
         prompt_tokens: int,
         depth: CachedDepth,
         now: float,
+        arrived_blocks: int = 0,
     ) -> Candidate:
         assert worker.hello is not None
         load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
         waiting = worker.booked.waiting
         block_size = worker.hello.block_size
-        on_gpu = max(depth.blocks, worker.booked.prefixes.depth(names, now))
+        on_gpu = max(depth.blocks, arrived_blocks, worker.booked.prefixes.depth(names, now))
         anywhere = max(depth.blocks + depth.host_blocks, on_gpu)
         cached_tokens = usable_cached_tokens(on_gpu, prompt_tokens, block_size)
         # A load report counts the requests of all routers, except those sent after it. Our bookings count our own

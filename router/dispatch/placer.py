@@ -13,8 +13,9 @@ from math import inf
 
 from blockyard.router.admission.fair_queue import Ticket
 from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.depths import NOTHING_CACHED
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
-from blockyard.router.cluster.view import NOTHING_CACHED, usable_cached_tokens
+from blockyard.router.cluster.view import usable_cached_tokens
 from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
@@ -145,7 +146,7 @@ class Placer:
                 await self._some_worker(ticket)
                 found = await self._find(names)
                 continue
-            self._refuse_hopeless(placement, deadline - self._clock())
+            self._refuse_hopeless(placement, prompt, found, deadline - self._clock())
             placed = self._book(placement, prompt, found)
             try:
                 await self._room(placed, prompt, found, ticket)
@@ -164,18 +165,18 @@ class Placer:
         """Record a request's first output, which frees its position in the worker's queue, and wake waiting
         requests."""
         self._fleet.view.started(placed, cached_tokens=cached_tokens)
-        self._notify()
+        self._notify(placed.address)
 
     def draining(self, address: str) -> None:
         """Record that a worker takes no new requests, and wake those that wait for it."""
         self._fleet.view.draining(address)
-        self._notify()
+        self._notify(address)
 
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """Record that a request has left its worker, and wake waiting requests. `busy`: the worker refused it, because
         its queue was full."""
         self._fleet.view.ended(placed, busy=busy)
-        self._notify()
+        self._notify(placed.address)
 
     async def _some_worker(self, ticket: Ticket) -> None:
         """Wait until a worker is ready. Raises NoWorkers or Overloaded."""
@@ -230,12 +231,14 @@ class Placer:
     def _new_line(self) -> WaitingLine:
         return WaitingLine(max_wait_seconds=self._max_queue_seconds, tenant_weights=self._tenant_weights)
 
-    def _notify(self) -> None:
-        """Wake the head of the general line, and of each worker's line that may go on."""
+    def _notify(self, address: str) -> None:
+        """Wake the head of the general line, and that of this worker's line if it may go on."""
         self._line.notify()
-        for address, line in self._lines.items():
-            if self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address):
-                line.notify()
+        line = self._lines.get(address)
+        if line is not None and (
+            self._fleet.view.has_room(address) or not self._fleet.view.is_ready(address)
+        ):
+            line.notify()
 
     async def explain(
         self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
@@ -244,7 +247,7 @@ class Placer:
         answered."""
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
-        return self._choose(prompt, found), found.result.available
+        return self._choose(prompt, found, scores_all=True), found.result.available
 
     async def look_up(self, names: Sequence[bytes]) -> LookupResult:
         if self.prefix_lookup is None:
@@ -260,25 +263,35 @@ class Placer:
     async def _find(self, names: Sequence[bytes]) -> _Found:
         return _Found(await self.look_up(names), self._clock())
 
-    def _choose(self, prompt: _Prompt, found: _Found) -> Placement | None:
+    def _choose(self, prompt: _Prompt, found: _Found, *, scores_all: bool = False) -> Placement | None:
+        """Choose a worker. Unless `scores_all`, policy `prefix` scores only the few that may be the best."""
         result, session_id = found.result, prompt.session_id
         view, block_size = self._fleet.view, self._block_size
-        depths = view.with_arrivals(prompt.names, result.depth_by_worker, block_size)
-        candidates = view.candidates(prompt.names, prompt.tokens, depths)
+        session_worker = self._sessions.last_worker(session_id) if session_id else None
+        prefix_key = self._key(prompt.names, 0)
+        arrived = view.arrived_depths(prompt.names, block_size)
+        seen = prompt.names, prompt.tokens, result.depth_by_worker, arrived
+        if scores_all or prompt.policy != "prefix" or not result.available:
+            candidates = view.candidates(*seen)
+        else:
+            key = session_id.encode() or prefix_key or self._rng.randbytes(8)
+            candidates = view.shortlist(*seen, key=key, favourite=session_worker)
         if not candidates:
             return None
         request = PlacementRequest(
             prompt_tokens=prompt.tokens,
-            prefix_key=self._key(prompt.names, 0),
+            prefix_key=prefix_key,
             fresh_key=self._key(prompt.names, max(c.cached_tokens for c in candidates) // block_size),
             index_available=result.available,
             num_placements=self._num_placements,
             session_key=session_id.encode(),
-            session_worker=self._sessions.last_worker(session_id) if session_id else None,
+            session_worker=session_worker,
         )
         return place(request, candidates, prompt.policy, self._rng, self._config)
 
-    def _refuse_hopeless(self, placement: Placement, seconds_left: float) -> None:
+    def _refuse_hopeless(
+        self, placement: Placement, prompt: _Prompt, found: _Found, seconds_left: float
+    ) -> None:
         """Raise DeadlineUnreachable if no worker's first token is expected before `hopeless_factor` times the time
         left.
 
@@ -286,11 +299,12 @@ class Placer:
         """
         if not self._fleet.view.speeds.costs.is_measured:
             return
-        least_ms = min(
-            score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered
-        )
-        if least_ms / 1000 > seconds_left * self._config.hopeless_factor > 0:
-            raise DeadlineUnreachable("the first token is expected long after the deadline")
+        limit_ms = 1000 * seconds_left * self._config.hopeless_factor
+        if _least_ms(placement) > limit_ms > 0:
+            # The worker of the least time to the first token need not be on the shortlist.
+            among_all = self._choose(prompt, found, scores_all=True)
+            if among_all is None or _least_ms(among_all) > limit_ms:
+                raise DeadlineUnreachable("the first token is expected long after the deadline")
 
     def _book(self, placement: Placement, prompt: _Prompt, found: _Found) -> Placed:
         self._num_placements += 1
@@ -338,3 +352,8 @@ class Placer:
             self._ready_at = now
         if now >= max(arrival, self._ready_at) + self._no_worker_seconds:
             raise NoWorkers("no worker is ready", retry_after_seconds=RETRY_AFTER_SECONDS)
+
+
+def _least_ms(placement: Placement) -> float:
+    """Return the least expected time to the first token among the considered workers, without their decodes."""
+    return min(score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered)

@@ -23,7 +23,8 @@ from blockyard.proto.index.contract import (
     PrefixIndexError,
     WorkerId,
 )
-from blockyard.router.cluster.view import CachedDepth
+from blockyard.proto.index.holders import Holders
+from blockyard.router.cluster.depths import BerthDepths, CachedDepth
 
 REMEMBERED_LOOKUPS = 1000
 LEAST_HOLDERS = 256
@@ -56,7 +57,7 @@ class PrefixLookupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    depth_by_worker: dict[WorkerId, CachedDepth] = field(default_factory=dict)
+    depth_by_worker: Mapping[WorkerId, CachedDepth] = field(default_factory=dict)
     """Cached leading blocks of the prompt, by worker. Workers without any are left out."""
     available: bool
 
@@ -237,7 +238,7 @@ class PrefixLookup:
 
     async def _ask(
         self, names: Sequence[bytes], *, most: int, expects_workers: bool = False
-    ) -> list[Holder] | ErrorKind:
+    ) -> Sequence[Holder] | ErrorKind:
         """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
         try:
             async with _patient_timeout(self._config.timeout_seconds):
@@ -276,7 +277,9 @@ async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
 
 def _depths(
     holders: Sequence[Holder], incarnations: Mapping[WorkerId, Incarnation], stride_blocks: int
-) -> dict[WorkerId, CachedDepth]:
+) -> Mapping[WorkerId, CachedDepth]:
+    if isinstance(holders, Holders):
+        return BerthDepths(holders, incarnations, stride_blocks)
     return {
         holder.worker_id: CachedDepth(
             blocks=holder.depth * stride_blocks, host_blocks=holder.host_blocks * stride_blocks

@@ -106,9 +106,13 @@ class ClusterSpeeds:
         if expected_seconds > 0:
             speed.observe(log(row.seconds / expected_seconds), now)
 
+    def is_due(self, now: float) -> bool:
+        """Return whether the last comparison is older than REFRESH_SECONDS."""
+        return not 0 <= now - self._refreshed_at < REFRESH_SECONDS
+
     def refresh(self, speeds: Sequence[WorkerSpeed], now: float) -> None:
-        """Compare the speeds of all ready workers, where the last comparison is older than REFRESH_SECONDS."""
-        if 0 <= now - self._refreshed_at < REFRESH_SECONDS:
+        """Compare the speeds of all ready workers, where that is due."""
+        if not self.is_due(now):
             return
         self._refreshed_at = now
         middle = _median(speed.mean for speed in speeds if speed.num_rows)

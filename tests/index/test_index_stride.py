@@ -21,8 +21,8 @@ from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.naming.block_hash import chain as chain_names
 from blockyard.proto.v1.session_pb2 import Hello
+from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.fleet import ModelIdentity
-from blockyard.router.cluster.view import CachedDepth
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine

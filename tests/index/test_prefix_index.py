@@ -122,6 +122,20 @@ async def test_holes_of_the_dead_do_not_spoil_the_depths_of_the_living(harness: 
     assert await depths(harness, names) == {"w5": 5, "w20": 20, "w64": 64}
 
 
+async def test_a_chain_that_hundreds_hold_is_found_with_all_its_depths_and_without_the_dead(
+    harness: IndexHarness,
+) -> None:
+    names, expected = chain(60), {}
+    for number in range(300):
+        depth = (12, 37, 38, 60)[number % 4]
+        berth = await join(harness, f"w{number}", *names[:depth])
+        if number % 10 == 3:
+            await harness.index.retire(berth)
+        else:
+            expected[f"w{number}"] = depth
+    assert await depths(harness, names) == expected
+
+
 async def test_a_renewal_sees_that_confirmed_batches_were_forgotten(harness: IndexHarness) -> None:
     berth = await join(harness, "a", *chain(2))
     for applied, expected in ((0, RenewResult.OK), (1, RenewResult.OK), (2, RenewResult.UNKNOWN)):

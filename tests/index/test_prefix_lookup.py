@@ -21,7 +21,7 @@ from blockyard.proto.index.contract import (
 )
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.twin import TwinPrefixIndex
-from blockyard.router.cluster.view import CachedDepth
+from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.dispatch.prefix_lookup import (
     BreakerState,
     IndexHealth,

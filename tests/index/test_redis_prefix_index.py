@@ -15,7 +15,7 @@ from blockyard.proto.index.contract import (
     PrefixIndexError,
 )
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
-from blockyard.proto.index.schema import bucket_of, pack_berths
+from blockyard.proto.index.schema import MAX_BISECTED_BLOCKS, bucket_of, pack_berths
 from redis.asyncio import Redis
 
 from ..redis_servers import each_server  # noqa: TID252
@@ -105,6 +105,35 @@ async def test_lookup_of_a_long_chain_prints_its_latency(
     )
     calls = (await redis_harness.client.info("commandstats"))["cmdstat_hget"]["calls"] / 300
     assert calls <= 30
+
+
+async def test_depths_are_rounded_down_where_hundreds_of_holders_end_at_as_many_blocks(
+    redis_harness: RedisHarness,
+) -> None:
+    names, held = chain(BLOCKS_A_CHAIN), {}
+    for number in range(400):
+        held[f"w{number}"] = depth = 1 + number * BLOCKS_A_CHAIN // 400
+        await fill(redis_harness.index, f"w{number}", list(names[:depth]))
+    await redis_harness.client.config_resetstat()
+    found = {holder.worker_id: holder.depth for holder in await redis_harness.index.lookup(names)}
+    stats = await redis_harness.client.info("commandstats")
+    assert found.keys() == held.keys()
+    assert all(held[worker_id] - 24 < depth <= held[worker_id] for worker_id, depth in found.items())
+    assert stats["cmdstat_hget"]["calls"] <= MAX_BISECTED_BLOCKS + 12
+
+
+async def test_a_look_up_reads_identities_again_only_after_a_registration(
+    redis_harness: RedisHarness,
+) -> None:
+    index, names = redis_harness.index, chain(2)
+    await fill(index, "a", list(names))
+    await index.lookup(names)
+    await redis_harness.client.config_resetstat()
+    for _ in range(5):
+        assert [holder.worker_id for holder in await index.lookup(names)] == ["a"]
+    assert "cmdstat_hgetall" not in await redis_harness.client.info("commandstats")
+    await fill(index, "b", list(names))
+    assert {holder.worker_id for holder in await index.lookup(names)} == {"a", "b"}
 
 
 async def test_garbage_never_raises_out_of_a_lookup(redis_harness: RedisHarness) -> None:

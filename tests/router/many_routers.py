@@ -15,7 +15,8 @@ from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.view import CachedDepth, ClusterView, usable_cached_tokens
+from blockyard.router.cluster.depths import CachedDepth
+from blockyard.router.cluster.view import ClusterView, usable_cached_tokens
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 

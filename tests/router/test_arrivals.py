@@ -65,13 +65,16 @@ def hello(incarnation: str) -> session_pb2.Hello:
 def test_an_arrival_raises_what_the_index_says_and_never_lowers_it() -> None:
     view = view_of(Clock())
     view.arrived("a:1", marks(NAMES, 16))
+    arrived = view.arrived_depths(NAMES, 16)
+    assert arrived == {"a:1": 40}
     worker = WorkerId("a")
-    for known, expected in (
-        (CachedDepth(), CachedDepth(blocks=40)),
-        (CachedDepth(blocks=10, host_blocks=32), CachedDepth(blocks=40, host_blocks=2)),
-        (CachedDepth(blocks=41), CachedDepth(blocks=41)),
+    for known, on_gpu, host in (
+        (CachedDepth(), 40, 0),
+        (CachedDepth(blocks=10, host_blocks=32), 40, 2),
+        (CachedDepth(blocks=41), 41, 0),
     ):
-        assert view.with_arrivals(NAMES, {worker: known}, 16) == {worker: expected}
+        (candidate,) = view.candidates(NAMES, 16 * 60, {worker: known}, arrived)
+        assert (candidate.cached_tokens, candidate.host_cached_tokens) == (16 * on_gpu, 16 * host)
     view.check_invariants()
 
 
@@ -80,4 +83,4 @@ def test_arrivals_end_with_their_incarnation() -> None:
     view.arrived("a:1", marks(NAMES, 16))
     view.arrived("unknown:1", marks(NAMES, 16))
     view.accepted("a:1", hello("b"))
-    assert view.with_arrivals(NAMES, {}, 16) == {}
+    assert view.arrived_depths(NAMES, 16) == {}

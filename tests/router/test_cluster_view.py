@@ -6,7 +6,8 @@ import pytest
 from blockyard.proto.index.contract import WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.view import CachedDepth, ClusterView, WorkerState, usable_cached_tokens
+from blockyard.router.cluster.depths import CachedDepth
+from blockyard.router.cluster.view import ClusterView, WorkerState, usable_cached_tokens
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 from hypothesis import given

@@ -587,7 +587,9 @@ async def test_a_replaced_server_that_answers_too_much_is_soon_not_asked() -> No
 
 async def test_a_holder_with_a_name_longer_than_any_of_ours_is_left_out() -> None:
     names = b"w" * 2000 + b"\0" + b"i" * 2000, b"w\0i"
-    entries = b"".join(b"$%d\r\n%s\r\n:1\r\n" % (len(name), name) for name in names)
-    async with server_that_answers(b"*4\r\n" + entries) as url, connect(url, timeout_seconds=1.0) as client:
+    lengths = b",".join(b"%d" % len(name) for name in names)
+    fields = (b"1", b"4", pack_berths([1, 2]), b"", b"roster", b"1,2", lengths, b"".join(names))
+    reply = b"*8\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(field), field) for field in fields)
+    async with server_that_answers(reply) as url, connect(url, timeout_seconds=1.0) as client:
         found = await RedisPrefixIndex(client, CLUSTER, is_reader=True).lookup(NAMES)
     assert [holder.worker_id for holder in found] == ["w"]

@@ -82,6 +82,7 @@ class Outbox:
         self._failed: dict[int, RejectReason] = {}
         self._rejected: list[Rejected] = []
         self._pong: Pong | None = None
+        self._pong_load: EngineLoad | None = None
         self._is_draining: bool | None = None
         self._arrived_marks = b""
         self.reported: EngineLoad | None = None
@@ -121,6 +122,7 @@ class Outbox:
         is_draining: bool = False,
     ) -> None:
         """Answer the newest ping. It says all that answers to older pings would."""
+        self._pong_load = load
         self._pong = Pong(
             nonce=nonce,
             load=load_message(load),
@@ -137,6 +139,7 @@ class Outbox:
         messages += [ToRouter(rejected=rejected) for rejected in self._rejected]
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
+            self.reported = self._pong_load
         if self._rows or self._failed or self._arrived_marks or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]

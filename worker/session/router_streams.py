@@ -13,6 +13,19 @@ from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.session.compiling import Compiling
 from blockyard.worker.session.outbox import Outbox
 
+LOAD_REPORT_SECONDS = 0.05
+"""Least time between reports of load alone to one router."""
+MAX_REPORT_SECONDS = 1.0
+"""Most such time that a router may ask for."""
+REPORTS_A_SECOND = 200
+"""Most reports of load alone to all routers together. They take a worker about 2 % of a core."""
+
+
+def report_seconds(num_routers: int, asked_seconds: float) -> float:
+    """Return the time between reports of load alone to one router. Outputs of its requests do not wait for it."""
+    asked_seconds = asked_seconds if asked_seconds > 0 else 0.0
+    return max(LOAD_REPORT_SECONDS, min(asked_seconds, MAX_REPORT_SECONDS), num_routers / REPORTS_A_SECOND)
+
 
 @dataclass(slots=True, eq=False)
 class Link:
@@ -26,6 +39,8 @@ class Link:
     """Time on the event loop's clock at which the router hears of the last arrival at the latest."""
     _load_timer: asyncio.TimerHandle | None = None
     """Sets `has_news` for a load that nothing else is sent with."""
+    asked_report_seconds: float = 0.0
+    """Time between reports of load alone that the router asked for in its last ping."""
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         self.outbox.reject(handle, reason, detail)

@@ -45,7 +45,7 @@ from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.session.arrivals import Arrivals
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
-from blockyard.worker.session.router_streams import Link, Route
+from blockyard.worker.session.router_streams import Link, Route, report_seconds
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import DecodeError
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_REPORT_SECONDS = 0.05
 ARRIVAL_SECONDS_A_ROUTER = 0.0005
 """Least time between two messages that tell a router of arrivals, for each router: 2,000 messages a second in all."""
 IDLE_CHECK_SECONDS = 0.5
@@ -228,7 +227,7 @@ class SessionService:
         load = self._reported_load
         for link in self._links:
             if load != link.outbox.reported:
-                link.tell_load_within(LOAD_REPORT_SECONDS)
+                link.tell_load_within(report_seconds(len(self._links), link.asked_report_seconds))
 
     async def _session(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[ToRouter]:
         link = Link(Compiling(self._compile_grammar))
@@ -268,6 +267,7 @@ class SessionService:
                 case "cancel":
                     self._take_cancel(link, message.cancel)
                 case "ping":
+                    link.asked_report_seconds = message.ping.report_seconds
                     link.outbox.answer_ping(
                         message.ping.nonce,
                         self._reported_load,

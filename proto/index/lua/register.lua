@@ -63,6 +63,8 @@ enter(berth, identity, 'sequence', 0, 'worker_id', worker_id, 'incarnation', inc
   'address', ARGV[6], 'fingerprint', ARGV[7], 'block_size', ARGV[8], 'proof', ARGV[11])
 local anywhere = has_host_cache and take_berth() or 0
 if anywhere ~= 0 then enter(anywhere, identity .. suffix) end
+-- Readers keep `names` until this changes. Numbers that a purge frees stand in no value, so it need not change then.
+redis.call('HSET', state, 'roster', epoch)
 if is_damaged then redis.call('HSET', state, 'cursor', 0) end
 beat(now, lease_ms)
 return {berth, anywhere}
