@@ -26,7 +26,7 @@ PRIOR_ROWS = 0.05
 """Weight of the assumed proportions between the costs, in rows."""
 SETTLED_ROWS = 16
 """Rows from which a time that is far from the expected one counts as less far."""
-LARGEST_RATIO = 4.0
+LARGEST_RATIO = 2.0
 """Largest ratio, after that, of a row's time to the expected time, and of the expected time to it."""
 SWEEPS = 40
 """Passes of the coordinate descent."""
@@ -38,26 +38,26 @@ class StepWork(NamedTuple):
     """Work of one step or of several, and its time."""
 
     seconds: float = 0.0
-    steps: float = 0
-    prompt_steps: float = 0
+    steps: int = 0
+    prompt_steps: int = 0
     """Steps with a row of more than one token."""
-    prompt_tokens: float = 0
+    prompt_tokens: int = 0
     """Tokens in rows of more than one token."""
-    excess_tokens: float = 0
+    excess_tokens: int = 0
     """Tokens of any row beyond the first EXCESS_FROM_TOKENS of a step."""
-    decodes: float = 0
+    decodes: int = 0
     """Rows of one token."""
-    context_tokens: float = 0
+    context_tokens: int = 0
     """Tokens that decodes read: their contexts."""
-    pairs: float = 0
+    pairs: int = 0
     """Prompt tokens times the tokens that each of them attends to."""
 
     def since(self, earlier: Self) -> "StepWork":
         """Return the work after `earlier`, of which this is the continued sum."""
-        return StepWork(*(now - before for now, before in zip(self, earlier, strict=True)))
+        return StepWork(*(now - before for now, before in zip(self, earlier, strict=True)))  # type: ignore[arg-type]
 
     def plus(self, other: "StepWork") -> "StepWork":
-        return StepWork(*(one + another for one, another in zip(self, other, strict=True)))
+        return StepWork(*(one + another for one, another in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
     @property
     def is_valid(self) -> bool:
