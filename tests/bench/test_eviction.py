@@ -1,4 +1,4 @@
-"""The study of eviction: Belady's optimum is the most that any policy reaches, and a cache without limit is the ideal."""
+"""The study of eviction: no policy passes Belady's optimum, and a cache without limit is the ideal."""
 
 import pytest
 
