@@ -138,7 +138,7 @@ class Simulation:
         self._over = self._loop.create_future()
         self._network = Network(self._loop, Random(f"network {setup.seed}"), latency_seconds=NETWORK_SECONDS)
         connections = Connections(self._network)
-        twin = LateTwin(self._loop, self._network.later, setup.index_lag_seconds)
+        twin = LateTwin(self._loop.time, self._network.later, setup.index_lag_seconds)
         index = IndexServer(twin, self._network, latency_seconds=INDEX_SECONDS)
         workers, routers = _worker_setup(setup.profile), _router_setup(setup)
         self._workers = [
