@@ -29,6 +29,7 @@ LOADS = (
 """About 100 requests each: the real router and worker cost some 50 µs a token."""
 VALUES: dict[str, tuple[float, ...]] = {
     "others_fraction": (0.0, 0.3),
+    "later_fraction": (0.0, 0.1, 0.4),
     "context_fraction": (0.0, 0.2),
     "decode_step_fraction": (0.0, 4.0),
     "near_equal_ms": (0.0, 20.0),

@@ -88,7 +88,7 @@ def costs_of(
     total_ms: Column = (
         queued / per_ms
         + _decode_step_ms(workers, costs, config)
-        + config.others_fraction * workers.sequences * prefill_ms
+        + (config.later_fraction + config.others_fraction * workers.sequences) * prefill_ms
         + config.memory_full_ms * np.minimum(np.maximum(_shortage(needed, workers, config), 0), 1)
         + prefill_ms
         + 1000 * host_tokens / np.where(has_host, host_rate, 1)

@@ -52,6 +52,13 @@ class PlacementConfig:
         minimum=0,
         below=inf,
     )
+    later_fraction: float = setting(
+        0.2,
+        help="Price of the time that this prefill takes from later requests, as a part of that time. It keeps a burst "
+        "from computing a prefix on several workers at once.",
+        minimum=0,
+        below=inf,
+    )
     rate_half_life_seconds: float = setting(
         30.0,
         help="The measured slowness of a worker is valid for this time. After that it decays to the median of the "

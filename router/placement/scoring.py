@@ -4,8 +4,8 @@
 
 All terms but the last estimate parts of the time to the first token, in milliseconds. So they add up, and operators can
 check each of them (ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences
-on the worker. With its full weight (`others_fraction=1`), a choice minimises the cost of all requests together, not
-only its own.
+on the worker, and to requests that come later. With its full weight (`others_fraction=1`), a choice minimises the cost
+of all requests together, not only its own.
 
 Does not own the choice among the costs (policies.py) or the state of workers (cluster/view.py).
 """
@@ -75,7 +75,7 @@ class Score(NamedTuple):
     memory_ms: float
     """Price of a pool that is nearly full once it holds this request."""
     interference_ms: float
-    """Part of the delay that this prompt's prefill causes to present sequences."""
+    """Part of the delay that this prompt's prefill causes to present sequences and to later requests."""
     cost: float
     """Value that the policy compares, in its own unit. The least wins.
 
@@ -120,7 +120,7 @@ def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) ->
         + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
-    interference_ms = config.others_fraction * candidate.sequences * prefill_ms
+    interference_ms = (config.later_fraction + config.others_fraction * candidate.sequences) * prefill_ms
     return Score(
         address=candidate.address,
         worker_id=candidate.worker_id,

@@ -1,6 +1,7 @@
 """Routers and workers in virtual time: the real view and `place()`, the index twin, and a small worker model.
 
-Routers share nothing but the index and the workers' reports. Reports come every 50 ms, and so are up to 50 ms old.
+Routers share nothing but the index and what workers tell. Reports of load come every 50 ms, and so are up to 50 ms old.
+Each worker tells all routers at once which prompts have reached it.
 """
 
 import heapq
@@ -13,6 +14,7 @@ from typing import Any
 from blockyard.proto.index.contract import Batch, Berth, Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.proto.naming.block_hash import chain, pack_tokens
+from blockyard.proto.naming.marks import marks
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.depths import CachedDepth
@@ -24,6 +26,8 @@ BLOCK_SIZE = 16
 NUM_WORKERS = 8
 REPORT_SECONDS = 0.05
 PUBLISH_SECONDS = 0.02
+ARRIVAL_SECONDS = 0.001
+"""From a placement until the other routers have heard of it."""
 SHARED_TOKENS = 960
 """Prompt tokens that a request shares with its group."""
 OWN_TOKENS = 160
@@ -61,6 +65,8 @@ class Worker:
     name: str
     world: World
     index: TwinPrefixIndex
+    views: list[ClusterView] = field(default_factory=list)
+    """The views of all routers."""
     cached: set[bytes] = field(default_factory=set)
     free_at: float = 0.0
     """When the last prompt of the queue will be computed."""
@@ -93,6 +99,9 @@ class Worker:
         self.cached.update(names)
         self.num_requests += 1
         self.num_open += 1
+        packed = marks(names, BLOCK_SIZE)
+        for view in self.views:
+            self.world.at(self.world.now + ARRIVAL_SECONDS, lambda view=view: view.arrived(self.name, packed))
         self.used_blocks += len(names)
         self.cached_tokens += cached_tokens
         seconds = (PROMPT_TOKENS - cached_tokens) / PREFILL_TOKENS_PER_SECOND
@@ -130,6 +139,7 @@ class Router:
         self.view = ClusterView(suspect_seconds=1e9, lost_seconds=2e9, clock=world)
         for worker in workers:
             self.view.accepted(worker.name, worker.hello())
+            worker.views.append(self.view)
             self._hear(worker, world)
 
     def _hear(self, worker: Worker, world: World) -> None:
@@ -145,7 +155,8 @@ class Router:
         depths = {
             holder.worker_id: CachedDepth(blocks=holder.depth) for holder in answer(self._index.lookup(names))
         }
-        candidates = self.view.candidates(names, PROMPT_TOKENS, depths)
+        raised = self.view.with_arrivals(names, depths, BLOCK_SIZE)
+        candidates = self.view.candidates(names, PROMPT_TOKENS, raised)
         request = PlacementRequest(prompt_tokens=PROMPT_TOKENS)
         chosen = place(request, candidates, "prefix", self._chance, PlacementConfig()).chosen
         placed: Placed = self.view.placed(

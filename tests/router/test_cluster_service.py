@@ -99,7 +99,7 @@ async def test_a_prefix_in_the_index_draws_its_prompt(
         assert first.uncached_tokens == submit.prompt_tokens - 128 - 48
         for terms in explained.candidates:
             parts = terms.queue_ms + terms.prefill_ms + terms.host_load_ms + terms.decode_ms + terms.memory_ms
-            assert terms.total_ms == pytest.approx(parts)
+            assert terms.total_ms == pytest.approx(parts + terms.interference_ms)
         await router.inference.Generate(request(PROMPT))
         assert workers[1].submits[-1].block_names == submit.block_names
         other = cluster_pb2.LookupPrefixRequest(prompt=PROMPT, cache_salt="other-tenant")

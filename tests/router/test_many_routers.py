@@ -1,4 +1,4 @@
-"""Four routers balance as one does. They share only the index and reports that are up to 50 ms old."""
+"""Four routers balance as one does. They share the index, reports that are up to 50 ms old, and fresh arrivals."""
 
 from typing import Any
 

@@ -24,11 +24,11 @@ def test_the_holder_loses_once_recomputing_is_faster_than_waiting(queued_tokens:
 
 def test_terms_are_milliseconds_and_add_up() -> None:
     worker = candidate("a", cached_tokens=200, queued_prefill_tokens=300, sequences=5)
-    weights = PlacementConfig(decode_ms_per_sequence=4.0, others_fraction=0.1)
+    weights = PlacementConfig(decode_ms_per_sequence=4.0, others_fraction=0.5, later_fraction=0.25)
     score = place(PlacementRequest(prompt_tokens=1000), [worker], "prefix", Random(0), weights).chosen
     assert (score.queue_ms, score.prefill_ms, score.decode_ms, score.memory_ms) == (300.0, 800.0, 20.0, 0.0)
-    assert score.interference_ms == 0.1 * 5 * 800.0
-    assert score.total_ms == 1520.0
+    assert score.interference_ms == (0.25 + 0.5 * 5) * 800.0
+    assert score.total_ms == 300.0 + 800.0 + 20.0 + 2200.0
 
 
 def test_context_read_costs_a_part_of_what_computing_it_would() -> None:
@@ -111,7 +111,8 @@ def test_a_hit_on_the_gpu_beats_one_in_host_memory_of_a_worker_as_idle() -> None
 def test_host_memory_of_unknown_speed_is_worth_nothing(rate: float) -> None:
     host = candidate("host", cached_tokens=32, host_cached_tokens=960, host_tokens_per_second=rate)
     plain = candidate("plain", cached_tokens=32)
-    scores = place(PlacementRequest(prompt_tokens=1000), [host, plain], "prefix", Random(0)).scores
+    config = PlacementConfig(later_fraction=0.0)
+    scores = place(PlacementRequest(prompt_tokens=1000), [host, plain], "prefix", Random(0), config).scores
     assert [(s.host_cached_tokens, s.uncached_tokens, s.host_load_ms, s.total_ms) for s in scores] == [
         (0, 968, 0.0, 968.0)
     ] * 2
@@ -131,7 +132,7 @@ def test_what_comes_from_host_memory_is_no_prefill_but_needs_room_in_the_pool() 
         Random(0),
     ).chosen
     assert score.memory_ms == without.memory_ms > 0
-    assert score.total_ms == 280.0 + score.memory_ms + score.decode_ms
+    assert score.total_ms == 280.0 + score.memory_ms + score.decode_ms + score.interference_ms
 
 
 def test_placing_on_nothing_is_refused() -> None:

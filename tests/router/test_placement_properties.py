@@ -160,12 +160,12 @@ def test_a_longer_prompt_never_costs_less(
     assert _score(prompt_tokens, candidate, config).total_ms <= longer * (1 + 1e-9)
 
 
-@given(st.integers(1, 100_000), st.integers(0, 100_000), st.floats(1, 1e6))
+@given(st.integers(1, 100_000), st.integers(0, 100_000), st.floats(1, 1e6), st.sampled_from([0.0, 0.5]))
 def test_a_hot_prefix_replicates_once_recomputing_is_faster_than_waiting(
-    prompt_tokens: int, queued_tokens: int, rate: float
+    prompt_tokens: int, queued_tokens: int, rate: float, later: float
 ) -> None:
-    """Between equally fast workers: the holder wins while its queue is shorter than what it saves."""
-    config = PlacementConfig(near_equal_ms=0.0, near_equal_fraction=0.0)
+    """Between equally fast workers: the holder wins while its queue is shorter than the price of what it saves."""
+    config = PlacementConfig(near_equal_ms=0.0, near_equal_fraction=0.0, later_fraction=later)
     saved_tokens = (prompt_tokens - 1) // 16 * 16
     holder = Candidate(
         address="holder",
@@ -178,8 +178,8 @@ def test_a_hot_prefix_replicates_once_recomputing_is_faster_than_waiting(
     winner = place(
         PlacementRequest(prompt_tokens=prompt_tokens), [holder, idle], "prefix", Random(0), config
     ).chosen.address
-    if queued_tokens != saved_tokens:
-        assert winner == ("holder" if queued_tokens < saved_tokens else "idle")
+    if queued_tokens != (price := saved_tokens * (1 + later)):
+        assert winner == ("holder" if queued_tokens < price else "idle")
 
 
 @given(REQUESTS, CANDIDATES, st.integers(0, 2**32))

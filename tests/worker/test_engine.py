@@ -121,7 +121,9 @@ def test_load_counts_what_runs_and_what_was_reused() -> None:
     engine = make_engine(clock)
     engine.submit(request(33))
     engine.submit(request(33))
-    assert engine.load().queued_prefill_tokens == 66
+    assert engine.load().queued_prefill_tokens == 33 + 1, (
+        "the second prompt waits for the first one's two blocks"
+    )
     engine.step()
     load = engine.load()
     assert (load.running, load.waiting, load.queued_prefill_tokens) == (2, 0, 0)

@@ -1,7 +1,7 @@
 """Outbox: what waits to be sent to one router. Outputs of its requests are merged until the router takes them.
 
 It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
-drain state, the marks of the last prompts, and at most one rejection a request. Pure; one event loop owns it.
+drain state, and at most one rejection a request. Marks of prompts have a limit in bytes. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator

@@ -18,18 +18,20 @@ from blockyard.proto.index.contract import (
 from blockyard.proto.index.twin import TwinPrefixIndex
 
 from simulation.index_access import answer
-from simulation.virtual_time import VirtualLoop
 
 
 class LateTwin(TwinPrefixIndex):
     """Two twins: workers write to this one, and its look-ups read a copy that is `lag_seconds` behind."""
 
     def __init__(
-        self, loop: VirtualLoop, later: Callable[[float, Callable[[], object]], None], lag_seconds: float
+        self,
+        clock: Callable[[], float],
+        later: Callable[[float, Callable[[], object]], None],
+        lag_seconds: float,
     ) -> None:
-        super().__init__(loop.time)
+        super().__init__(clock)
         self._later, self._lag_seconds = later, lag_seconds
-        self._copy = TwinPrefixIndex(loop.time)
+        self._copy = TwinPrefixIndex(clock)
         self._copy_berths: dict[int, Berth] = {}
         """Berths in the copy, by the number of the berth that the worker knows."""
 

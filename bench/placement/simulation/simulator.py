@@ -154,7 +154,7 @@ class Simulation:
         self._over = self._loop.create_future()
         self._network = Network(self._loop, Random(f"network {setup.seed}"), latency_seconds=NETWORK_SECONDS)
         connections = Connections(self._network)
-        twin = LateTwin(self._loop, self._network.later, setup.index_lag_seconds)
+        twin = LateTwin(self._loop.time, self._network.later, setup.index_lag_seconds)
         index = IndexServer(twin, self._network, latency_seconds=INDEX_SECONDS)
         slowness = (*setup.slowness, *[1.0] * setup.num_workers)
         routers = _router_setup(setup)
