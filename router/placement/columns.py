@@ -18,7 +18,7 @@ Column = NDArray[np.float64]
 
 
 class Columns(NamedTuple):
-    """What no prompt changes of each worker, one array for each fact, with an entry for each worker.
+    """Facts of all workers that no prompt changes, one array for each fact, with an entry for each worker.
 
     The fields have the meaning of Candidate's, and `slowness` that of WorkerSpeed's.
     """
