@@ -500,6 +500,8 @@ def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
 def _shared_blocks(one: Sequence, other: Sequence) -> int:
     """Return how many leading blocks of two sequences have equal names, by bisection: a name stands for a prefix."""
     least, most = 0, min(len(one.names), len(other.names)) - 1
+    if most < 1 or one.names[1] != other.names[1]:
+        return 0
     while least < most:
         middle = (least + most + 1) // 2
         if one.names[middle] == other.names[middle]:
