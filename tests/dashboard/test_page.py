@@ -291,7 +291,7 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
             (10.0, 10.4),
             "worker-1",
             "worker-0 costs 0.4 less, which is too close to tell: "
-            "the session's last worker wins, or a random one.",
+            "the session's last worker wins, or else a hash of the prefix decides.",
         ),
         ("prefix", (10.0, 50.0), "worker-0", "It costs least."),
         (

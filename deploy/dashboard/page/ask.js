@@ -72,7 +72,7 @@ function reason({ candidates, chosen, policy }) {
   const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
   return difference > 0
     ? `${least.worker_id} costs ${decimal(difference)} less, ` +
-      (DRAWN[policy] ? `but ${DRAWN[policy]}` : "which is too close to tell: the session's last worker wins, or a random one.")
+      (DRAWN[policy] ? `but ${DRAWN[policy]}` : "which is too close to tell: the session's last worker wins, or else a hash of the prefix decides.")
     : "It costs least.";
 }
 
