@@ -155,8 +155,8 @@ class Router:
         depths = {
             holder.worker_id: CachedDepth(blocks=holder.depth) for holder in answer(self._index.lookup(names))
         }
-        raised = self.view.with_arrivals(names, depths, BLOCK_SIZE)
-        candidates = self.view.candidates(names, PROMPT_TOKENS, raised)
+        arrived = self.view.arrived_depths(names, BLOCK_SIZE)
+        candidates = self.view.candidates(names, PROMPT_TOKENS, depths, arrived)
         request = PlacementRequest(prompt_tokens=PROMPT_TOKENS)
         chosen = place(request, candidates, "prefix", self._chance, PlacementConfig()).chosen
         placed: Placed = self.view.placed(

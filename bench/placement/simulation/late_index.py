@@ -64,5 +64,7 @@ class LateTwin(TwinPrefixIndex):
             berth, lease_seconds=lease_seconds, applied_sequence=applied_sequence, check=check
         )
 
-    async def lookup(self, names: Sequence[bytes], *, most: int = MAX_LISTED) -> list[Holder]:
-        return await self._copy.lookup(names, most=most)
+    async def lookup(
+        self, names: Sequence[bytes], *, most: int = MAX_LISTED, expects_workers: bool = False
+    ) -> Sequence[Holder]:
+        return await self._copy.lookup(names, most=most, expects_workers=expects_workers)

@@ -48,8 +48,12 @@ class EventStream:
         return transport is not None and not (self._protocol.writing_paused or transport.is_closing())
 
     def send_now(self, data: bytes) -> None:
-        """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call."""
-        assert self._transport is not None
+        """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call.
+
+        Raises RuntimeError if the stream has not begun.
+        """
+        if self._transport is None:
+            raise RuntimeError("the stream has not begun")
         if self.response.chunked:
             self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
         else:
