@@ -252,7 +252,10 @@ async def test_a_deadline_in_decode_ends_the_call_and_the_work(
 
 @pytest.mark.fault(8)
 async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured: dict[str, Any]) -> None:
-    """Its prompt takes half a second to compute; its deadline is a fifth of a second."""
+    """Its prompt takes half a second to compute; its deadline is a fifth of a second.
+
+    No request of the last seconds had this prompt: one that was cancelled would count as an arrival.
+    """
     async with whole(cluster) as client, raw_inference(cluster.routers["r0"]) as stub:
         # The rate is measured first: a worker that has computed nothing yet refuses nothing.
         await stub.Generate(_request(prompt=list(range(2000, 2800)), max_tokens=1), timeout=60.0)
@@ -260,7 +263,7 @@ async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured
         before = (await pool_of(cluster.workers["w0"])).cached_blocks
         started = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await stub.Generate(_request(prompt=list(range(100, 2000)), max_tokens=1), timeout=0.2)
+            await stub.Generate(_request(prompt=list(range(1999, 99, -1)), max_tokens=1), timeout=0.2)
         took = time.monotonic() - started
         await blocks_are_free(cluster.workers["w0"])
         # A computed chunk would have left its blocks in the cache.
