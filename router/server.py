@@ -287,7 +287,8 @@ class RouterServer:
             max_addresses=MAX_DISCOVERED_WORKERS,
             has_failed=fleet.has_failed,
         )
-        while True:
+        # A cancellation at the moment of a time-out may be lost in the Redis client, so it alone must not end this.
+        while not self._stopping.is_set():
             try:
                 async with asyncio.timeout(DIRECTORY_SECONDS):
                     for _ in range(PAGES_A_LOOK):
