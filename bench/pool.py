@@ -155,7 +155,7 @@ def compare(trace: dict[str, Any], vllm_python: Path, repeats: int) -> tuple[lis
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     script = Path(__file__).with_name("pool_vllm.py")
     with subprocess.Popen(
-        [vllm_python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [vllm_python, "-P", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None
