@@ -384,17 +384,7 @@ class ClusterView:
         """
         now = self._clock()
         self._compare_speeds(now)
-        return [
-            self._candidate(
-                worker,
-                names,
-                prompt_tokens,
-                depths.get(worker.worker_id, NOTHING_CACHED),
-                now,
-                arrived.get(worker.address, 0),
-            )
-            for worker in self.ready()
-        ]
+        return self._candidates(self.ready(), names, prompt_tokens, depths, arrived, now)
 
     def _compare_speeds(self, now: float) -> None:
         """Compare the workers' speeds again where that is due."""
@@ -428,11 +418,11 @@ class ClusterView:
         slots = table.heard_since(now - self._suspect_seconds)
         if len(slots) <= most:
             return self.candidates(names, prompt_tokens, depths, arrived)
-        on_gpu, anywhere = (depth[slots] for depth in table.depths(depths))
+        on_gpu, anywhere = table.depths(depths)
         for address, blocks in arrived.items():
             if (slot := table.slots.get(address)) is not None:
-                reached = slots == slot
-                on_gpu[reached] = np.maximum(on_gpu[reached], blocks)
+                on_gpu[slot] = max(on_gpu[slot], blocks)
+        on_gpu, anywhere = on_gpu[slots], anywhere[slots]
         price = partial(
             costs_of,
             prompt_tokens,
@@ -456,17 +446,8 @@ class ClusterView:
         chosen = set(slots[drawn].tolist())
         if favourite is not None:
             chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
-        return [
-            self._candidate(
-                worker,
-                names,
-                prompt_tokens,
-                depths.get(worker.worker_id, NOTHING_CACHED),
-                now,
-                arrived.get(worker.address, 0),
-            )
-            for worker in (self._workers[table.addresses[slot]] for slot in sorted(chosen))
-        ]
+        workers = [self._workers[table.addresses[slot]] for slot in sorted(chosen)]
+        return self._candidates(workers, names, prompt_tokens, depths, arrived, now)
 
     def _expects(self, name: bytes, address: str) -> bool:
         worker = self._workers.get(address)
@@ -508,6 +489,27 @@ class ClusterView:
         if worker.gate.is_shut or hello is None or not hello.max_waiting:
             return True
         return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
+
+    def _candidates(
+        self,
+        workers: Sequence[WorkerView],
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depths: Mapping[WorkerId, CachedDepth],
+        arrived: Mapping[str, int],
+        now: float,
+    ) -> list[Candidate]:
+        return [
+            self._candidate(
+                worker,
+                names,
+                prompt_tokens,
+                depths.get(worker.worker_id, NOTHING_CACHED),
+                now,
+                arrived.get(worker.address, 0),
+            )
+            for worker in workers
+        ]
 
     def _candidate(
         self,
