@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND
+from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, MOST_TOKENS_PER_SECOND
 from blockyard.router.placement.scoring import Candidate
 from numpy.typing import NDArray
 
@@ -49,9 +49,9 @@ def row_of(candidate: Candidate, slowness: float) -> tuple[float, ...]:
     )
 
 
-def are_measured(rates: Column) -> NDArray[np.bool_]:
-    """Return which rates are valid, as `rates.is_measured` does."""
-    return np.isfinite(rates) & (rates >= LEAST_TOKENS_PER_SECOND)
+def are_measured(values: Column) -> NDArray[np.bool_]:
+    """Return which rates or times are valid, as `rates.is_measured` does."""
+    return (values >= LEAST_TOKENS_PER_SECOND) & (values <= MOST_TOKENS_PER_SECOND)
 
 
 def costs_of(

@@ -11,7 +11,7 @@ is an argument.
 """
 
 from collections.abc import Iterable, Sequence
-from math import exp, isfinite, log
+from math import exp, log
 from statistics import median
 
 from blockyard.proto.step_costs import StepCosts, StepWork, WorkRows
@@ -19,6 +19,8 @@ from blockyard.proto.v1 import cluster_pb2
 
 LEAST_TOKENS_PER_SECOND = 1e-3
 """A lower rate counts as not measured."""
+MOST_TOKENS_PER_SECOND = 1e15
+"""A higher rate counts as not measured. It keeps every cost far below the largest float."""
 WINDOW_ROWS = 12
 """Rows of work, of about 0.1 s each, over which a worker's slowness is averaged."""
 DOUBT = 0.12
@@ -33,9 +35,10 @@ REFRESH_SECONDS = 0.1
 """Interval at which the workers' speeds are compared."""
 
 
-def is_measured(tokens_per_second: float) -> bool:
-    """Return True for a valid rate. Workers may report any number."""
-    return isfinite(tokens_per_second) and tokens_per_second >= LEAST_TOKENS_PER_SECOND
+def is_measured(value: float) -> bool:
+    """Return True for a valid rate in tokens a second, or a valid time in milliseconds. Workers may report any
+    number."""
+    return LEAST_TOKENS_PER_SECOND <= value <= MOST_TOKENS_PER_SECOND
 
 
 def shrunk(difference: float, num_rows: int) -> float:

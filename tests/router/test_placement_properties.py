@@ -33,7 +33,7 @@ CANDIDATE = st.builds(
     prefill_tokens_per_second=RATES,
     queued_pairs=st.integers(0, 2**64),
     pair_tokens=st.floats(0, 10),
-    decode_step_ms=RATES,
+    decode_step_ms=RATES | st.floats(1e300, allow_infinity=False),
     host_tokens_per_second=RATES,
 )
 CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=6, unique_by=lambda candidate: candidate.address)
