@@ -116,6 +116,13 @@ class EngineConfig:
         below=math.inf,
         group=MEMORY,
     )
+    lend_share: float = setting(
+        0.1,
+        help="Share of the KV cache that may be held at once for other workers to fetch. 0: lend nothing.",
+        minimum=0,
+        below=1,
+        group=MEMORY,
+    )
     verify_host_memory: bool = setting(
         False,
         help="Check by checksum that each block from host memory is unchanged. Waits for each copy. Always on with "
@@ -256,6 +263,9 @@ class WorkerConfig(WorkerLimits):
     )
     advertise_host: str | None = setting(None, help="Address under which routers reach the worker.")
     port: int = setting(0, help="Port to listen on. 0 takes a free one.")
+    transfer_port: int = setting(
+        0, help="Port at which other workers fetch blocks from this one. 0 takes a free one.", minimum=0
+    )
     redis_url: str | None = field(default=None, repr=False)
     """None: serve without the prefix index."""
     metrics_port: int | None = None

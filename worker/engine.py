@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
-from blockyard.worker.sequences.identifiers import RequestId, SequenceId
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -88,6 +90,8 @@ class Engine:
         self._counters = _Counters()
         self._failures_in_a_row = 0
         self._woken = threading.Event()
+        self.start_pull: Callable[[Pull], object] | None = None
+        """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +115,10 @@ class Engine:
             self.scheduler.cancel_request(request_id)
             raise
         self._next_request += 1
+        if request.pull is not None and self.start_pull is not None:
+            pull = self.scheduler.pulls.begin(sequences, request.pull, self._clock())
+            if pull is not None:
+                self.start_pull(pull)
         beams = request.sampling.beam_width > 0
         self._requests[request_id] = _Request(
             num_outputs=1 if beams else sum(sequence.num_outputs for sequence in sequences),
@@ -185,6 +193,7 @@ class Engine:
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
         now = self.cache.now_seconds = self._clock()
+        self.scheduler.pulls.release_late(now)
         expired = self._expire(now)
         outputs, has_stepped = expired, self.steps.is_any_in_flight
         for ended in self.steps.advance():
@@ -316,6 +325,17 @@ class Engine:
             )
             for index, beam in enumerate(update.hypotheses)
         ]
+
+    def end_pull(self, pull: Pull, num_blocks: int) -> None:
+        """Cache the blocks of a pull that have arrived. Nothing may write to its slots any more."""
+        self.scheduler.pulls.end(pull, num_blocks)
+
+    def lend(self, names: list[BlockName]) -> Loan:
+        """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch them."""
+        return self.scheduler.tables.lend(names, most_blocks=self.scheduler.config.most_lent_blocks)
+
+    def end_loan(self, loan: Loan) -> None:
+        self.scheduler.tables.end_loan(loan)
 
     def flush(self) -> tuple[int, int]:
         """Drop all cached blocks. Return how many were dropped on the device, and how many in host memory."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from blockyard.worker.cache.prefix_cache import CacheChanges
+from blockyard.worker.scheduling.pulls import PullOrder
 from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, TenantId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState, TokenLogprob
@@ -37,6 +38,8 @@ class EngineRequest:
     """The unfinished outputs of a replayed request that has several. `token_ids` is then the prompt alone."""
     grammar: object | None = None
     """The compiled grammar that the output must follow, for the runner."""
+    pull: PullOrder | None = None
+    """Blocks to fetch from another worker before the prompt is computed."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.cluster_identity import record_proof
 from blockyard.proto.security.loopback import is_loopback
-from blockyard.proto.security.tls import listen, session_server_credentials
+from blockyard.proto.security.tls import listen, peer_contexts, session_server_credentials
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.cache.prefix_cache import CacheChanges
@@ -39,6 +39,7 @@ from blockyard.worker.session.compiling import CompileGrammar
 from blockyard.worker.session.session import SessionService
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from blockyard.worker.startup.warm_up import try_out
+from blockyard.worker.transfer.exchange import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class WorkerServer:
         self._loaded: LoadedEngine
         self._service: SessionService
         self._engine: EngineThread
+        self._hello_message: Hello
+        self._exchange: Exchange
         self._administration: Administration
         self._server: grpc.aio.Server
         self._grammars: GrammarCompiler | None = None
@@ -106,8 +109,9 @@ class WorkerServer:
             config.session_tls, secret=config.cluster_secret, cluster=config.cluster
         )
         self._loaded = await self._load_aside()
+        self._hello_message = self._hello()
         self._service = SessionService(
-            hello=self._hello(),
+            hello=self._hello_message,
             vocab_size=self._loaded.model.vocab_size,
             max_waiting=self.config.max_waiting,
             compile_grammar=self._compile_grammar(),
@@ -118,6 +122,7 @@ class WorkerServer:
         )
         self._service.attach(self._engine, self._loaded.engine.load())
         self._administration = Administration(service=self._service, engine=self._engine)
+        self._exchange = self._make_exchange()
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
@@ -126,11 +131,33 @@ class WorkerServer:
         except RuntimeError as error:
             self._engine.stop()
             raise ValueError(f"cannot listen on {self.config.host}:{self.config.port}") from error
+        self._hello_message.transfer_port = self._listen_for_transfers()
         await self._server.start()
         self.address = f"{self.config.advertise_host or self.config.host}:{port}"
         self._start_tasks()
         logger.info("worker %s serves at %s", self.config.worker_id, self.address)
         return self.address
+
+    def _make_exchange(self) -> Exchange:
+        config, loaded = self.config, self._loaded
+        return Exchange(
+            loaded.engine,
+            self._engine,
+            loaded.runner.transferable,
+            incarnation=self.incarnation,
+            layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}",
+            context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
+            on_pull_end=self._service.pull_ended,
+        )
+
+    def _listen_for_transfers(self) -> int:
+        """Return the port at which other workers fetch blocks. Raises ValueError where it cannot be bound."""
+        port = self.config.transfer_port
+        try:
+            return self._exchange.start(self.config.host, port)
+        except OSError as error:
+            self._engine.stop()
+            raise ValueError(f"cannot listen for transfers on {self.config.host}:{port}") from error
 
     async def _load_aside(self) -> LoadedEngine:
         """Load in a thread that ends.
@@ -249,6 +276,7 @@ class WorkerServer:
         await self._server.stop(LAST_WORDS_SECONDS)
         if self._grammars is not None:
             await self._grammars.aclose()
+        await asyncio.to_thread(self._exchange.stop)
         # An engine that hangs ends with the process.
         await asyncio.to_thread(self._engine.stop, FAILED_STOP_SECONDS if self.failed.is_set() else None)
         if self._loaded.masks is not None:

@@ -8,6 +8,7 @@ cluster secret (cluster_identity.py). Workers move and are dialled by number, so
 host. Each carries the name SESSION_NAME, and the CA signs for nothing else.
 """
 
+import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -173,6 +174,44 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
     return server.add_secure_port(address, credentials)
 
 
+def peer_contexts(
+    files: SessionTls | None, *, secret: str, cluster: str
+) -> Callable[[bool], ssl.SSLContext] | None:
+    """Return a function that makes the TLS context of a socket between workers; its argument says whether for the
+    server's side. None means plaintext. Both sides prove themselves as on the session port.
+
+    Raises ValueError for files that cannot be used.
+    """
+    if files is not None:
+        own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_pems, files))
+        return lambda is_server: _peer_context(*own.current(), is_server=is_server)
+    if not secret:
+        return None
+
+    def issued(is_server: bool) -> ssl.SSLContext:
+        identity = issue_identity(secret, cluster, dns_name=SESSION_NAME)
+        return _peer_context(identity.key, identity.certificate, identity.authority, is_server=is_server)
+
+    return issued
+
+
+def _session_pems(files: SessionTls) -> tuple[bytes, bytes, bytes]:
+    return *read_pair(files.key, files.cert), read_ca(files.ca)
+
+
+def _peer_context(key: bytes, certificate: bytes, ca: bytes, *, is_server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=ca.decode("ascii"))
+    # OpenSSL takes a key only from a file. This one is in memory, and only this process can open it.
+    with os.fdopen(os.memfd_create("key"), "wb") as file:
+        file.write(key + certificate)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password=no_password)
+    return context
+
+
 def session_channels(
     files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
 ) -> Callable[[str], grpc.aio.Channel]:
@@ -192,8 +231,8 @@ def session_channels(
 
 
 def _session_credentials(files: SessionTls) -> grpc.ChannelCredentials:
-    key, certificate = read_pair(files.key, files.cert)
-    return grpc.ssl_channel_credentials(read_ca(files.ca), key, certificate)
+    key, certificate, ca = _session_pems(files)
+    return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 def _session_channel(

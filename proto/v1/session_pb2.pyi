@@ -10,6 +10,27 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PullEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PULL_END_UNSPECIFIED: _ClassVar[PullEnd]
+    PULL_END_WHOLE: _ClassVar[PullEnd]
+    PULL_END_FEWER: _ClassVar[PullEnd]
+    PULL_END_REFUSED: _ClassVar[PullEnd]
+    PULL_END_UNREACHABLE: _ClassVar[PullEnd]
+    PULL_END_CUT: _ClassVar[PullEnd]
+    PULL_END_CORRUPT: _ClassVar[PullEnd]
+    PULL_END_LATE: _ClassVar[PullEnd]
+    PULL_END_CANCELLED: _ClassVar[PullEnd]
+    PULL_END_AVOIDED: _ClassVar[PullEnd]
+
+class PullRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PULL_REFUSAL_UNSPECIFIED: _ClassVar[PullRefusal]
+    PULL_REFUSAL_BUSY: _ClassVar[PullRefusal]
+    PULL_REFUSAL_INCARNATION: _ClassVar[PullRefusal]
+    PULL_REFUSAL_LAYOUT: _ClassVar[PullRefusal]
+    PULL_REFUSAL_INVALID: _ClassVar[PullRefusal]
+
 class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REJECT_REASON_UNSPECIFIED: _ClassVar[RejectReason]
@@ -21,6 +42,21 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
+PULL_END_UNSPECIFIED: PullEnd
+PULL_END_WHOLE: PullEnd
+PULL_END_FEWER: PullEnd
+PULL_END_REFUSED: PullEnd
+PULL_END_UNREACHABLE: PullEnd
+PULL_END_CUT: PullEnd
+PULL_END_CORRUPT: PullEnd
+PULL_END_LATE: PullEnd
+PULL_END_CANCELLED: PullEnd
+PULL_END_AVOIDED: PullEnd
+PULL_REFUSAL_UNSPECIFIED: PullRefusal
+PULL_REFUSAL_BUSY: PullRefusal
+PULL_REFUSAL_INCARNATION: PullRefusal
+PULL_REFUSAL_LAYOUT: PullRefusal
+PULL_REFUSAL_INVALID: PullRefusal
 REJECT_REASON_UNSPECIFIED: RejectReason
 REJECT_REASON_BUSY: RejectReason
 REJECT_REASON_TOO_LARGE: RejectReason
@@ -56,7 +92,7 @@ class ToRouter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds")
+    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +110,7 @@ class Hello(_message.Message):
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_PORT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     model_fingerprint: str
@@ -91,7 +128,8 @@ class Hello(_message.Message):
     max_waiting: int
     is_draining: bool
     stalled_seconds: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
+    transfer_port: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("is_draining",)
@@ -100,7 +138,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +150,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -123,7 +162,20 @@ class Submit(_message.Message):
     priority: int
     tenant: int
     client: int
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ...) -> None: ...
+    pull: Pull
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ("address", "incarnation", "num_blocks", "seconds")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    num_blocks: int
+    seconds: float
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ..., num_blocks: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("index", "token_ids")
@@ -219,7 +271,7 @@ class Pong(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index: _Optional[_Union[_cluster_pb2.WorkerIndex, _Mapping]] = ..., stalled_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks")
+    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks", "pulls")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +285,7 @@ class StepOutput(_message.Message):
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_MARKS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     token_offsets: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -246,7 +299,46 @@ class StepOutput(_message.Message):
     indexes: _containers.RepeatedScalarFieldContainer[int]
     details: _containers.RepeatedCompositeFieldContainer[RowDetails]
     arrived_marks: bytes
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ...) -> None: ...
+    pulls: _containers.RepeatedCompositeFieldContainer[PullReport]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ...) -> None: ...
+
+class PullReport(_message.Message):
+    __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    end: PullEnd
+    num_blocks: int
+    num_bytes: int
+    setup_seconds: float
+    transfer_seconds: float
+    def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("incarnation", "layout", "names", "first_block", "seconds")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    layout: str
+    names: bytes
+    first_block: int
+    seconds: float
+    def __init__(self, incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., names: _Optional[bytes] = ..., first_block: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("refusal", "num_blocks")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    refusal: PullRefusal
+    num_blocks: int
+    def __init__(self, refusal: _Optional[_Union[PullRefusal, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class RowDetails(_message.Message):
     __slots__ = ("row", "logprobs", "prompt_logprobs", "cumulative_logprob", "beam_score")

@@ -377,7 +377,7 @@ class Storm:
         assert not scheduler.has_work, "it still has work"
         assert not scheduler._moves
         assert scheduler.pool.num_used == 0
-        assert not scheduler.tables.copies_held()
+        assert not scheduler.tables.held_beside_sequences()
         assert scheduler.tables.swap.num_free == scheduler.config.swap_blocks
         assert all(sequence.is_over for sequence in self.sequences.values())
         if scheduler.host_cache is not None:

@@ -92,6 +92,7 @@ class Session:
             prompt_tokens=length,
             block_names=b"".join((ROOT, *chain(ROOT, tokens, 16))),
             sampling=sampling,
+            pull=changes.pop("pull", None),
         )
         submit.continuations.extend(changes.pop("continuations", ()))
         for name, value in changes.items():

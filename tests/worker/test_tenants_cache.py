@@ -236,8 +236,10 @@ def test_host_memory_that_is_all_being_read_takes_nothing() -> None:
     cache.read(held)
     assert cache.store(names("a", 1)[0], A) is None
     cache.clear()
-    assert cache.store(held[0], A) is not None
+    cache.check_invariants()
+    assert (len(cache), cache.store(held[0], A)) == (0, None), "a slot that is read is not reused"
     cache.done(held)
+    assert cache.store(held[0], A) is not None
     cache.check_invariants()
     assert (len(cache), cache.owner(held[0])) == (1, A)
 

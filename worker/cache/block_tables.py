@@ -7,7 +7,9 @@ is reused, and no host slot that is read is overwritten. Does not decide which s
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.cache.block_pool import BlockPool
@@ -23,6 +25,21 @@ class Hits:
 
     blocks: list[BlockId]
     host_names: list[BlockName]
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.host_names)
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Leading blocks of a prefix that are kept for a reader, first on the GPU, then in host memory.
+
+    Nothing evicts or changes them until `BlockTables.end_loan`.
+    """
+
+    blocks: list[BlockId]
+    host_names: list[BlockName]
+    host_slots: list[HostSlot]
 
     def __len__(self) -> int:
         return len(self.blocks) + len(self.host_names)
@@ -69,6 +86,8 @@ class BlockTables:
         self._moves = Moves()
         self._copied = Counter[BlockId]()
         """References held by copies under way, for each source."""
+        self._lent = Counter[BlockId]()
+        """References held by loans."""
         if host_cache is not None:
             cache.on_lost = self._offload
 
@@ -135,6 +154,46 @@ class BlockTables:
         names = sequence.names[1 : 1 + usable]
         blocks = self.cache.match(names)
         return Hits(blocks, self.host_cache.match(names[len(blocks) :]) if self.host_cache else [])
+
+    def has(self, names: Items[BlockName]) -> bool:
+        """Return whether every one of these leading blocks of a prefix is here."""
+        found = len(self.cache.match(names))
+        return found == len(names) or (
+            self.host_cache is not None and found + len(self.host_cache.match(names[found:])) == len(names)
+        )
+
+    def lend(self, names: Items[BlockName], *, most_blocks: float = inf) -> Loan:
+        """Keep the leading blocks of a prefix that are here, for a reader, and return them.
+
+        Only blocks that are computed are lent, so their content is final. Of the pool at most `most_blocks` are lent in
+        all.
+        """
+        blocks: list[BlockId] = []
+        host_names: list[BlockName] = []
+        for block in self.cache.match(names):
+            if self.cache.is_unconfirmed(block) or self.num_lent + len(blocks) >= most_blocks:
+                break
+            blocks.append(block)
+        else:
+            if self.host_cache is not None:
+                host_names = self.host_cache.match(names[len(blocks) :])
+        self.pool.share(blocks)
+        self._lent.update(blocks)
+        host_slots = self.host_cache.read(host_names) if self.host_cache is not None else []
+        return Loan(blocks, host_names, host_slots)
+
+    def end_loan(self, loan: Loan) -> None:
+        """Give back what `lend` has kept."""
+        self._lent.subtract(loan.blocks)
+        self._lent = +self._lent
+        self.pool.release(loan.blocks)
+        if self.host_cache is not None:
+            self.host_cache.done(loan.host_names)
+
+    @property
+    def num_lent(self) -> int:
+        """Return how many references loans hold on blocks of the pool."""
+        return self._lent.total()
 
     def resumes_from(self, sequence: Sequence, hits: Hits) -> bool:
         """Return whether the swapped blocks continue the hits on the GPU without a gap, and go beyond them."""
@@ -207,11 +266,14 @@ class BlockTables:
         """
         if sequence.num_named:
             return self.pool.owner(sequence.block_table[0])
-        first = sequence.names[1]
+        return self.owner_of(sequence.names[1], otherwise=sequence.tenant)
+
+    def owner_of(self, first: BlockName, *, otherwise: TenantId) -> TenantId:
+        """Return the owner of all blocks that begin with this first block. It is `otherwise` where none is here."""
         owner = self.cache.owner(first)
         if owner is None and self.host_cache is not None:
             owner = self.host_cache.owner(first)
-        return sequence.tenant if owner is None else owner
+        return otherwise if owner is None else owner
 
     def confirm(self, sequence: Sequence, computed_from: int) -> None:
         """Publish the names of blocks that are computed, root first. The step began at position `computed_from`.
@@ -297,6 +359,6 @@ class BlockTables:
         if self.host_cache is not None:
             self.host_cache.done(moves.read_names)
 
-    def copies_held(self) -> Counter[BlockId]:
-        """Return the references that copies hold, for each source."""
-        return self._copied
+    def held_beside_sequences(self) -> Counter[BlockId]:
+        """Return the references that copies and loans hold, for each block."""
+        return self._copied + self._lent

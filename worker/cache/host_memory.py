@@ -1,8 +1,9 @@
 """Host memory: slots for swapped sequences, and for named blocks that the GPU's pool has evicted.
 
 The two parts never lend each other slots. The `SwapSpace` holds what preempted sequences computed, until they run
-again. The `HostCache` holds named blocks in order of their last use. Pure: it chooses the slot of each block. The
-runner moves the bytes (StepPlan.to_host, from_host).
+again. The `HostCache` holds named blocks in order of their last use, and blocks on their way from other workers. Pure:
+it chooses the slot of each block. The runner moves the bytes (StepPlan.to_host, from_host), or a pull receives them
+(../transfer/).
 """
 
 from collections import Counter, deque
@@ -53,6 +54,9 @@ class HostCache:
         self._shares = TenantShares[BlockName]()
         """Accounts by tenant. Names that no step is reading are offered."""
         self._reading: dict[BlockName, int] = {}
+        self._dropped: dict[BlockName, list[HostSlot]] = {}
+        """Slots of names that were dropped while something read them. They are free once nothing does."""
+        self._reserved: set[HostSlot] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,6 +85,47 @@ class HostCache:
         self._anywhere.add(name)
         return slot
 
+    def reserve(self, count: int) -> list[HostSlot]:
+        """Take slots that nothing else sees, to receive blocks in them. Return at most `count`, and never more than
+        half of all slots in all."""
+        slots: list[HostSlot] = []
+        while len(slots) < count and len(self._reserved) < self.num_slots // 2:
+            if not self._free and not self._evict():
+                break
+            slots.append(self._free.pop())
+            self._reserved.add(slots[-1])
+        return slots
+
+    def commit(
+        self,
+        name: BlockName,
+        slot: HostSlot,
+        tenant: TenantId = NOBODY,
+        *,
+        parent: BlockName | None,
+        is_indexed: bool,
+    ) -> None:
+        """Give a reserved slot, which now holds a block, its name. As after `read`, nothing evicts the name until
+        `done`.
+
+        Where another slot has the name already, the reserved one becomes free. Commit a parent before its children.
+        """
+        self._reserved.remove(slot)
+        if name in self._slots:
+            self._free.append(slot)
+        else:
+            self._slots[name] = slot
+            self._parents[name] = parent
+            self._accounts[name] = self._shares.hold(tenant)
+            self._anywhere.add(name, is_indexed=is_indexed)
+        self.read([name])
+
+    def release(self, slots: Iterable[HostSlot]) -> None:
+        """Give reserved slots back."""
+        for slot in slots:
+            self._reserved.remove(slot)
+            self._free.append(slot)
+
     def _touch(self, name: BlockName) -> None:
         """Make a name the most recently used. Where a step is reading it, that happens at the step's end."""
         if name not in self._reading:
@@ -98,7 +143,11 @@ class HostCache:
 
     def _free_slot(self, name: BlockName) -> None:
         del self._accounts[name], self._parents[name]
-        self._free.append(self._slots.pop(name))
+        slot = self._slots.pop(name)
+        if name in self._reading:
+            self._dropped.setdefault(name, []).append(slot)
+        else:
+            self._free.append(slot)
         self._anywhere.remove(name)
 
     def match(self, names: Sequence[BlockName]) -> list[BlockName]:
@@ -111,29 +160,30 @@ class HostCache:
         return found
 
     def read(self, names: Sequence[BlockName]) -> list[HostSlot]:
-        """Return the slots of these names, for the next step to read. No name is evicted until `done`."""
+        """Return the slots of these names, for a step or a loan to read. No slot changes until `done`."""
         for name in names:
             self._reading[name] = self._reading.get(name, 0) + 1
             self._accounts[name].offered[0].pop(name, None)
         return [self._slots[name] for name in names]
 
     def done(self, names: Sequence[BlockName]) -> None:
-        """Release names that an ended step read. They become the most recently used, the first of the list last."""
+        """Release names that were read. They become the most recently used, the first of the list last."""
         for name in reversed(names):
             self._reading[name] -= 1
             if not self._reading[name]:
                 del self._reading[name]
+                self._free += self._dropped.pop(name, ())
                 if name in self._slots:
                     self._touch(name)
 
     def clear(self) -> None:
-        """Drop all names: for a flush, or after a failed step, when it is unknown what was written."""
+        """Drop all names: for a flush, or after a failed step, when it is unknown what was written. Slots that are
+        read become free later."""
         for name in tuple(self._slots):
             self._drop(name)
 
     def drop(self, slots: Set[HostSlot]) -> None:
-        """Drop the names in these slots and their descendants, a child before its parent. No step reads them.
-        O(slots)."""
+        """Drop the names in these slots and their descendants, a child before its parent. O(slots)."""
         lost = {name for name, slot in self._slots.items() if slot in slots}
         for name in reversed(self._with_descendants(lost) if lost else ()):
             self._drop(name)
@@ -160,11 +210,12 @@ class HostCache:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where slots are lost or held twice. O(slots)."""
-        held = [*self._free, *self._slots.values()]
+        dropped = [slot for slots in self._dropped.values() for slot in slots]
+        held = [*self._free, *self._slots.values(), *self._reserved, *dropped]
         assert len(held) == len(set(held)) == self.num_slots
         self._shares.check_invariants()
         assert self._accounts.keys() == self._parents.keys() == self._slots.keys()
         for name, account in self._accounts.items():
             assert (name in account.offered[0]) is (name not in self._reading)
         assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()
-        assert self._reading.keys() <= self._slots.keys() or not self._slots
+        assert self._dropped.keys() <= self._reading.keys() <= self._slots.keys() | self._dropped.keys()

@@ -11,7 +11,8 @@ from blockyard.worker.sequences.identifiers import BlockName
 class AnywhereNames:
     """Counts for each name the tiers that hold it. Each tier adds a name once and removes it once.
 
-    The GPU is always the first tier of a name. It knows whether the name is published to the index.
+    The first tier of a name knows whether the name is published to the index: the GPU, or host memory for a block that
+    came from another worker.
     """
 
     def __init__(self) -> None:

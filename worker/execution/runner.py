@@ -30,6 +30,7 @@ from blockyard.worker.execution.step_moves import StepMoves
 from blockyard.worker.execution.warm_up_rows import largest_rows, warm_up_row
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
+from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
 from blockyard.worker.memory.transfers import upload
 from blockyard.worker.model.config import ModelConfig, load_config
 from blockyard.worker.model.data_type import RequestedDataType, choose_dtype, cpu_has_bfloat16
@@ -125,6 +126,8 @@ class TorchRunner:
         """Blocks of all layers, layer after layer. `kv_pools` are views of it, one for each layer."""
         self.kv_pools: list[torch.Tensor] = []
         self.host_blocks: HostBlocks | None = None
+        self.transferable: TransferableMemory
+        """The bytes of blocks and host slots, for transfers between workers."""
         self._graphs: DecodeGraphs | None = None
         self.allocate_pools(num_blocks, num_host_slots)
         self.grammar_masks: GrammarMasks | None = None
@@ -163,6 +166,7 @@ class TorchRunner:
                 num_host_slots,
                 verify=self._verify_host_blocks,
             )
+        self.transferable = TorchMemory(movable(self._blocks_N2KPD), config.num_layers, self.host_blocks)
 
     @classmethod
     def create(

@@ -96,6 +96,15 @@ class HostBlocks:
             rows = self._pool_rows([block for _, block in piece])
             self._blocks_N2KPD.index_copy_(0, rows, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
 
+    def bytes_of(self, slot: HostSlot) -> memoryview:
+        """Return a slot's bytes, to be read or written. Unlike `save` and `load`, that waits for no device."""
+        return memoryview(self._place(slot).view(torch.uint8).numpy()).cast("B")
+
+    def received(self, slot: HostSlot, checksum: int) -> None:
+        """Record that something wrote a slot's bytes, and their CRC-32."""
+        if self._checksums is not None:
+            self._checksums[slot] = checksum
+
     def measure(self) -> float:
         """Measure the round trip, save and load, of the first blocks, and return its speed in blocks a second.
 
@@ -148,7 +157,7 @@ class HostBlocks:
         ]
 
     def _checksum(self, slot: HostSlot) -> int:
-        return zlib.crc32(self._place(slot).view(torch.uint8).numpy().data)
+        return zlib.crc32(self.bytes_of(slot))
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -142,7 +142,7 @@ class Queues:
         assert all(len(ids) == 1 for ids in requests.values()), (
             "an unnamed block is shared beyond its request"
         )
-        for block, held in tables.copies_held().items():
+        for block, held in tables.held_beside_sequences().items():
             holders[block] += held
         for sequence in self.waiting:
             assert not sequence.block_table

@@ -40,6 +40,7 @@ from blockyard.worker.scheduling.capacity import (
 from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
+from blockyard.worker.scheduling.pulls import Pulls
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
@@ -70,6 +71,8 @@ class SchedulerConfig:
     """Only every Nth block of a prefix is published to the prefix index."""
     protected_blocks: int = 0
     """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
+    most_lent_blocks: int = 0
+    """Most blocks of the pool that are kept at once for other workers to fetch."""
 
 
 class CapacityError(ValueError):
@@ -103,6 +106,7 @@ class Scheduler:
             self.host_cache,
             index_stride_blocks=config.index_stride_blocks,
         )
+        self.pulls = Pulls(self.tables, index_stride_blocks=config.index_stride_blocks)
         self._queues = Queues(self.tables)
         self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
         self.must_wait_for_mask: Callable[[Sequence], bool] | None = None
@@ -193,6 +197,7 @@ class Scheduler:
         it."""
         if not sequence.is_over:
             self._queues.leave(sequence, state)
+            self.pulls.leave(sequence)
 
     def cancel_request(self, request_id: RequestId, index: int | None = None) -> int:
         """End all outputs of a request, or one, and return how many sequences ended.
@@ -375,26 +380,25 @@ class Scheduler:
             budget -= todo
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that needs no mask first. Beams of a running search come first: it needs
-        all."""
+        """Return the first waiting sequence that needs neither a mask nor blocks from elsewhere first. Beams of a
+        running search come first: it needs all."""
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
                 if beam.state is SequenceState.WAITING:
                     return beam
         for sequence in self.waiting:
-            if sequence.grammar is None or not self._is_held(sequence):
+            if not sequence.is_pulling and (sequence.grammar is None or not self._is_held(sequence)):
                 return sequence
         return None
 
     def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
         """Return whether the pool has room for a waiting sequence.
 
-        A request alone always fits: `submit` and the constructor have checked that.
+        A request alone always fits, once no loan holds blocks: `submit` and the constructor have checked that.
         """
         group = sequence.group
-        if not self._queues.is_any_leaving and all(
-            group is not None and other.group is group for other in self.running
-        ):
+        is_alone = all(group is not None and other.group is group for other in self.running)
+        if is_alone and not self._queues.is_any_leaving and not self.tables.num_lent:
             return True
         return fits(
             sequence,
@@ -487,6 +491,7 @@ class Scheduler:
         if self.host_cache is not None:
             self.host_cache.check_invariants()
         self._queues.check_invariants()
+        self.pulls.check_invariants(self.waiting)
         swapped = sum(len(sequence.swapped.slots) for sequence in self.waiting if sequence.swapped)
         reading = sum(len(moves.read_slots) for moves in self._moves.values())
         assert swapped + reading + self.tables.swap.num_free == self.tables.swap.num_slots

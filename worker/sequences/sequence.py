@@ -114,6 +114,8 @@ class Sequence:
     """Prompt tokens that the first admission found in the cache. None before it."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Logprobs of the prompt's tokens from the second on, as far as they are computed."""
+    is_pulling: bool = False
+    """Whether it waits for blocks from another worker, and is not admitted yet."""
     num_preemptions: int = 0
     swapped: "SwappedBlocks | None" = None
     """Blocks that a preemption has moved to host memory."""

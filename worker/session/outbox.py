@@ -1,7 +1,7 @@
 """Outbox: what waits to be sent to one router. Outputs of its requests are merged until the router takes them.
 
 It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
-drain state, and at most one rejection a request. Marks of prompts have a limit in bytes. Pure; one event loop owns it.
+drain state, and at most one rejection and one report of a pull for each request. Marks of prompts have a limit in bytes. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,6 +13,7 @@ from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
     Draining,
     Pong,
+    PullReport,
     Rejected,
     RejectReason,
     RowDetails,
@@ -85,6 +86,7 @@ class Outbox:
         self._pong_load: EngineLoad | None = None
         self._is_draining: bool | None = None
         self._arrived_marks = b""
+        self._pulls: list[PullReport] = []
         self.reported: EngineLoad | None = None
         """The load in the last message that had one."""
 
@@ -107,6 +109,10 @@ class Outbox:
     def tell_arrival(self, marks: bytes) -> None:
         """Report the marks of a prompt that has reached the worker. A slow router gets those of the last prompts."""
         self._arrived_marks = (self._arrived_marks + marks)[-MAX_MARKS_BYTES:]
+
+    def report_pull(self, report: PullReport) -> None:
+        """Report a pull that has ended: one for each request at most."""
+        self._pulls.append(report)
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         detail = detail[:MAX_DETAIL_CHARACTERS]
@@ -140,16 +146,17 @@ class Outbox:
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
             self.reported = self._pong_load
-        if self._rows or self._failed or self._arrived_marks or load != self.reported:
+        if self._rows or self._failed or self._arrived_marks or self._pulls or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]
             steps[-1].failed_handles.extend(self._failed)
             steps[-1].failed_reasons.extend(self._failed.values())
             steps[-1].load.CopyFrom(load_message(load))
             steps[-1].arrived_marks = self._arrived_marks
+            steps[-1].pulls.extend(self._pulls)
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
-        self._is_draining, self._arrived_marks = None, b""
+        self._is_draining, self._arrived_marks, self._pulls = None, b"", []
         return messages
 
 

@@ -30,6 +30,7 @@ from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
     Cancel,
     Hello,
+    PullReport,
     RejectReason,
     Submit,
     ToRouter,
@@ -167,6 +168,18 @@ class SessionService:
         for route in routes:
             route.link.outbox.fail(route.handle, RejectReason.REJECT_REASON_DRAINING)
             route.link.has_news.set()
+
+    def pull_ended(self, request_id: RequestId, report: PullReport) -> None:
+        """Report a pull to the router of its request. The engine's thread calls this."""
+        route = self._routes.get(request_id)
+        if route is not None:
+            report.handle = route.handle
+            self._on_loop(self._report_pull, route, report)
+
+    @staticmethod
+    def _report_pull(route: Route, report: PullReport) -> None:
+        route.link.outbox.report_pull(report)
+        route.link.has_news.set()
 
     @property
     def has_routers(self) -> bool:

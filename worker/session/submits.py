@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from blockyard.proto.limits import COUNTS, MAX_PRIORITY
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
 from blockyard.proto.naming.identifiers import is_name
-from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.proto.v1.session_pb2 import EngineSampling, RejectReason, Submit
 from blockyard.worker.engine_types import Continuation, EngineRequest
+from blockyard.worker.scheduling.pulls import PullOrder
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
@@ -68,6 +69,18 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         tenant=TenantId(submit.tenant),
         client=submit.client,
         continuations=continuations,
+        pull=_pull(submit.pull) if submit.HasField("pull") else None,
+    )
+
+
+def _pull(pull: session_pb2.Pull) -> PullOrder:
+    if not 0 <= pull.seconds < math.inf:
+        raise ValueError(f"the seconds of a pull must not be negative, not {pull.seconds}")
+    return PullOrder(
+        address=pull.address,
+        incarnation=pull.incarnation,
+        num_blocks=pull.num_blocks,
+        seconds=pull.seconds,
     )
 
 

@@ -24,6 +24,7 @@ from blockyard.worker.sequences.step_plan import (
     StepTokens,
 )
 from blockyard.worker.simulated.faults import SimulatedFault
+from blockyard.worker.simulated.memory import SimulatedMemory
 
 if TYPE_CHECKING:
     from blockyard.worker.simulated.grammars import SimulatedGrammars
@@ -57,6 +58,7 @@ class SimulatedRunner:
         self._step_seconds = step_seconds
         self._sleep = sleep
         self._fault = fault
+        self.transferable = SimulatedMemory()
         self.grammars: SimulatedGrammars | None = None
         """None: outputs follow no grammar."""
 

@@ -46,7 +46,7 @@ class LoadedEngine:
     """An engine, and what its server and clients need to know of it."""
 
     engine: Engine
-    runner: Runner
+    runner: TorchRunner | SimulatedRunner
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path
@@ -117,7 +117,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
 
 def _load_runner(
     config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
-) -> tuple[Runner, KVSize, HostSize]:
+) -> tuple[TorchRunner | SimulatedRunner, KVSize, HostSize]:
     """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
     before it."""
     budget = known_budget(config, device)
@@ -131,7 +131,7 @@ def _load_runner(
     check_one_full_sequence_fits(kv_size, max_model_len)
     host_size = size_host_memory(config, device, kv_size.block_bytes)
     logger.info(host_size.describe())
-    runner: Runner
+    runner: TorchRunner | SimulatedRunner
     if measured is None:
         runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
     else:
@@ -193,6 +193,7 @@ def _scheduling(
         host_cache_blocks=host_size.cache_blocks,
         index_stride_blocks=config.index_stride_blocks,
         protected_blocks=int(config.protected_cache_share * kv_size.num_blocks),
+        most_lent_blocks=int(config.lend_share * kv_size.num_blocks),
     )
 
 
@@ -259,7 +260,7 @@ def _make_runner(
     device: torch.device,
     num_blocks: int,
     num_host_slots: int,
-) -> Runner:
+) -> TorchRunner | SimulatedRunner:
     match config.engine:
         case "simulated":
             return SimulatedRunner(

@@ -1,0 +1,191 @@
+"""Pulls: blocks that come from another worker, and the sequences that wait for them.
+
+A pull receives named blocks into reserved slots of host memory, which nothing else sees. When it ends, the blocks that
+arrived intact are cached there like any others, and its sequences are admitted with them. What did not arrive is
+computed. So a pull can fail at any moment without harm.
+
+Owns the bookkeeping, on the engine's thread. Does not own the bytes (../transfer/) or the choice of a source (the
+router). Has no clock: time is an argument.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blockyard.worker.cache.block_tables import BlockTables, Loan
+from blockyard.worker.cache.host_memory import HostCache
+from blockyard.worker.sequences.identifiers import BlockName, HostSlot, RequestId, SequenceId, TenantId
+from blockyard.worker.sequences.sequence import Sequence
+
+MAX_PULLS = 4
+"""Pulls at once. They share one link, so more would only end later."""
+LATE_SECONDS = 0.25
+"""Time after its deadline in which a pull must end. After it, its sequences go on without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOrder:
+    """What a router asks of a worker: fetch a prompt's leading blocks from another one."""
+
+    address: str
+    """The source's transfer address "host:port"."""
+    incarnation: str
+    """The source's incarnation. Another one at that address has nothing of what the router knows."""
+    num_blocks: int
+    """Leading blocks of the prompt that the source has. Those that are here already are not fetched."""
+    seconds: float
+    """Time from now after which the request goes on with what has arrived."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pull:
+    """One transfer under way. Its receiver reads it and changes nothing."""
+
+    order: PullOrder
+    request_id: RequestId
+    """The request that began it."""
+    tenant: TenantId
+    prefix: list[BlockName]
+    """Names of the prompt's leading blocks, up to the last one that is fetched."""
+    slots: list[HostSlot]
+    """Slots for the last of these blocks. The others are here."""
+    head: Loan
+    """The blocks that are here. They are kept until the pull ends."""
+    deadline: float
+    """Time on the engine's clock."""
+    is_cancelled: bool = False
+    """Whether nobody waits for it any more. Its receiver then ends it soon."""
+
+    @property
+    def names(self) -> list[BlockName]:
+        """The names of the blocks that are fetched, in order of `slots`."""
+        return self.prefix[len(self.head) :]
+
+
+class Pulls:
+    """The pulls of one engine."""
+
+    def __init__(self, tables: BlockTables, *, index_stride_blocks: int) -> None:
+        self._tables = tables
+        self._index_stride_blocks = index_stride_blocks
+        self._under_way: dict[BlockName, Pull] = {}
+        """The pull that fetches each name."""
+        self._waiting: dict[Pull, list[Sequence]] = {}
+        """The sequences that wait for each pull, of any request."""
+        self._pull_of: dict[SequenceId, Pull] = {}
+        self.num_blocks = 0
+        """Blocks that have arrived since the engine's start."""
+        self.num_failed = 0
+        """Pulls that brought fewer blocks than they should have, though somebody waited for them."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, sequences: Iterable[Sequence], order: PullOrder, now: float) -> Pull | None:
+        """Let a request's new sequences, which have one prompt, wait for the blocks that `order` names.
+
+        Return the pull to start. Return None where there is nothing to fetch or no room. Where another pull fetches the
+        next block already, the sequences wait for that one, and the result is None too.
+        """
+        sequences = list(sequences)
+        sequence, host_cache = sequences[0], self._tables.host_cache
+        if host_cache is None or sequence.wants_whole_prompt or order.seconds <= 0:
+            return None
+        usable = min(order.num_blocks, (sequence.prompt_length - 1) // self._tables.block_size)
+        prefix = sequence.names[1 : 1 + usable]
+        head = self._tables.lend(prefix)
+        following = prefix[len(head) :]
+        other = self._under_way.get(following[0]) if following else None
+        if other is not None and not other.is_cancelled:
+            self._wait(sequences, other)
+        slots = self._reserve(following, host_cache) if other is None else []
+        if not slots:
+            self._tables.end_loan(head)
+            return None
+        pull = Pull(
+            order=order,
+            request_id=sequence.request_id,
+            tenant=sequence.tenant,
+            prefix=prefix[: len(head) + len(slots)],
+            slots=slots,
+            head=head,
+            deadline=now + order.seconds,
+        )
+        self._waiting[pull] = []
+        self._under_way.update(dict.fromkeys(pull.names, pull))
+        self._wait(sequences, pull)
+        return pull
+
+    def _reserve(self, names: list[BlockName], host_cache: HostCache) -> list[HostSlot]:
+        """Return slots for these blocks, up to the first that another pull fetches."""
+        if len(self._waiting) >= MAX_PULLS:
+            return []
+        known = (index for index, name in enumerate(names) if name in self._under_way)
+        return host_cache.reserve(next(known, len(names)))
+
+    def _wait(self, sequences: list[Sequence], pull: Pull) -> None:
+        expected = len(pull.prefix) * self._tables.block_size
+        for sequence in sequences:
+            sequence.is_pulling = True
+            sequence.cached_at_submit = max(sequence.cached_at_submit, expected)
+            self._pull_of[sequence.sequence_id] = pull
+        self._waiting[pull] += sequences
+
+    def leave(self, sequence: Sequence) -> None:
+        """Let a sequence that has ended no longer wait. A pull for which nobody waits is cancelled."""
+        pull = self._pull_of.pop(sequence.sequence_id, None)
+        if pull is not None:
+            sequence.is_pulling = False
+            self._waiting[pull].remove(sequence)
+            pull.is_cancelled = not self._waiting[pull]
+
+    def release_late(self, now: float) -> None:
+        """Let the sequences of pulls that should have ended go on. The slots stay reserved until `end`."""
+        for pull in self._waiting:
+            if now >= pull.deadline + LATE_SECONDS:
+                self._go_on(pull)
+
+    def end(self, pull: Pull, num_received: int) -> None:
+        """Cache the leading blocks that have arrived intact, free the other slots, and let the sequences go on.
+
+        The receiver must not write to the slots any more.
+        """
+        host_cache, first = self._tables.host_cache, len(pull.head)
+        assert host_cache is not None, "a pull needs host memory"
+        self.num_failed += num_received < len(pull.slots) and not pull.is_cancelled
+        if not self._tables.has(pull.prefix[:first]):
+            num_received = 0  # host memory was cleared meanwhile: no prompt could reach these blocks
+        tenant = self._tables.owner_of(pull.prefix[0], otherwise=pull.tenant)
+        for index, slot in enumerate(pull.slots[:num_received], start=first):
+            host_cache.commit(
+                pull.prefix[index],
+                slot,
+                tenant,
+                parent=pull.prefix[index - 1] if index else None,
+                is_indexed=(index + 1) % self._index_stride_blocks == 0,
+            )
+        host_cache.release(pull.slots[num_received:])
+        host_cache.done(pull.names[:num_received])
+        self._tables.end_loan(pull.head)
+        self.num_blocks += num_received
+        self._go_on(pull)
+        del self._waiting[pull]
+        for name in pull.names:
+            del self._under_way[name]
+
+    def _go_on(self, pull: Pull) -> None:
+        pull.is_cancelled = True
+        for sequence in self._waiting[pull]:
+            sequence.is_pulling = False
+            sequence.cached_at_submit = len(self._tables.match(sequence)) * self._tables.block_size
+            del self._pull_of[sequence.sequence_id]
+        self._waiting[pull].clear()
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        """Raise AssertionError where pulls, names and waiting sequences disagree."""
+        pulling = [sequence.sequence_id for sequence in waiting if sequence.is_pulling]
+        assert sorted(pulling) == sorted(self._pull_of)
+        assert {id(pull) for pull in self._pull_of.values()} <= {id(pull) for pull in self._waiting}
+        assert all(bool(waiters) is not pull.is_cancelled for pull, waiters in self._waiting.items())
+        fetched = [name for pull in self._waiting for name in pull.names]
+        assert len(fetched) == len(set(fetched))
+        assert set(fetched) == self._under_way.keys()

@@ -1,0 +1,26 @@
+"""Simulated memory: blocks without content, so that transfers between simulated workers have bytes to send."""
+
+from collections.abc import Callable
+
+from blockyard.worker.sequences.identifiers import BlockId, HostSlot
+
+
+class SimulatedMemory:
+    """Implements TransferableMemory. All blocks share the same few bytes, which are never read."""
+
+    block_bytes = 64
+
+    def __init__(self) -> None:
+        self._bytes = bytearray(self.block_bytes)
+
+    def fence(self) -> Callable[[], object]:
+        return lambda: None
+
+    def block(self, block: BlockId) -> list[memoryview]:
+        return [memoryview(self._bytes)]
+
+    def slot(self, slot: HostSlot) -> memoryview:
+        return memoryview(self._bytes)
+
+    def received(self, slot: HostSlot, checksum: int) -> None:
+        pass

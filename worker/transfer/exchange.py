@@ -1,0 +1,83 @@
+"""Exchange: lends and fetches blocks for one engine, by a lender and a receiver."""
+
+import ssl
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from blockyard.proto.v1.session_pb2 import PullReport
+from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.memory.transferable import TransferableMemory
+from blockyard.worker.scheduling.pulls import Pull
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.transfer.lender import Fence, Lender, LenderFacts
+from blockyard.worker.transfer.receiver import PullResult, Receiver
+
+
+class Exchange:
+    """The transfers of one worker, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        memory: TransferableMemory,
+        *,
+        incarnation: str,
+        layout: str,
+        context: Callable[[bool], ssl.SSLContext] | None,
+        on_pull_end: Callable[[RequestId, PullReport], object],
+    ) -> None:
+        """`engine` does not run yet. `on_pull_end` is called on the engine's thread. `context` makes TLS contexts, None
+        means plaintext."""
+        self._thread = thread
+        self._memory = memory
+        self._on_pull_end = on_pull_end
+        config = engine.scheduler.config
+        layout = f"{layout} {memory.block_bytes}"
+        self._lender = Lender(
+            LenderFacts(
+                incarnation=incarnation,
+                layout=layout,
+                max_blocks=config.max_model_len // config.block_size,
+            ),
+            memory,
+            lend=self._lend,
+            end_loan=lambda loan: self._thread.call(lambda engine: engine.end_loan(loan)),
+            context=context,
+        )
+        self._receiver = Receiver(layout, memory, context=context, on_end=self._end_pull)
+        engine.start_pull = self._start_pull
+
+    def start(self, host: str, port: int) -> int:
+        """Listen for other workers, and return the port. Raises OSError where that is not possible."""
+        return self._lender.start(host, port)
+
+    def stop(self) -> None:
+        """End all transfers. The engine still runs."""
+        self._lender.stop()
+        self._receiver.stop()
+
+    def _lend(self, names: list[BlockName]) -> "Future[tuple[Loan, Fence]]":
+        return self._thread.call(lambda engine: (engine.lend(names), self._memory.fence()))
+
+    def _start_pull(self, pull: Pull) -> None:
+        self._receiver.start(pull, self._memory.fence())
+
+    def _end_pull(self, pull: Pull, result: PullResult) -> None:
+        self._thread.call(partial(self._take, pull, result))
+
+    def _take(self, pull: Pull, result: PullResult, engine: Engine) -> None:
+        engine.end_pull(pull, result.num_blocks)
+        self._on_pull_end(
+            pull.request_id,
+            PullReport(
+                end=result.end,
+                num_blocks=result.num_blocks,
+                num_bytes=result.num_bytes,
+                setup_seconds=result.setup_seconds,
+                transfer_seconds=result.transfer_seconds,
+            ),
+        )

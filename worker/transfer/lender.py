@@ -1,0 +1,204 @@
+"""Lender: sends blocks of this worker to other workers that ask for them.
+
+A thread for each connection answers one request after the other. The engine keeps the blocks while they are sent (a
+loan). A loan ends when they are sent, when the connection ends, or when nobody waits for them any more, whichever is
+first. A request for blocks that are not here is answered with those that are.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
+from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
+from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.memory.transferable import TransferableMemory
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.transfer.wire import Connection, Cut, Late, ProtocolError, shut
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 64
+"""Each worker that pulls from this one has a few. Further ones are closed at once."""
+MAX_LOANS = 4
+"""Pulls served at once. They share one link, so more would only end later."""
+MAX_SECONDS = 60.0
+"""Longest loan, whatever a request says."""
+HANDSHAKE_SECONDS = 5.0
+IDLE_SECONDS = 300.0
+"""Time without a request after which a connection is closed."""
+ENGINE_SECONDS = 5.0
+"""Longest wait for the engine, which lends between two steps."""
+
+Fence = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LenderFacts:
+    """What a request must agree with."""
+
+    incarnation: str
+    layout: str
+    max_blocks: int
+    """Blocks of the longest context."""
+
+
+class Lender:
+    """Listens on one port from `start` to `stop`."""
+
+    def __init__(
+        self,
+        facts: LenderFacts,
+        memory: TransferableMemory,
+        *,
+        lend: Callable[[list[BlockName]], Future[tuple[Loan, Fence]]],
+        end_loan: Callable[[Loan], object],
+        context: Callable[[bool], ssl.SSLContext] | None,
+    ) -> None:
+        """`lend` and `end_loan` queue commands for the engine. `context` makes TLS contexts, None means plaintext."""
+        self._facts = facts
+        self._memory = memory
+        self._lend = lend
+        self._end_loan = end_loan
+        self._context = context
+        self._listener: socket.socket
+        self._connections: set[socket.socket] = set()
+        """Changed under the lock, as `_is_stopping` is."""
+        self._lock = threading.Lock()
+        self._loans = threading.BoundedSemaphore(MAX_LOANS)
+        self._is_stopping = False
+
+    def start(self, host: str, port: int) -> int:
+        """Listen, and return the port. Raises OSError where that is not possible."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=16)
+        threading.Thread(target=self._accept, name="lender", daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def stop(self) -> None:
+        """Close the port and all connections. Their loans end."""
+        with self._lock:
+            self._is_stopping = True
+            open_sockets = (self._listener, *self._connections)
+        for sock in open_sockets:
+            shut(sock)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._is_stopping:
+                    self._listener.close()
+                    return
+                time.sleep(0.1)  # too many open files, for example
+                continue
+            if self._is_welcome(sock):
+                threading.Thread(target=self._serve, args=(sock,), name="lender", daemon=True).start()
+            else:
+                sock.close()
+
+    def _is_welcome(self, sock: socket.socket) -> bool:
+        with self._lock:
+            if self._is_stopping or len(self._connections) >= MAX_CONNECTIONS:
+                return False
+            self._connections.add(sock)
+            return True
+
+    def _serve(self, accepted: socket.socket) -> None:
+        sock = accepted
+        try:
+            sock = self._secured(accepted)
+            connection = Connection(sock)
+            while True:
+                connection.deadline = time.monotonic() + IDLE_SECONDS
+                request = connection.receive(PullRequest, self._max_request_bytes)
+                self._answer(connection, request)
+        except ProtocolError as error:
+            logger.warning("a connection to the transfer port was closed: it sent %s", error)
+        except (Cut, Late, OSError):
+            pass  # the other side has gone, or does not take what it asked for
+        except Exception:
+            logger.exception("a transfer failed")
+        finally:
+            with self._lock:
+                self._connections -= {accepted, sock}
+            sock.close()
+            accepted.close()
+
+    def _secured(self, accepted: socket.socket) -> socket.socket:
+        """Return the connection after its handshake, if there is one."""
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.settimeout(HANDSHAKE_SECONDS)
+        if self._context is None:
+            return accepted
+        secured = self._context(True).wrap_socket(accepted, server_side=True)
+        with self._lock:
+            self._connections.add(secured)
+            if self._is_stopping:
+                shut(secured)
+        return secured
+
+    @property
+    def _max_request_bytes(self) -> int:
+        return NAME_BYTES * self._facts.max_blocks + 1024
+
+    def _answer(self, connection: Connection, request: PullRequest) -> None:
+        seconds = min(request.seconds, MAX_SECONDS) if request.seconds > 0 else 0.0
+        connection.deadline = time.monotonic() + seconds
+        refusal = self._refusal(request)
+        if refusal:
+            connection.send(PullReply(refusal=refusal))
+            return
+        if not self._loans.acquire(blocking=False):
+            connection.send(PullReply(refusal=PullRefusal.PULL_REFUSAL_BUSY))
+            return
+        try:
+            with self._loan(request, seconds) as (loan, fence):
+                first = min(request.first_block, len(loan))
+                connection.send(PullReply(num_blocks=len(loan) - first))
+                fence()
+                for index in range(first, len(loan)):
+                    connection.send_block(index, self._pieces(loan, index))
+        finally:
+            self._loans.release()
+
+    def _refusal(self, request: PullRequest) -> PullRefusal:
+        if request.incarnation != self._facts.incarnation:
+            return PullRefusal.PULL_REFUSAL_INCARNATION
+        if request.layout != self._facts.layout:
+            return PullRefusal.PULL_REFUSAL_LAYOUT
+        if not request.names or len(request.names) % NAME_BYTES:
+            return PullRefusal.PULL_REFUSAL_INVALID
+        return PullRefusal.PULL_REFUSAL_UNSPECIFIED
+
+    @contextmanager
+    def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
+        """Keep the blocks of a request. Raises Late where the engine does not answer in time."""
+        names = [BlockName(name) for name in split_names(request.names)]
+        future = self._lend(names)
+        try:
+            loan, fence = future.result(min(seconds, ENGINE_SECONDS))
+        except TimeoutError as error:
+            if not future.cancel():
+                future.add_done_callback(self._end_late_loan)
+            raise Late from error
+        try:
+            yield loan, fence
+        finally:
+            self._end_loan(loan)
+
+    def _end_late_loan(self, future: "Future[tuple[Loan, Fence]]") -> None:
+        if future.exception() is None:
+            self._end_loan(future.result()[0])
+
+    def _pieces(self, loan: Loan, index: int) -> list[memoryview]:
+        if index < len(loan.blocks):
+            return self._memory.block(loan.blocks[index])
+        return [self._memory.slot(loan.host_slots[index - len(loan.blocks)])]

@@ -1,0 +1,134 @@
+"""Wire: the messages of a transfer connection, as proto/v1/session.proto describes them at PullRequest.
+
+Reads never trust the other side: every length has a bound, and every wait ends.
+"""
+
+import contextlib
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from blockyard.proto.v1.session_pb2 import PullReply, PullRequest
+from google.protobuf.message import DecodeError
+
+_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<II")
+POLL_SECONDS = 0.05
+"""Longest wait of a read before it asks whether the bytes are still wanted."""
+MAX_REPLY_BYTES = 64
+
+Message = TypeVar("Message", PullRequest, PullReply)
+
+
+class ProtocolError(Exception):
+    """The other side sent what none of our workers would send. The text says what."""
+
+
+class Cut(Exception):
+    """The connection ended before the other side had sent everything."""
+
+
+class Late(Exception):
+    """Time ran out."""
+
+
+class NotWanted(Exception):
+    """Nobody waits for the bytes any more."""
+
+
+class Connection:
+    """One connection of a transfer, with a time limit. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.deadline = time.monotonic()
+        """Time on the monotonic clock at which a read or a write raises Late."""
+        self.is_wanted: Callable[[], bool] | None = None
+        """Asked at each wait of a read, which raises NotWanted once it returns False."""
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, message: PullRequest | PullReply) -> None:
+        """Send a message. Raises Late or Cut."""
+        data = message.SerializeToString()
+        self._send([_LENGTH.pack(len(data)) + data])
+
+    def send_block(self, index: int, pieces: Iterable[memoryview]) -> None:
+        """Send a block whose bytes are those of `pieces`. Raises Late or Cut."""
+        pieces = tuple(pieces)
+        checksum = 0
+        for piece in pieces:
+            checksum = zlib.crc32(piece, checksum)
+        self._send([_HEADER.pack(index, checksum), *pieces])
+
+    def _send(self, pieces: Iterable[bytes | memoryview]) -> None:
+        for piece in pieces:
+            try:
+                self._socket.settimeout(self._seconds_left())
+                self._socket.sendall(piece)
+            except TimeoutError as error:
+                raise Late from error
+            except OSError as error:
+                raise Cut from error
+
+    def _seconds_left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise Late
+        return left
+
+    def receive(self, kind: type[Message], max_bytes: int) -> Message:
+        """Return the next message. Raises ProtocolError, Cut, Late or NotWanted."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > max_bytes:
+            raise ProtocolError(f"a message of {length} bytes, at most {max_bytes} are expected")
+        try:
+            return kind.FromString(self._read(length))
+        except DecodeError as error:
+            raise ProtocolError(f"not a {kind.DESCRIPTOR.name}") from error
+
+    def receive_block(self, index: int, into: memoryview) -> int:
+        """Fill `into` with the block of this index, and return its checksum.
+
+        Raises ProtocolError for another index or other bytes than were sent; also Cut, Late and NotWanted.
+        """
+        found, checksum = _HEADER.unpack(self._read(_HEADER.size))
+        if found != index:
+            raise ProtocolError(f"block {found} where {index} is due")
+        self._fill(into)
+        if zlib.crc32(into) != checksum:
+            raise ProtocolError(f"block {index} has a wrong checksum")
+        return int(checksum)
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, into: memoryview) -> None:
+        filled = 0
+        while filled < len(into):
+            if self.is_wanted is not None and not self.is_wanted():
+                raise NotWanted
+            try:
+                left = self._seconds_left()
+                self._socket.settimeout(left if self.is_wanted is None else min(left, POLL_SECONDS))
+                received = self._socket.recv_into(into[filled:])
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise Cut from error
+            if not received:
+                raise Cut
+            filled += received
+
+
+def shut(sock: socket.socket) -> None:
+    """End a connection or a listener that another thread uses. That thread closes it."""
+    with contextlib.suppress(OSError):
+        # A TLS socket's own method would first forget its TLS, and the other thread might send in plaintext.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
