@@ -14,8 +14,10 @@ from typing import Any
 
 from blockyard.worker.execution.bisect import NothingSucceeds, in_halves
 from blockyard.worker.execution.step_moves import StepMoves
+from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler
 from blockyard.worker.sequences.beams import num_candidates
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, SequenceId
@@ -129,6 +131,12 @@ class Device:
     def host_slot(self, slot: HostSlot) -> list[int]:
         return self._host[slot]
 
+    def receive(self, slot: HostSlot, content: list[int]) -> None:
+        """Write to the slot from outside, as the receiver of a pull does."""
+        self._host[slot] = content
+        self.corrupted.discard(slot)
+        self.found_corrupted.discard(slot)
+
     def corrupt(self, slot: HostSlot) -> None:
         """Change the slot's content without notice."""
         self._host[slot] = [GARBAGE] * self._size
@@ -213,11 +221,16 @@ class Storm:
         self._published: set[BlockName] = set()
         self._anywhere: set[BlockName] = set()
         self._numbers = count()
+        self._transfers: list[tuple[Pull, list[list[int]]]] = []
+        """Pulls under way, and the content of their blocks that is still to come."""
+        self._loans: list[tuple[Loan, list[BlockName]]] = []
+        """Loans, and the names of the prefix that was asked for."""
+        self.moved = Counter[str]()
 
     # Actions
 
-    def submit(self, tokens: Items[int], *, generated: int = 0, **settings: Any) -> None:
-        """`generated` of the tokens are output already: a replay."""
+    def submit(self, tokens: Items[int], *, generated: int = 0, pulled: int = 0, **settings: Any) -> None:
+        """`generated` of the tokens are output already: a replay. `pulled` blocks are to come from elsewhere."""
         size = self.scheduler.config.block_size
         longest = self.scheduler.config.max_model_len - len(tokens)
         settings["max_tokens"] = max(1, min(settings["max_tokens"], longest)) + generated
@@ -228,6 +241,50 @@ class Storm:
         except CapacityError:
             return
         self._leaders[sequence.request_id] = sequence
+        self._know(sequence)
+        order = PullOrder(address="", incarnation="", num_blocks=pulled, seconds=1.0)
+        pull = self.scheduler.pulls.begin([sequence], order, now=0.0)
+        if pull is not None:
+            self._transfers.append((pull, [list(self._content[name]) for name in pull.names]))
+
+    def receive(self, number: int) -> None:
+        """A block of a pull arrives, the first half of it first."""
+        if self._transfers:
+            pull, coming = self._transfers[number % len(self._transfers)]
+            if coming:
+                slot, content = pull.slots[len(pull.slots) - len(coming)], coming.pop(0)
+                self.device.receive(
+                    slot, [*content[: len(content) // 2], *[GARBAGE] * len(content)][: len(content)]
+                )
+                self.check()
+                self.device.receive(slot, content)
+
+    def end_pull(self, number: int) -> None:
+        """A pull ends, whole or not."""
+        if self._transfers:
+            pull, coming = self._transfers.pop(number % len(self._transfers))
+            num_received = len(pull.slots) - len(coming)
+            self.moved["cut"] += bool(coming) and not pull.is_cancelled
+            self.moved["cancelled"] += pull.is_cancelled
+            before = self.scheduler.pulls.num_blocks
+            self.scheduler.pulls.end(pull, num_received)
+            self.moved["pulled"] += self.scheduler.pulls.num_blocks - before
+
+    def late(self) -> None:
+        """No sequence waits for its pull any longer."""
+        self.scheduler.pulls.release_late(now=100.0)
+
+    def lend(self, number: int) -> None:
+        """Another worker fetches a prefix."""
+        if self.sequences:
+            names = list(self.sequences.values())[number % len(self.sequences)].names[1:]
+            loan = self.scheduler.tables.lend(names, most_blocks=self.scheduler.pool.num_blocks // 3)
+            self._loans.append((loan, names))
+            self.moved["lent"] += len(loan)
+
+    def end_loan(self, number: int) -> None:
+        if self._loans:
+            self.scheduler.tables.end_loan(self._loans.pop(number % len(self._loans))[0])
 
     def cancel_request(self, number: int, index: int | None = None) -> None:
         if self._leaders:
@@ -303,6 +360,10 @@ class Storm:
 
     def finish(self) -> None:
         """Lets everything end by itself."""
+        while self._transfers:
+            self.end_pull(0)
+        while self._loans:
+            self.end_loan(0)
         for _ in range(3000):
             if not self.scheduler.has_work and not self._in_flight:
                 break
@@ -330,6 +391,12 @@ class Storm:
             self._know(sequence)
             assert sequence.num_preemptions <= self.scheduler.config.max_preemptions
         self._check_names()
+        for loan, names in self._loans:
+            held = [self.device.block(block) for block in loan.blocks]
+            held += [self.device.host_slot(slot) for slot in loan.host_slots]
+            unread = [GARBAGE] * self.scheduler.config.block_size
+            for name, content in zip(names, held, strict=False):
+                assert content in (list(self._content[name]), unread), "a lent block has changed"
 
     def _know(self, sequence: Sequence) -> None:
         """Record what a block of each of the sequence's names must hold."""
@@ -382,6 +449,8 @@ class Storm:
         assert all(sequence.is_over for sequence in self.sequences.values())
         if scheduler.host_cache is not None:
             assert not scheduler.host_cache._reading
+            assert not scheduler.host_cache._reserved
+        assert not len(scheduler.pulls)
 
     def _check_tokens(self) -> None:
         """Check that each sequence has the tokens that it gets alone, or their beginning if it was cut short."""
@@ -427,6 +496,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
     request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
     request["priority"] = chance.choice([0, 0, 0, 3, -2])
     request["tenant"] = len(tokens) % 4
+    request["pulled"] = chance.choice([0, 0, 3, 9])
     if chance.random() < 0.3:
         request["stop_token_ids"] = STOP_TOKENS
     if kind < 0.2:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from .storm import Storm, random_request
 
-ACTIONS = 3000
+ACTIONS = 6000
 """In each of five weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
     "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},
@@ -74,6 +74,16 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.measure(
             chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
         )
+    elif kind < 0.36:
+        storm.receive(chance.randrange(100))
+    elif kind < 0.38:
+        storm.end_pull(chance.randrange(100))
+    elif kind < 0.382:
+        storm.late()
+    elif kind < 0.39:
+        storm.lend(chance.randrange(1000))
+    elif kind < 0.4:
+        storm.end_loan(chance.randrange(100))
     elif kind < 0.7:
         failing = frozenset({chance.randrange(6)}) if chance.random() < 0.01 else frozenset[int]()
         storm.plan(failing)
@@ -109,6 +119,9 @@ def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: st
     assert (scheduler.num_swaps > 0) == (scheduler.config.swap_blocks > 0)
     assert scheduler.host_cache is None or scheduler.host_cache.num_evictions > 10
     assert len(storm.beams) > 5
+    assert storm.moved["lent"] > 20
+    has_host_cache = scheduler.host_cache is not None
+    assert all((storm.moved[kind] > 2) == has_host_cache for kind in ("pulled", "cut", "cancelled"))
     has_host_memory = scheduler.config.swap_blocks + scheduler.config.host_cache_blocks > 0
     assert (storm.device.num_broken > 2) == has_host_memory
     assert storm.device.num_found_corrupted > 0 or scheduler.config.host_cache_blocks < 60
@@ -190,6 +203,27 @@ class StormMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.storm.commit()
+
+    @rule(number=st.integers(0, 3), blocks=st.integers(1, 4))
+    def receive(self, number: int, blocks: int) -> None:
+        for _ in range(blocks):
+            self.storm.receive(number)
+
+    @rule(number=st.integers(0, 3))
+    def end_pull(self, number: int) -> None:
+        self.storm.end_pull(number)
+
+    @rule()
+    def late(self) -> None:
+        self.storm.late()
+
+    @rule(number=st.integers(0, 9))
+    def lend(self, number: int) -> None:
+        self.storm.lend(number)
+
+    @rule(number=st.integers(0, 3))
+    def end_loan(self, number: int) -> None:
+        self.storm.end_loan(number)
 
     @rule()
     def fail(self) -> None:
