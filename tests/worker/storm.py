@@ -12,9 +12,9 @@ from collections.abc import Sequence as Items
 from itertools import accumulate, count
 from typing import Any
 
+from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.execution.bisect import NothingSucceeds, in_halves
 from blockyard.worker.execution.step_moves import StepMoves
-from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.pulls import Pull, PullOrder
