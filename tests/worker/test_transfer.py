@@ -107,7 +107,7 @@ async def check_idle(worker: WorkerServer) -> None:
         )
 
     async with asyncio.timeout(10):
-        while not await asyncio.wrap_future(worker._engine.call(is_idle)):
+        while not await asyncio.wrap_future(worker._engine.call(is_idle)):  # noqa: ASYNC110 - another thread
             await asyncio.sleep(0.01)
 
 
@@ -137,7 +137,7 @@ class Proxy:
 
     port: int
     harm: Callable[[bytes, int], bytes | None]
-    """Takes bytes of the worker and their offset in the connection. Returns what to pass on; None ends the connection."""
+    """Takes bytes of the worker and their offset in the connection. Returns what to pass on, None to end it."""
     delay_seconds: float = 0.0
     _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
 
@@ -288,10 +288,13 @@ async def test_workers_of_other_layouts_or_secrets_lend_nothing() -> None:
         async with Router(destination) as router:
             await router.ask(1, pull=await pull_from(other))
             assert router.reports[1].end == PullEnd.PULL_END_REFUSED
-    async with a_worker("w0", secret="another") as stranger, a_worker("w1") as destination:
-        async with Router(destination) as router:
-            await router.ask(1, pull=await pull_from(stranger, "another"))
-            assert router.reports[1].end == PullEnd.PULL_END_UNREACHABLE
+    async with (
+        a_worker("w0", secret="another") as stranger,
+        a_worker("w1") as destination,
+        Router(destination) as router,
+    ):
+        await router.ask(1, pull=await pull_from(stranger, "another"))
+        assert router.reports[1].end == PullEnd.PULL_END_UNREACHABLE
 
 
 async def test_a_cancelled_request_ends_its_pull_and_frees_its_slots() -> None:

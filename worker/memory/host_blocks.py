@@ -98,7 +98,7 @@ class HostBlocks:
 
     def bytes_of(self, slot: HostSlot) -> memoryview:
         """Return a slot's bytes, to be read or written. Unlike `save` and `load`, that waits for no device."""
-        return memoryview(self._place(slot).view(torch.uint8).numpy()).cast("B")
+        return self._place(slot).view(torch.uint8).numpy().data.cast("B")
 
     def received(self, slot: HostSlot, checksum: int) -> None:
         """Record that something wrote a slot's bytes, and their CRC-32."""

@@ -64,13 +64,13 @@ class TorchMemory:
     def block(self, block: BlockId) -> list[memoryview]:
         layers_LX = self._blocks_LBX[:, block]
         if self._device.type != "cuda":
-            return [memoryview(piece_X.numpy()) for piece_X in layers_LX]
+            return [piece_X.numpy().data for piece_X in layers_LX]
         # The block is final, so its kernels have ended. A stream of its own waits for no step.
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             copied_LX = torch.empty(layers_LX.shape, dtype=torch.uint8, pin_memory=True)
             copied_LX.copy_(layers_LX, non_blocking=True)
             torch.cuda.current_stream().synchronize()
-        return [memoryview(copied_LX.numpy()).cast("B")]
+        return [copied_LX.numpy().data.cast("B")]
 
     def slot(self, slot: HostSlot) -> memoryview:
         assert self._host_blocks is not None, "there are no host slots"

@@ -24,7 +24,7 @@ LATE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """What a router asks of a worker: fetch a prompt's leading blocks from another one."""
+    """Order of a router to fetch a prompt's leading blocks from another worker."""
 
     address: str
     """The source's transfer address "host:port"."""

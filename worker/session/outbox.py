@@ -1,7 +1,8 @@
 """Outbox: what waits to be sent to one router. Outputs of its requests are merged until the router takes them.
 
-It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong, one
-drain state, and at most one rejection and one report of a pull for each request. Marks of prompts have a limit in bytes. Pure; one event loop owns it.
+It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong and
+one drain state. For each request it holds at most one rejection and one report of a pull. Marks of prompts have a limit
+in bytes. Pure; one event loop owns it.
 """
 
 from collections.abc import Iterable, Iterator

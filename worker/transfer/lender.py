@@ -41,7 +41,7 @@ Fence = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderFacts:
-    """What a request must agree with."""
+    """Facts about this worker that a request must agree with."""
 
     incarnation: str
     layout: str

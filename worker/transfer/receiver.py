@@ -1,6 +1,6 @@
 """Receiver: fetches the blocks of pulls into host slots, each pull on a thread.
 
-Nothing that a source does can harm: a block counts only once its bytes agree with their checksum, and every wait ends
+Nothing that a source does can harm. A block counts only once its bytes agree with their checksum. Every wait ends
 at the pull's deadline, or soon after its cancellation. A source that has failed is avoided for a while.
 """
 
@@ -41,7 +41,7 @@ CONNECT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullResult:
-    """What came of a pull."""
+    """Result of a pull."""
 
     end: PullEnd
     num_blocks: int = 0
@@ -64,8 +64,8 @@ class Receiver:
         context: Callable[[bool], ssl.SSLContext] | None,
         on_end: Callable[[Pull, PullResult], object],
     ) -> None:
-        """`on_end` takes each pull's result, on the pull's thread. Nothing writes to its slots any more. `context` makes
-        TLS contexts, None means plaintext."""
+        """`on_end` takes each pull's result, on the pull's thread. Then nothing writes to its slots any more. `context`
+        makes TLS contexts, None means plaintext."""
         self._layout = layout
         self._memory = memory
         self._context = context

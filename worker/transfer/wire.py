@@ -36,7 +36,7 @@ class Late(Exception):
 
 
 class NotWanted(Exception):
-    """Nobody waits for the bytes any more."""
+    """Raised where nobody waits for the bytes any more."""
 
 
 class Connection:
