@@ -136,7 +136,7 @@ class WorkerIndex(_message.Message):
     def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs")
+    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs", "pull_setup_seconds", "pull_bytes_per_second", "pulling_bytes", "lending_bytes", "pulled_blocks", "lent_blocks", "failed_pulls")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,13 @@ class WorkerLoad(_message.Message):
     STEP_DECODES_FIELD_NUMBER: _ClassVar[int]
     STEP_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PULLING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_PULLS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_prefill_tokens: int
@@ -187,7 +194,14 @@ class WorkerLoad(_message.Message):
     step_decodes: int
     step_context_tokens: int
     step_pairs: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ...) -> None: ...
+    pull_setup_seconds: float
+    pull_bytes_per_second: float
+    pulling_bytes: int
+    lending_bytes: int
+    pulled_blocks: int
+    lent_blocks: int
+    failed_pulls: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index")
@@ -430,7 +444,7 @@ class ExplainPlacementRequest(_message.Message):
     def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms")
+    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms", "pulled_tokens", "pull_ms", "pulled_from")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +457,9 @@ class PlacementCandidate(_message.Message):
     HOST_LOAD_MS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     INTERFERENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULL_MS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FROM_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     cached_tokens: int
     uncached_tokens: int
@@ -455,7 +472,10 @@ class PlacementCandidate(_message.Message):
     host_load_ms: float
     cost: float
     interference_ms: float
-    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., interference_ms: _Optional[float] = ...) -> None: ...
+    pulled_tokens: int
+    pull_ms: float
+    pulled_from: str
+    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., interference_ms: _Optional[float] = ..., pulled_tokens: _Optional[int] = ..., pull_ms: _Optional[float] = ..., pulled_from: _Optional[str] = ...) -> None: ...
 
 class ExplainPlacementResponse(_message.Message):
     __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available")

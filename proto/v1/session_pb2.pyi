@@ -68,14 +68,16 @@ REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
 
 class ToWorker(_message.Message):
-    __slots__ = ("submit", "cancel", "ping")
+    __slots__ = ("submit", "cancel", "ping", "measure_link")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_LINK_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     ping: Ping
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    measure_link: MeasureLink
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., measure_link: _Optional[_Union[MeasureLink, _Mapping]] = ...) -> None: ...
 
 class ToRouter(_message.Message):
     __slots__ = ("hello", "step", "rejected", "pong", "draining")
@@ -92,7 +94,7 @@ class ToRouter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port")
+    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port", "block_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +113,7 @@ class Hello(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     model_fingerprint: str
@@ -129,7 +132,8 @@ class Hello(_message.Message):
     is_draining: bool
     stalled_seconds: float
     transfer_port: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ...) -> None: ...
+    block_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("is_draining",)
@@ -248,6 +252,14 @@ class Cancel(_message.Message):
     index: int
     def __init__(self, handle: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
+class MeasureLink(_message.Message):
+    __slots__ = ("address", "incarnation")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
 class Ping(_message.Message):
     __slots__ = ("nonce", "report_seconds")
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -319,18 +331,20 @@ class PullReport(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("incarnation", "layout", "names", "first_block", "seconds")
+    __slots__ = ("incarnation", "layout", "names", "first_block", "seconds", "trial_bytes")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     layout: str
     names: bytes
     first_block: int
     seconds: float
-    def __init__(self, incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., names: _Optional[bytes] = ..., first_block: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    trial_bytes: int
+    def __init__(self, incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., names: _Optional[bytes] = ..., first_block: _Optional[int] = ..., seconds: _Optional[float] = ..., trial_bytes: _Optional[int] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("refusal", "num_blocks")
