@@ -2,9 +2,10 @@
 
     python -m bench.placement --trace conversation.jsonl --dynamo-python /path/to/venv/bin/python
 
-Takes about an hour on two cores; `--quick` takes three minutes. Workers are H200s with Qwen3-8B by a roofline
-(simulation/profile.py), with five seeds per cell. Without `--trace` or `--dynamo-python`, the report leaves out those
-parts and says so. The defaults of PlacementConfig come from bench/placement/sweep.py.
+Takes about an hour on two cores; `--quick` takes three minutes. With `--keep FOLDER` it goes on where it was ended.
+Workers are H200s with Qwen3-8B by a roofline (simulation/profile.py). `prefix` and its rivals have five seeds, of which
+each has its own part of the trace. Other policies have one. Without `--trace` or `--dynamo-python`, the report leaves
+out those parts and says so. The defaults of PlacementConfig come from bench/placement/sweep.py.
 """
 
 import argparse
@@ -48,6 +49,7 @@ class Study:
     trace: Path | None
     dynamo_python: Path | None
     processes: int
+    keep: Path | None
     rival_loads: Sequence[Load]
     has_large: bool
     """Whether to run 64 workers, and a thousand workers for a minute of the trace."""
@@ -61,7 +63,7 @@ class Study:
 
     @property
     def trace_loads(self) -> list[Load]:
-        return [] if self.trace is None else [self._trace_load(speed=4, seconds=200, num_workers=8)]
+        return [] if self.trace is None else [self._trace_load(speed=4, seconds=100, num_workers=8)]
 
     @property
     def router_loads(self) -> list[Load]:
@@ -79,15 +81,15 @@ class Study:
                 setup=Setup(policy=policy, seed=seed, has_uniform_speeds=tag == UNIFORM_TAG),
                 tag=tag,
             )
-            for load in self.rival_loads
+            for load in (*self.loads, *self.rival_loads, *self.trace_loads)
             for tag, policy in RIVALS.items()
             for seed in self.seeds
         ]
         jobs += [
-            Job(load=load, setup=Setup(policy=policy, seed=seed), tag=policy)
-            for load in (*self.loads, *self.trace_loads)
+            Job(load=load, setup=Setup(policy=policy, seed=self.seeds[0]), tag=policy)
+            for load in self.loads
             for policy in POLICIES
-            for seed in (self.seeds if not load.trace else [0])
+            if policy not in RIVALS
         ]
         jobs += [
             Job(load=load, setup=Setup(seed=seed, num_routers=MANY_ROUTERS), tag=MANY_ROUTERS_TAG)
@@ -116,6 +118,11 @@ def main() -> None:
     parser.add_argument("--dynamo-python", type=Path, help="a Python that has ai-dynamo-runtime 1.6.1")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="a folder for the result of each run. A later command of the same code takes it there",
+    )
     parser.add_argument("--quick", action="store_true", help="one seed and a few seconds; writes no report")
     options = parser.parse_args()
     loads: tuple[Load, ...] = STANDARD_LOADS
@@ -133,6 +140,7 @@ def main() -> None:
         trace=options.trace,
         dynamo_python=options.dynamo_python,
         processes=options.processes,
+        keep=options.keep,
         has_large=not options.quick,
     )
     findings = _findings(study)
@@ -158,14 +166,14 @@ def main() -> None:
 def _findings(study: Study) -> Findings:
     peer = _peer(study.dynamo_python, study.seeds) if study.dynamo_python else {}
     table, jobs = Table(), study.jobs()
-    for done, (job, result) in enumerate(run_jobs(jobs, processes=study.processes), start=1):
+    for done, (job, result) in enumerate(run_jobs(jobs, processes=study.processes, keep=study.keep), start=1):
         table.add(job, result)
         print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
     print()
     return Findings(
         loads=study.loads,
-        rival_loads=study.rival_loads,
-        other_loads=[*study.trace_loads, *study.large_loads],
+        rival_loads=[*study.rival_loads, *study.trace_loads],
+        other_loads=study.large_loads,
         router_loads=study.router_loads,
         many_routers=MANY_ROUTERS_TAG,
         table=table,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from statistics import fmean, stdev
 from typing import Any, Literal, get_args
 
 from blockyard.router.placement.config import PolicyName
@@ -35,8 +36,10 @@ RIVALS: dict[str, PolicyName] = {
     "least_loaded": "least_loaded",
 }
 """Policy by tag, on the loads where `prefix` must not be behind."""
-RIVAL_MARGINS = {"reuse": 0.97, "ttft_mean": 1.03, "ttft_p99": 1.1}
-"""Floors of a figure of `prefix` over that of a rival: a few per cent are the spread of the seeds."""
+LEAST_MARGIN = 0.005
+"""Part of a figure by which `prefix` may always be behind a rival."""
+MOST_MARGINS = {"reuse": 0.03, "ttft_mean": 0.03, "ttft_p99": 0.1}
+"""Largest part by which `prefix` may be behind a rival. Between the two, the spread of the seeds decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +48,9 @@ class Findings:
 
     loads: Sequence[Load]
     rival_loads: Sequence[Load]
-    """Loads of different character, each with RIVALS."""
+    """Loads of different character, with RIVALS alone."""
     other_loads: Sequence[Load]
-    """Loads from a trace, and of large clusters."""
+    """Loads of large clusters."""
     router_loads: Sequence[Load]
     many_routers: str
     """Tag of runs with several routers."""
@@ -64,15 +67,11 @@ def floors(findings: Findings) -> list[Floor]:
         ours = table.mean(load.label, MOCK_TAG.format("prefix"), "reuse")
         theirs = findings.peer[load.label]["kv"]["mean"]
         found.append(_floor(f"reuse beside Dynamo's simulator, {load.label}", ours / theirs, 1.0, "higher"))
-    for load in findings.rival_loads:
+    for load in (*findings.loads, *findings.rival_loads):
         for rival in RIVALS:
-            for figure, margin in RIVAL_MARGINS.items() if rival != "prefix" else ():
-                better: Literal["higher", "lower"] = "higher" if figure == "reuse" else "lower"
-                name = f"{figure} beside {rival}, {load.label}"
-                found.append(_floor(name, _ratio(table, load, rival, figure), margin, better))
-    for load in findings.loads:
-        ratio = _ratio(table, load, "dynamo", "ttft_mean")
-        found.append(_floor(f"mean TTFT beside Dynamo's cost function, {load.label}", ratio, 1.0, "lower"))
+            for figure in MOST_MARGINS if rival != "prefix" else ():
+                if figure != "reuse" or table.mean(load.label, rival, figure):
+                    found.append(rival_floor(table, load, rival, figure))
     for load in findings.loads:
         if load.workload in ("nothing-shared", "long-prompts"):
             for figure in ("ttft_mean", "latency_p50"):
@@ -95,9 +94,15 @@ def text(findings: Findings) -> str:
     parts = [
         "Time is virtual, so other load on the machine changes nothing. Each worker is "
         f"{profile.name} by a roofline, with {profile.num_blocks:,} blocks of {profile.block_size} tokens. Routers "
-        "and workers are real, from the placer to the engine, on the index's twin. Numbers are means over the seeds, "
-        "unless the table says `1 run`. `dynamo` is Dynamo's published cost function in our placer. "
-        "Times are those of simulated GPUs, so only their order and ratios count.",
+        "and workers are real, from the placer to the engine, on the index's twin. Times are those of simulated GPUs, "
+        "so only their order and ratios count.",
+        f"Numbers are means over the seeds. Policies other than {', '.join(RIVALS)} have the first seed alone. "
+        f"`dynamo` is Dynamo's published cost function in our placer. `{UNIFORM_TAG}` is `prefix` with routers that "
+        "take all workers to be equally fast.",
+        "A floor beside a rival is the mean of the seeds' ratios. It allows one standard deviation of them, at least "
+        f"{100 * LEAST_MARGIN:g} % and at most "
+        + ", ".join(f"{100 * margin:g} % of {figure}" for figure, margin in MOST_MARGINS.items())
+        + ".",
         f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
         *(_policy_table(load, table) for load in findings.loads),
         _rival_table(findings),
@@ -111,8 +116,8 @@ def text(findings: Findings) -> str:
 
 
 def _policy_table(load: Load, table: Table) -> str:
-    tags = sorted((tag for label, tag in table.cells if label == load.label and tag in POLICIES), key=_order)
-    runs = table.cells[load.label, tags[0]]
+    tags = [tag for tag in dict.fromkeys((*RIVALS, *POLICIES)) if (load.label, tag) in table.cells]
+    runs = list(table.cells[load.label, tags[0]].values())
     seeds = "1 run" if len(runs) == 1 else f"{len(runs)} seeds"
     return "\n".join(
         [
@@ -125,10 +130,6 @@ def _policy_table(load: Load, table: Table) -> str:
             *(f"| {tag} | {_cells(load.label, tag, table)} |" for tag in tags),
         ]
     )
-
-
-def _order(tag: str) -> int:
-    return [str(policy) for policy in POLICIES].index(tag)
 
 
 def _heading(*first: str) -> Iterable[str]:
@@ -188,6 +189,16 @@ def _peer_table(findings: Findings) -> str:
 
 def _ratio(table: Table, load: Load, policy: str, figure: str) -> float:
     return table.mean(load.label, "prefix", figure) / table.mean(load.label, policy, figure)
+
+
+def rival_floor(table: Table, load: Load, rival: str, figure: str) -> Floor:
+    """Return the floor of a figure of `prefix` over that of a rival. It allows the spread of the seeds."""
+    ratios = table.ratios(load.label, "prefix", rival, figure)
+    spread = stdev(ratios) if len(ratios) > 1 else 0.0
+    margin = min(max(spread, LEAST_MARGIN), MOST_MARGINS[figure])
+    better: Literal["higher", "lower"] = "higher" if figure == "reuse" else "lower"
+    bound = 1 - margin if better == "higher" else 1 + margin
+    return _floor(f"{figure} beside {rival}, {load.label}", fmean(ratios), bound, better)
 
 
 def _floor(name: str, value: float, floor: float, better: Literal["higher", "lower"]) -> Floor:

@@ -1,10 +1,10 @@
 """Table of loads: a row of numbers for each worker, so that a placement looks at all workers at once.
 
-Owns the slots, and which few workers are worth scoring for a prompt. A row changes with each report and booking of its
-worker. Does not own the arithmetic (placement/columns.py) or the state from which rows follow (view.py).
+Owns the slots. A row changes with each report and booking of its worker. Does not own the arithmetic
+(placement/columns.py), the choice of a few workers (shortlist.py) or the state from which rows follow (view.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 
 import numpy as np
@@ -129,17 +129,3 @@ class LoadTable:
             owners = {owner: self.slots[address] for address, owner in self._owners.items()}
             self._berths = roster, BerthSlots.of(roster, owners, len(self))
         return self._berths[1]
-
-
-def cheapest(
-    costs: Column, ranks: Callable[[Numbers], NDArray[np.uint64]], *, near: float, most: int
-) -> Numbers:
-    """Return the positions of the `most` least costs. Of more within `near`, return the least and those of the lowest
-    `ranks`, which maps positions to ranks."""
-    if len(costs) <= most:
-        return np.arange(len(costs))
-    ties = np.flatnonzero(costs <= near)
-    if len(ties) <= most:
-        return np.argpartition(costs, most - 1)[:most]
-    drawn = ties[np.argpartition(ranks(ties), most - 2)[: most - 1]]
-    return np.union1d(drawn, [np.argmin(costs)])

@@ -4,34 +4,28 @@ Pure: events go in, snapshots come out, the clock is an argument. A worker's sta
 silent. A placed request counts at once, as load and as a speculative prefix. So simultaneous requests with a common
 prefix go to one worker before the index has that prefix.
 
-Does not own connections (link.py), sums over placed requests (bookings.py) or the index (dispatch/prefix_lookup.py).
-Nor does it choose a worker (placement/policies.py).
+Does not own connections (link.py), sums over placed requests (bookings.py), the short list of workers (shortlist.py) or
+the index (dispatch/prefix_lookup.py). Nor does it choose a worker (placement/policies.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from types import MappingProxyType
 
-import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.arrivals import Arrivals
 from blockyard.router.cluster.bookings import Bookings, Expectations, Placed
 from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
 from blockyard.router.cluster.gate import WorkerGate
-from blockyard.router.cluster.loads import LoadTable, cheapest
-from blockyard.router.placement.columns import costs_of, row_of
+from blockyard.router.cluster.loads import LoadTable
+from blockyard.router.cluster.shortlist import SHORTLIST, shortlist
+from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
-
-SHORTLIST = 8
-"""Workers that are scored for a request. The table of loads says which, if there are more than twice as many."""
-MAX_EXPECTING = 32
-"""Most workers that are asked for their speculative prefix of a prompt, those with the least possible cost."""
 
 
 class LinkState(Enum):
@@ -409,7 +403,7 @@ class ClusterView:
     ) -> list[Candidate]:
         """Return the ready workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
 
-        The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
+        Fewer than twice as many workers are all returned.
         """
         if len(self._workers) <= 2 * most:
             return self.candidates(names, prompt_tokens, depths, arrived)
@@ -418,43 +412,27 @@ class ClusterView:
         slots = table.heard_since(now - self._suspect_seconds)
         if len(slots) <= most:
             return self.candidates(names, prompt_tokens, depths, arrived)
-        on_gpu, anywhere = table.depths(depths)
-        for address, blocks in arrived.items():
-            if (slot := table.slots.get(address)) is not None:
-                on_gpu[slot] = max(on_gpu[slot], blocks)
-        on_gpu, anywhere = on_gpu[slots], anywhere[slots]
-        price = partial(
-            costs_of,
+        found = shortlist(
+            names,
             prompt_tokens,
-            workers=table.columns(slots),
+            depths,
+            arrived,
+            table=table,
+            slots=slots,
+            expecting=self._expectations.workers(names[0]) if names else (),
+            expected_blocks=lambda address: self._workers[address].booked.prefixes.depth(names, now),
             costs=self.speeds.costs,
             config=self._config,
+            key=key,
+            favourite=favourite,
+            most=most,
         )
-        expects = np.zeros(len(table), np.bool_)
-        expects[[table.slots[where] for where in self._expecting(names) if where in table.slots]] = True
-        positions = np.flatnonzero(expects[slots])
-        if len(positions) > MAX_EXPECTING:
-            least = price(np.full(len(slots), float(len(names))), anywhere)
-            positions = positions[np.argsort(least[positions])[:MAX_EXPECTING]]
-        for position in positions.tolist():
-            booked = self._workers[table.addresses[slots[position]]].booked
-            on_gpu[position] = max(on_gpu[position], booked.prefixes.depth(names, now))
-        found = price(on_gpu, anywhere)
-        near = float(found.min())
-        near += max(self._config.near_equal_ms, self._config.near_equal_fraction * near)
-        drawn = cheapest(found, lambda ties: table.ranks(key, slots[ties]), near=near, most=most)
-        chosen = set(slots[drawn].tolist())
-        if favourite is not None:
-            chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
-        workers = [self._workers[table.addresses[slot]] for slot in sorted(chosen)]
+        workers = [self._workers[address] for address in found]
         return self._candidates(workers, names, prompt_tokens, depths, arrived, now)
 
     def _expects(self, name: bytes, address: str) -> bool:
         worker = self._workers.get(address)
         return worker is not None and worker.booked.prefixes.depth((name,), self._clock()) > 0
-
-    def _expecting(self, names: Sequence[bytes]) -> list[str]:
-        return self._expectations.workers(names[0]) if names else []
 
     def _load_table(self) -> LoadTable:
         if self._table is None:

@@ -4,9 +4,11 @@ Owns the loads of the study: workloads with their rates, durations and cluster s
 results (bench/placement/__main__.py, bench/placement/sweep.py).
 """
 
+import json
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -51,9 +53,23 @@ class Load:
         )
 
     def build(self, seed: int) -> Workload:
+        """Return the workload of a seed. Of a trace, each seed has a part of its own, one after the other."""
         if self.trace:
-            return read_trace(Path(self.trace), seconds=self.seconds, speed=self.rate)
+            return _part(Path(self.trace), start=seed * self.seconds, seconds=self.seconds, speed=self.rate)
         return GENERATORS[self.workload](self.rate, self.seconds, seed)
+
+
+def _part(trace: Path, *, start: float, seconds: float, speed: float) -> Workload:
+    """Return the requests of a replayed trace from second `start` on. Raise ValueError if there are none."""
+    workload = read_trace(trace, seconds=start + seconds, speed=speed)
+    requests = tuple(
+        replace(request, arrival_seconds=request.arrival_seconds - start)
+        for request in workload.requests
+        if request.arrival_seconds >= start
+    )
+    if not requests:
+        raise ValueError(f"{trace.name} is over before second {start:g} of its replay")
+    return replace(workload, requests=requests)
 
 
 STANDARD_LOADS = (
@@ -94,33 +110,62 @@ class Job:
 
 @dataclass(slots=True)
 class Table:
-    """Results by load and tag, one per seed."""
+    """Results by load, tag and seed."""
 
-    cells: dict[tuple[str, str], list[Result]] = field(default_factory=dict)
+    cells: dict[tuple[str, str], dict[int, Result]] = field(default_factory=dict)
 
     def add(self, job: Job, result: Result) -> None:
-        self.cells.setdefault((job.load.label, job.tag), []).append(result)
+        self.cells.setdefault((job.load.label, job.tag), {})[job.setup.seed] = result
 
     def mean(self, load: str, tag: str, figure: str) -> float:
         return fmean(self.values(load, tag, figure))
 
     def values(self, load: str, tag: str, figure: str) -> list[float]:
-        return [float(getattr(result, figure)) for result in self.cells[load, tag]]
+        return list(self.by_seed(load, tag, figure).values())
+
+    def by_seed(self, load: str, tag: str, figure: str) -> dict[int, float]:
+        return {
+            seed: float(getattr(result, figure)) for seed, result in sorted(self.cells[load, tag].items())
+        }
+
+    def ratios(self, load: str, tag: str, base: str, figure: str) -> list[float]:
+        """Return the figure of `tag` over that of `base`, by seed. Both have the same arrivals for a seed."""
+        over, under = self.by_seed(load, tag, figure), self.by_seed(load, base, figure)
+        return [value / under[seed] for seed, value in over.items() if seed in under]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             f"{load} | {tag}": {
                 figure: {"mean": fmean(found), "least": min(found), "most": max(found)}
-                for figure in results[0].as_dict()
-                for found in [[float(getattr(result, figure)) for result in results]]
+                for figure in [field.name for field in fields(Result)]
+                for found in [self.values(load, tag, figure)]
             }
-            for (load, tag), results in sorted(self.cells.items())
+            for load, tag in sorted(self.cells)
         }
 
 
-def run_jobs(jobs: Iterable[Job], *, processes: int) -> Iterator[tuple[Job, Result]]:
-    """Run jobs in parallel, and yield their results as they finish."""
+def run_jobs(
+    jobs: Iterable[Job], *, processes: int, keep: Path | None = None
+) -> Iterator[tuple[Job, Result]]:
+    """Run jobs in parallel, and yield their results as they finish.
+
+    Results in the folder `keep` are taken from there, and new ones are written to it. So a study that was ended goes on
+    where it was. The folder does not know which code made them.
+    """
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(job.run): job for job in jobs}
+        running: dict[Future[Result], Job] = {}
+        for job in jobs:
+            if keep is not None and (file := kept_file(keep, job)).exists():
+                yield job, Result(**json.loads(file.read_text(encoding="utf-8")))
+            else:
+                running[pool.submit(job.run)] = job
         for future in as_completed(running):
-            yield running[future], future.result()
+            job, result = running[future], future.result()
+            if keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                kept_file(keep, job).write_text(json.dumps(result.as_dict()), encoding="utf-8")
+            yield job, result
+
+
+def kept_file(folder: Path, job: Job) -> Path:
+    return folder / f"{sha256(repr(job).encode()).hexdigest()[:32]}.json"
