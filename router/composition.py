@@ -56,6 +56,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         lost_seconds=config.lost_seconds,
         stall_seconds=config.stall_seconds,
         placement=config.placement,
+        pulls=not config.no_pull,
         open_channel=session_channels(
             config.session_tls,
             secret=config.cluster_secret,
@@ -70,6 +71,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         fleet,
         lookup,
         policy=config.policy,
+        pulls=not config.no_pull,
         config=config.placement,
         no_worker_seconds=config.no_worker_seconds,
         priority_ageing_seconds=config.priority_ageing_seconds,

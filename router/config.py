@@ -230,6 +230,10 @@ class RouterConfig(RouterLimits):
         help="How routers choose a worker. `prefix`: by the estimated time to the first token. The other policies are "
         "simpler, for comparison.",
     )
+    no_pull: bool = setting(
+        False,
+        help="Never let a worker fetch cached blocks from another one. It computes what it lacks.",
+    )
     placement: PlacementConfig = field(
         default_factory=PlacementConfig,
         metadata=described(

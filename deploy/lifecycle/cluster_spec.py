@@ -62,6 +62,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         tls=options.security.tls,
         session_tls=options.security.session_tls,
         policy=options.policy,
+        no_pull=options.no_pull,
         placement=options.placement,
         metrics_names=options.metrics_names,
         priority_ageing_seconds=options.engine.priority_ageing_seconds,

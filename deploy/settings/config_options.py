@@ -49,4 +49,5 @@ def placement_options(command: Command) -> Command:
     add_settings = field_setting(
         RouterConfig, "placement", "placement", key="prices", pairs_of=PlacementConfig
     )
-    return field_setting(RouterConfig, "policy", "placement")(add_settings(command))
+    add_pulls = field_setting(RouterConfig, "no_pull", "placement")
+    return field_setting(RouterConfig, "policy", "placement")(add_pulls(add_settings(command)))

@@ -57,6 +57,7 @@ class UpOptions:
     )
     num_routers: int = setting(1, help="Number of routers. Each serves any client.", flag="--routers")
     policy: PolicyName = "prefix"
+    no_pull: bool = False
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     limits: RouterLimits = field(default_factory=RouterLimits)
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)

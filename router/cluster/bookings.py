@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from blockyard.proto.step_costs import pairs_of
+from blockyard.router.placement.pulls import PullPlan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,6 +29,8 @@ class Placed:
     """Blocks that the request is expected to take from the worker's pool."""
     promised_blocks: int = 0
     """Leading blocks of the prompt that the worker has cached according to the index alone."""
+    pull: PullPlan | None = None
+    """Blocks that the worker is to fetch first. None: none, or the pull has ended."""
     sent: bool = False
     started: bool = False
     report: int = 0

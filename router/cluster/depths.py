@@ -6,6 +6,8 @@ own the look-up (dispatch/prefix_lookup.py).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
+from zlib import crc32
 
 import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
@@ -73,6 +75,20 @@ class BerthDepths(Mapping[WorkerId, CachedDepth]):
         depths[slots[berths]] = held[berths] * self._stride_blocks
         return depths[:num_slots]
 
+    def deepest(self, most: int, salt: int) -> list[WorkerId]:
+        """Return up to `most` workers that hold most of the chain. The `salt` chooses among equal ones."""
+        held = self._holders.depths
+        berths = np.flatnonzero(held)
+        ties = (berths * 2_654_435_761 + salt) % 65_536 / 65_536
+        # A worker stands under two berths, and some berths belong to incarnations that are gone.
+        order = np.argsort(-(held[berths] + ties))[: 4 * most]
+        found: dict[WorkerId, None] = {}
+        for berth in berths[order].tolist():
+            owner = self.roster.on_gpu.get(berth) or self.roster.anywhere.get(berth)
+            if owner is not None and self._incarnations.get(owner[0]) == owner[1]:
+                found[owner[0]] = None
+        return list(found)[:most]
+
     def __getitem__(self, worker_id: WorkerId) -> CachedDepth:
         on_gpu, anywhere = self._holders.depth_of((worker_id, self._incarnations[worker_id]))
         if not anywhere:
@@ -87,3 +103,13 @@ class BerthDepths(Mapping[WorkerId, CachedDepth]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def deepest(depths: Mapping[WorkerId, CachedDepth], most: int, salt: int) -> list[WorkerId]:
+    """Return up to `most` workers that have most of a prompt cached, wherever. The `salt` chooses among equal ones."""
+    if isinstance(depths, BerthDepths):
+        return depths.deepest(most, salt)
+    order = sorted(depths, key=lambda worker_id: crc32(worker_id.encode(), salt))
+    return nlargest(
+        most, order, key=lambda worker_id: depths[worker_id].blocks + depths[worker_id].host_blocks
+    )

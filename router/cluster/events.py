@@ -45,6 +45,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """The request's pull has ended."""
+
+    report: session_pb2.PullReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """The stream to the worker is down. No further output of the request can arrive on it."""
 
@@ -54,20 +61,22 @@ class Lost:
     """False if the worker is not known to have died: it was silent for too long, or ended the stream with status OK."""
 
 
-Event = Tokens | Refused | Lost
+Event = Tokens | Refused | Pulled | Lost
 Sink = Callable[[Event], None]
 
 
-def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]]:
-    """Return (handle, event) pairs: first the rows in order, then the failures. A handle is a request's number on the
-    stream.
+def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused | Pulled]]:
+    """Return (handle, event) pairs: first the pulls, then the rows in order, then the failures. A handle is a request's
+    number on the stream.
 
     Raises ValueError for inconsistent columns.
     """
     details = _details(step)
     token_ids = list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(step.handles)
-    events: list[tuple[int, Tokens | Refused]] = []
+    events: list[tuple[int, Tokens | Refused | Pulled]] = [
+        (report.handle, Pulled(report=_copied(report))) for report in step.pulls
+    ]
     end = 0
     for row, (handle, index, offset, count, finish, stop, cached) in enumerate(_rows(step, indexes)):
         start, end = end, end + count
@@ -85,6 +94,13 @@ def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused]
         raise ValueError("columns of different lengths")
     failed = zip(step.failed_handles, step.failed_reasons, strict=True)
     return events + [(handle, Refused(reason=reason)) for handle, reason in failed]
+
+
+def _copied(report: session_pb2.PullReport) -> session_pb2.PullReport:
+    """Return a copy. The report itself would keep the whole message in memory."""
+    copy = session_pb2.PullReport()
+    copy.CopyFrom(report)
+    return copy
 
 
 def _rows(step: session_pb2.StepOutput, indexes: list[int]) -> Iterator[tuple[int, ...]]:

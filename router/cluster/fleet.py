@@ -20,6 +20,8 @@ from blockyard.router.placement.config import PlacementConfig
 
 logger = logging.getLogger(__name__)
 
+MEASURE_SECONDS = 10.0
+"""Least time between two questions to a worker to measure how fast blocks reach it."""
 REPORTS_A_SECOND = 500
 """Reports of load alone that a router asks for from all workers together. They take it less than a tenth of a core."""
 
@@ -92,6 +94,7 @@ class Fleet(LinkEvents):
         open_channel: OpenChannel = open_insecure_channel,
         rng: random.Random | None = None,
         code: str = "",
+        pulls: bool = True,
     ) -> None:
         self.view = ClusterView(
             suspect_seconds=suspect_seconds, lost_seconds=lost_seconds, clock=clock, config=placement
@@ -106,6 +109,9 @@ class Fleet(LinkEvents):
         self._rng = rng or random.Random()
         self._code = code
         """Code version of this router. Empty: versions are not compared."""
+        self._pulls = pulls
+        self._measure_at: dict[str, float] = {}
+        """Times before which workers are not asked again to measure their links, by address."""
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[str], None]] = []
@@ -165,7 +171,26 @@ class Fleet(LinkEvents):
 
     def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
         self.view.heard(address, load)
+        if self._pulls and load is not None and not load.pull_bytes_per_second:
+            self._measure_link(address)
         self._changed(address)
+
+    def _measure_link(self, address: str) -> None:
+        """Ask a worker, now and then, to measure how fast blocks reach it from another one, drawn at random."""
+        worker, now = self.view.at(address), self._clock()
+        # Without host memory it can fetch nothing.
+        if (
+            worker is None
+            or not worker.load.host_tokens_per_second
+            or now < self._measure_at.get(address, now)
+        ):
+            return
+        sources = [self.view.pull_source(other, 0, 0) for other in self.view.ready() if other is not worker]
+        known = [source for source in sources if source is not None]
+        if known:
+            self._measure_at[address] = now + MEASURE_SECONDS
+            source = self._rng.choice(known)
+            self.links[address].measure_link(source.transfer_address, source.incarnation)
 
     def arrived(self, address: str, marks: bytes) -> None:
         self.view.arrived(address, marks)
@@ -205,6 +230,7 @@ class Fleet(LinkEvents):
 
     def _drop(self, address: str, task: asyncio.Task[None]) -> None:
         self.links.pop(address).stop()
+        self._measure_at.pop(address, None)
         task.cancel()
         self.view.forget(address)
         self._changed(address)

@@ -186,6 +186,12 @@ class EngineLink:
             cancel = session_pb2.Cancel(handle=handle, index=index)
             self._outgoing.put_nowait(session_pb2.ToWorker(cancel=cancel))
 
+    def measure_link(self, address: str, incarnation: str) -> None:
+        """Ask the worker to measure how fast blocks reach it from the worker at this transfer address."""
+        if self._outgoing is not None:
+            measure = session_pb2.MeasureLink(address=address, incarnation=incarnation)
+            self._outgoing.put_nowait(session_pb2.ToWorker(measure_link=measure))
+
     async def block_pool(self, request: cluster_pb2.GetBlockPoolRequest) -> cluster_pb2.BlockPool:
         """Ask the worker for its block pool. Raises grpc.aio.AioRpcError, or ConnectionError if the link is down."""
         pool: cluster_pb2.BlockPool = await self.call("GetBlockPool", request, INSPECT_SECONDS)

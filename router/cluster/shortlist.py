@@ -15,6 +15,8 @@ from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.loads import LoadTable
 from blockyard.router.placement.columns import Column, costs_of
 from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.pulls import PullSource
+from blockyard.router.placement.scoring import tie_ms
 from numpy.typing import NDArray
 
 SHORTLIST = 8
@@ -38,12 +40,14 @@ def shortlist(
     key: bytes,
     favourite: WorkerId | None,
     most: int,
+    source: PullSource | None = None,
 ) -> list[str]:
     """Return the addresses of `most` of the workers at these slots, and of the `favourite`.
 
     The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
     `depths` holds what workers have cached according to the index, `arrived` what has just reached them. `expecting`
-    are the workers that may expect some of these blocks, and `expected_blocks` says how many.
+    are the workers that may expect some of these blocks, and `expected_blocks` says how many. All may fetch blocks from
+    the `source`.
     """
     on_gpu, anywhere = table.depths(depths)
     for address, blocks in arrived.items():
@@ -60,8 +64,10 @@ def shortlist(
     for position in positions.tolist():
         on_gpu[position] = max(on_gpu[position], expected_blocks(table.addresses[slots[position]]))
     found = price(on_gpu, anywhere)
+    if source is not None:
+        found = np.minimum(found, price(on_gpu, anywhere, source=source))
     near = float(found.min())
-    near += max(config.near_equal_ms, config.near_equal_fraction * near)
+    near += tie_ms(near, config)
     drawn = _cheapest(found, lambda ties: table.ranks(key, slots[ties]), near=near, most=most)
     chosen = set(slots[drawn].tolist())
     if favourite is not None:

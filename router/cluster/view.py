@@ -8,6 +8,7 @@ Does not own connections (link.py), sums over placed requests (bookings.py), the
 the index (dispatch/prefix_lookup.py). Nor does it choose a worker (placement/policies.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +19,20 @@ from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.arrivals import Arrivals
 from blockyard.router.cluster.bookings import Bookings, Expectations, Placed
-from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
+from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth, deepest
 from blockyard.router.cluster.gate import WorkerGate
 from blockyard.router.cluster.loads import LoadTable
 from blockyard.router.cluster.shortlist import SHORTLIST, shortlist
 from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullPlan, PullSource
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
+
+MAX_SOURCES = 2
+"""Workers from which a prompt's blocks may be fetched: those that have most of them."""
+MAX_SETUP_SECONDS = 60.0
+"""A worker that reports a longer time to begin a pull is not believed, and nothing is pulled to it."""
 
 
 class LinkState(Enum):
@@ -95,6 +102,10 @@ class ClusterView:
         self._ready_until = 0.0
         """When the first of the ready workers becomes suspect, unless it is heard again."""
         self._expectations = Expectations()
+        self._pulling = Counter[str]()
+        """Bytes that the pulls of this router's requests still bring, by the address of the destination."""
+        self._lending = Counter[str]()
+        """The same bytes by the address of the source."""
         self._table: LoadTable | None = None
         """Made for the first placement that needs a shortlist."""
         self.promised_blocks = 0
@@ -111,6 +122,8 @@ class ClusterView:
 
     def forget(self, address: str) -> None:
         self._workers.pop(address, None)
+        self._pulling += Counter()  # drops the zeros
+        self._lending += Counter()
         self._ready = None
         if self._table is not None:
             self._table.remove(address)
@@ -183,6 +196,7 @@ class ClusterView:
         uncached_tokens: int,
         blocks: int,
         promised_blocks: int = 0,
+        pull: PullPlan | None = None,
     ) -> Placed:
         worker = self._workers[address]
         placed = Placed(
@@ -192,8 +206,10 @@ class ClusterView:
             uncached_tokens=uncached_tokens,
             blocks=blocks,
             promised_blocks=promised_blocks,
+            pull=pull,
         )
         worker.booked.add(placed)
+        self._count_pull(placed, 1)
         if names:
             self._expectations.note(names[0], address)
             self._expectations.sweep(self._expects)
@@ -247,6 +263,17 @@ class ClusterView:
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
+    def pull_ended(self, placed: Placed) -> None:
+        """Record that the request's pull has ended, whether it brought all of its blocks or not."""
+        self._count_pull(placed, -1)
+        placed.pull = None
+
+    def _count_pull(self, placed: Placed, sign: int) -> None:
+        """Count the bytes of a placed request's pull at both of its ends."""
+        if placed.pull is not None:
+            self._pulling[placed.address] += sign * placed.pull.num_bytes
+            self._lending[placed.pull.source.address] += sign * placed.pull.num_bytes
+
     def arrived(self, address: str, marks: bytes) -> None:
         """Record the marks of prompts that have reached the worker, from whichever router."""
         worker = self._workers.get(address)
@@ -263,6 +290,7 @@ class ClusterView:
     def ended(self, placed: Placed, *, busy: bool = False) -> None:
         """Record that a request has left its worker, for whatever reason. `busy`: the worker refused it, because its
         queue was full."""
+        self.pull_ended(placed)
         worker = self._workers.get(placed.address)
         if worker is None or placed not in worker.booked:
             return
@@ -400,10 +428,11 @@ class ClusterView:
         key: bytes,
         favourite: WorkerId | None = None,
         most: int = SHORTLIST,
+        source: PullSource | None = None,
     ) -> list[Candidate]:
         """Return the ready workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
 
-        Fewer than twice as many workers are all returned.
+        Fewer than twice as many workers are all returned. All may fetch blocks from the `source`.
         """
         if len(self._workers) <= 2 * most:
             return self.candidates(names, prompt_tokens, depths, arrived)
@@ -423,6 +452,7 @@ class ClusterView:
             expected_blocks=lambda address: self._workers[address].booked.prefixes.depth(names, now),
             costs=self.speeds.costs,
             config=self._config,
+            source=source,
             key=key,
             favourite=favourite,
             most=most,
@@ -533,6 +563,50 @@ class ClusterView:
             if sequences
             else 0.0,
             host_tokens_per_second=load.host_tokens_per_second,
+            link=self._link(worker),
+        )
+
+    def _link(self, worker: WorkerView) -> Link:
+        load, hello = worker.load, worker.hello
+        if (
+            not load.pull_bytes_per_second
+            or hello is None
+            or not 0 <= load.pull_setup_seconds <= MAX_SETUP_SECONDS
+        ):
+            return UNKNOWN_LINK
+        return Link(
+            setup_ms=1000 * load.pull_setup_seconds,
+            bytes_per_ms=load.pull_bytes_per_second / 1000,
+            token_bytes=hello.block_bytes / hello.block_size,
+            pulling_bytes=max(load.pulling_bytes, self._pulling[worker.address]),
+        )
+
+    def pull_sources(
+        self, depths: Mapping[WorkerId, CachedDepth], prompt_tokens: int, *, salt: int
+    ) -> list[PullSource]:
+        """Return the workers from which others may fetch most of a prompt. The `salt` chooses among equal ones."""
+        sources = []
+        for worker_id in deepest(depths, MAX_SOURCES, salt):
+            worker = self.find(worker_id)
+            if worker is not None:
+                depth = depths[worker_id]
+                source = self.pull_source(worker, depth.blocks + depth.host_blocks, prompt_tokens)
+                sources += [] if source is None else [source]
+        return sources
+
+    def pull_source(self, worker: WorkerView, blocks: int, prompt_tokens: int) -> PullSource | None:
+        """Return a worker as a source of this many leading blocks of a prompt, or None where it lends none."""
+        hello = worker.hello
+        if hello is None or not hello.transfer_port or worker.link is not LinkState.ACCEPTED:
+            return None
+        host = worker.address.rpartition(":")[0]
+        return PullSource(
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            address=worker.address,
+            transfer_address=f"{host}:{hello.transfer_port}",
+            cached_tokens=usable_cached_tokens(blocks, prompt_tokens, hello.block_size),
+            lending_bytes=max(worker.load.lending_bytes, self._lending[worker.address]),
         )
 
     def check_invariants(self) -> None:

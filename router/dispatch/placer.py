@@ -22,6 +22,7 @@ from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import Placement, PlacementRequest, place
+from blockyard.router.placement.pulls import PullSource
 from blockyard.router.placement.sessions import SessionMemory
 
 RETRY_AFTER_SECONDS = 1.0
@@ -56,7 +57,8 @@ class _Elsewhere(Exception):
 class Placer:
     """Places the requests of one router. `lookup` is None where there is no index.
 
-    A request waits at most `no_worker_seconds` while no worker is ready.
+    A request waits at most `no_worker_seconds` while no worker is ready. Without `pulls` no worker fetches blocks from
+    another one.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Placer:
         *,
         policy: PolicyName,
         no_worker_seconds: float,
+        pulls: bool = True,
         priority_ageing_seconds: float = 10.0,
         max_queue_seconds: float = inf,
         tenant_weights: Mapping[str, float] | None = None,
@@ -77,6 +80,7 @@ class Placer:
         self.prefix_lookup = lookup
         self.index_watch = IndexWatch(fleet.view, clock)
         self._policy: PolicyName = policy
+        self._pulls = pulls
         self._clock = clock
         self._rng = rng or random.Random()
         self._config = config or PlacementConfig()
@@ -166,6 +170,10 @@ class Placer:
         requests."""
         self._fleet.view.started(placed, cached_tokens=cached_tokens)
         self._notify(placed.address)
+
+    def pull_ended(self, placed: Placed) -> None:
+        """Record that a request's pull has ended, whether it brought all of its blocks or not."""
+        self._fleet.view.pull_ended(placed)
 
     def draining(self, address: str) -> None:
         """Record that a worker takes no new requests, and wake those that wait for it."""
@@ -271,11 +279,13 @@ class Placer:
         prefix_key = self._key(prompt.names, 0)
         arrived = view.arrived_depths(prompt.names, block_size)
         seen = prompt.names, prompt.tokens, result.depth_by_worker, arrived
+        sources = self._sources(prompt, result)
         if scores_all or prompt.policy != "prefix" or not result.available:
             candidates = view.candidates(*seen)
         else:
             key = session_id.encode() or prefix_key or self._rng.randbytes(8)
-            candidates = view.shortlist(*seen, key=key, favourite=session_worker)
+            source = sources[0] if sources else None
+            candidates = view.shortlist(*seen, key=key, favourite=session_worker, source=source)
         if not candidates:
             return None
         request = PlacementRequest(
@@ -287,7 +297,15 @@ class Placer:
             session_key=session_id.encode(),
             session_worker=session_worker,
         )
-        return place(request, candidates, prompt.policy, self._rng, self._config)
+        return place(request, candidates, prompt.policy, self._rng, self._config, sources)
+
+    def _sources(self, prompt: _Prompt, result: LookupResult) -> list[PullSource]:
+        """Return the workers from which the chosen one may fetch a part of the prompt."""
+        if not self._pulls or prompt.policy != "prefix" or not result.depth_by_worker:
+            return []
+        return self._fleet.view.pull_sources(
+            result.depth_by_worker, prompt.tokens, salt=self._rng.getrandbits(32)
+        )
 
     def _refuse_hopeless(
         self, placement: Placement, prompt: _Prompt, found: _Found, seconds_left: float
@@ -322,6 +340,7 @@ class Placer:
             uncached_tokens=chosen.uncached_tokens,
             blocks=-(-chosen.needed_tokens // block_size),
             promised_blocks=promised_tokens // block_size,
+            pull=chosen.pull,
         )
 
     def _send(self, placed: Placed, session_id: str) -> None:
@@ -356,4 +375,7 @@ class Placer:
 
 def _least_ms(placement: Placement) -> float:
     """Return the least expected time to the first token among the considered workers, without their decodes."""
-    return min(score.queue_ms + score.prefill_ms + score.host_load_ms for score in placement.considered)
+    return min(
+        score.queue_ms + score.prefill_ms + score.host_load_ms + score.pull_ms
+        for score in placement.considered
+    )

@@ -20,7 +20,7 @@ from hashlib import sha256
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.events import Event, Lost, Refused, Tokens
+from blockyard.router.cluster.events import Event, Lost, Pulled, Refused, Tokens
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.placer import Placer
@@ -35,6 +35,7 @@ from blockyard.router.errors import (
 from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
 from blockyard.router.placement.config import PolicyName
+from blockyard.router.placement.pulls import PullPlan
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Relay:
         key = (placed.address, worker.incarnation if worker else "")
         link = self._fleet.links[placed.address]
         attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take)
-        attempt.submit(self._submit(generation, outputs))
+        attempt.submit(self._submit(generation, outputs, placed.pull))
         try:
             yield attempt
         finally:
@@ -215,7 +216,7 @@ class Relay:
         progress.num_migrations = losses.num
         self.num_migrations += 1
 
-    def _submit(self, generation: Generation, outputs: Outputs) -> session_pb2.Submit:
+    def _submit(self, generation: Generation, outputs: Outputs, pull: PullPlan | None) -> session_pb2.Submit:
         submit = session_pb2.Submit(
             request_id=generation.request_id,
             token_ids=generation.prompt + outputs.resumed(),
@@ -227,10 +228,20 @@ class Relay:
             priority=generation.priority,
             tenant=tenant_key(generation.cache_account),
             client=tenant_key(generation.client),
+            pull=None if pull is None else _pull_message(pull),
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")
         return submit
+
+
+def _pull_message(pull: PullPlan) -> session_pb2.Pull:
+    return session_pb2.Pull(
+        address=pull.source.transfer_address,
+        incarnation=pull.source.incarnation,
+        num_blocks=pull.num_blocks,
+        seconds=pull.patience_seconds,
+    )
 
 
 def tenant_key(tenant: str) -> int:
@@ -300,6 +311,9 @@ class _Attempt:
     def _receive(self, event: Event) -> None:
         """Take an event, called by the link that read it. So a failure must end this request alone."""
         if self._end.done():
+            return
+        if isinstance(event, Pulled):
+            self._placer.pull_ended(self._placed)
             return
         try:
             is_over = not isinstance(event, Tokens) or not self._outputs.follows(event)

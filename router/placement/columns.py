@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts
 from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.pulls import PullSource
 from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, MOST_TOKENS_PER_SECOND
 from blockyard.router.placement.scoring import Candidate
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ Column = NDArray[np.float64]
 class Columns(NamedTuple):
     """Facts of all workers that no prompt changes, one array for each fact, with an entry for each worker.
 
-    The fields have the meaning of Candidate's, and `slowness` that of WorkerSpeed's.
+    The fields have the meaning of Candidate's and its Link's, and `slowness` that of WorkerSpeed's.
     """
 
     queued_prefill_tokens: Column
@@ -31,6 +32,10 @@ class Columns(NamedTuple):
     total_blocks: Column
     block_size: Column
     host_tokens_per_second: Column
+    pull_setup_ms: Column
+    pull_bytes_per_ms: Column
+    token_bytes: Column
+    pulling_bytes: Column
     slowness: Column
 
 
@@ -45,6 +50,7 @@ def row_of(candidate: Candidate, slowness: float) -> tuple[float, ...]:
         candidate.total_blocks,
         candidate.block_size,
         candidate.host_tokens_per_second,
+        *candidate.link,
         slowness,
     )
 
@@ -62,10 +68,12 @@ def costs_of(
     workers: Columns,
     costs: StepCosts,
     config: PlacementConfig,
+    source: PullSource | None = None,
 ) -> Column:
     """Return total_ms of a prompt on each worker, by the blocks of it that each has cached.
 
-    `costs` are those of a machine whose slowness is 1.
+    `costs` are those of a machine whose slowness is 1. With a `source`, each worker fetches from it what it lacks, if
+    its link is measured.
     """
     block_size = workers.block_size
     reusable = (prompt_tokens - 1) // block_size * block_size
@@ -78,20 +86,28 @@ def costs_of(
     has_host = are_measured(host_rate)
     host_tokens = np.where(has_host, np.minimum(host_cached, needed), 0)
     computed = needed - host_tokens
+    loaded_tokens = host_tokens
+    pull_time_ms = np.zeros_like(needed)
+    if source is not None:
+        can_pull = has_host & are_measured(workers.pull_bytes_per_ms)
+        pulled = np.minimum(source.cached_tokens - cached, needed) - host_tokens
+        pulled = np.where(can_pull, np.maximum(pulled, 0), 0)
+        moved = pulled * workers.token_bytes + workers.pulling_bytes + source.lending_bytes
+        rate = np.where(can_pull, workers.pull_bytes_per_ms, 1)
+        pull_time_ms = np.where(pulled > 0, workers.pull_setup_ms + moved / rate, 0)
+        computed, loaded_tokens = computed - pulled, host_tokens + pulled
     pairs = computed * (2 * prompt_tokens - computed) // 2
     prefill_ms = (computed + costs.pair_tokens * pairs) / per_ms
-    queued = (
-        workers.queued_prefill_tokens
-        + costs.pair_tokens * workers.queued_pairs
-        + config.context_fraction * workers.context_tokens
-    )
+    queue_ms = (workers.queued_prefill_tokens + costs.pair_tokens * workers.queued_pairs) / per_ms
     total_ms: Column = (
-        queued / per_ms
+        queue_ms
+        + np.maximum(pull_time_ms - queue_ms, 0)
+        + config.context_fraction * workers.context_tokens / per_ms
         + _decode_step_ms(workers, costs, config)
         + (config.later_fraction + config.others_fraction * workers.sequences) * prefill_ms
         + config.memory_full_ms * np.minimum(np.maximum(_shortage(needed, workers, config), 0), 1)
         + prefill_ms
-        + 1000 * host_tokens / np.where(has_host, host_rate, 1)
+        + 1000 * loaded_tokens / np.where(has_host, host_rate, 1)
     )
     return total_ms
 

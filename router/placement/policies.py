@@ -23,7 +23,8 @@ from random import Random
 
 from blockyard.proto.index.contract import WorkerId
 from blockyard.router.placement.config import PlacementConfig, PolicyName
-from blockyard.router.placement.scoring import Candidate, Score, score_all
+from blockyard.router.placement.pulls import PullSource
+from blockyard.router.placement.scoring import Candidate, Score, score_all, tie_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,16 @@ def place(
     policy: PolicyName,
     rng: Random,
     config: PlacementConfig | None = None,
+    sources: Sequence[PullSource] = (),
 ) -> Placement:
-    """Score the candidates and choose one by the policy. Raises ValueError if there are none."""
+    """Score the candidates and choose one by the policy. Raises ValueError if there are none.
+
+    Under `prefix` the chosen worker may fetch a part of the prompt from one of the `sources`.
+    """
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
     config = config or PlacementConfig()
-    scores = score_all(request.prompt_tokens, candidates, config)
+    scores = score_all(request.prompt_tokens, candidates, config, sources if policy == "prefix" else ())
     match policy:
         case "prefix":
             chosen, costs = _prefix(request, scores, rng, config)
@@ -115,7 +120,7 @@ def _least_loaded(scores: Sequence[Score], rng: Random, config: PlacementConfig)
 
 def _near_least(costs: Sequence[float], config: PlacementConfig) -> list[int]:
     least = min(costs)
-    limit = least + max(config.near_equal_ms, config.near_equal_fraction * least)
+    limit = least + tie_ms(least, config)
     return [number for number, cost in enumerate(costs) if cost <= limit]
 
 

@@ -1,13 +1,15 @@
 """Scores: the estimated cost of a request on each worker, by arithmetic over a snapshot.
 
-    total_ms = queue_ms + prefill_ms + host_load_ms + decode_ms + memory_ms + interference_ms
+    total_ms = queue_ms + prefill_ms + host_load_ms + pull_ms + decode_ms + memory_ms + interference_ms
 
 All terms but the last estimate parts of the time to the first token, in milliseconds. So they add up, and operators can
 check each of them (ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences
 on the worker, and to requests that come later. With its full weight (`others_fraction=1`), a choice minimises the cost
 of all requests together, not only its own.
 
-Does not own the choice among the costs (policies.py) or the state of workers (cluster/view.py).
+A worker may fetch a prefix from another one that has more of it. Its score is the lower one of both ways, and fetching
+must save more than a tie. Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the
+state of workers (cluster/view.py).
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from typing import NamedTuple
 from blockyard.proto.index.contract import WorkerId
 from blockyard.proto.step_costs import pairs_of
 from blockyard.router.placement.config import PlacementConfig
+from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullPlan, PullSource
 from blockyard.router.placement.rates import is_measured
 
 
@@ -51,6 +54,8 @@ class Candidate(NamedTuple):
     """Trusted time of a step that decodes its sequences. 0 until measured."""
     host_tokens_per_second: float = 0.0
     """Measured rate from host memory to the GPU. If it is 0, host memory is ignored."""
+    link: Link = UNKNOWN_LINK
+    """How blocks reach it from other workers."""
 
 
 class Score(NamedTuple):
@@ -69,6 +74,8 @@ class Score(NamedTuple):
     """Time to compute the uncached part of this prompt."""
     host_load_ms: float
     """Time to load from host memory, even where computing is faster: a worker loads whatever it finds there."""
+    pull_ms: float
+    """Time to fetch blocks from another worker, beyond the wait for the queue."""
     decode_ms: float
     """Delay by the decode steps of present sequences: a part of such a step, and a price for all context that they
     read."""
@@ -81,6 +88,10 @@ class Score(NamedTuple):
 
     Under `prefix` it is total_ms, or the position in the order of workers by which rendezvous hashing chose.
     """
+    pulled_tokens: int = 0
+    """Prompt tokens to fetch from another worker. They count neither as host-cached nor as uncached."""
+    pull: PullPlan | None = None
+    """None: nothing is fetched."""
 
     @property
     def load_ms(self) -> float:
@@ -90,37 +101,79 @@ class Score(NamedTuple):
 
     @property
     def total_ms(self) -> float:
-        return self.load_ms + self.prefill_ms + self.host_load_ms + self.interference_ms
+        return self.load_ms + self.prefill_ms + self.host_load_ms + self.pull_ms + self.interference_ms
 
     @property
     def needed_tokens(self) -> int:
         """Return how many prompt tokens need new blocks in the worker's pool."""
-        return self.host_cached_tokens + self.uncached_tokens
+        return self.host_cached_tokens + self.pulled_tokens + self.uncached_tokens
 
 
-def score_all(prompt_tokens: int, candidates: Sequence[Candidate], config: PlacementConfig) -> list[Score]:
-    """Return the candidates' scores in their order, with total_ms as cost."""
-    return [_score(prompt_tokens, candidate, config) for candidate in candidates]
+def score_all(
+    prompt_tokens: int,
+    candidates: Sequence[Candidate],
+    config: PlacementConfig,
+    sources: Sequence[PullSource] = (),
+) -> list[Score]:
+    """Return the candidates' scores in their order, with total_ms as cost. Each may fetch from one of the sources."""
+    if not sources:
+        return [_score(prompt_tokens, candidate, config) for candidate in candidates]
+    return [_best_score(prompt_tokens, candidate, config, sources) for candidate in candidates]
 
 
-def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) -> Score:
+def _best_score(
+    prompt_tokens: int, candidate: Candidate, config: PlacementConfig, sources: Sequence[PullSource]
+) -> Score:
+    """Return the score without a pull, or that with the best one where it saves more than a tie."""
+    alone = _score(prompt_tokens, candidate, config)
+    here = alone.cached_tokens + alone.host_cached_tokens
+    if not (is_measured(candidate.link.bytes_per_ms) and is_measured(candidate.host_tokens_per_second)):
+        return alone
+    pulling = [
+        _score(prompt_tokens, candidate, config, source)
+        for source in sources
+        if source.cached_tokens > here and source.address != candidate.address
+    ]
+    best = min(pulling, key=lambda score: score.cost, default=alone)
+    saved_ms = alone.cost - best.cost
+    if best.pull is None or saved_ms <= tie_ms(alone.cost, config):
+        return alone
+    return best._replace(pull=best.pull._replace(saved_ms=saved_ms))
+
+
+def tie_ms(cost: float, config: PlacementConfig) -> float:
+    """Return by how much another cost may be larger or smaller and still count as equal."""
+    return max(config.near_equal_ms, config.near_equal_fraction * cost)
+
+
+def _score(
+    prompt_tokens: int, candidate: Candidate, config: PlacementConfig, source: PullSource | None = None
+) -> Score:
     own_rate = candidate.prefill_tokens_per_second
     tokens_per_ms = (own_rate if is_measured(own_rate) else config.assumed_prefill_tokens_per_second) / 1000
     pair_tokens = candidate.pair_tokens
     needed_tokens = max(prompt_tokens - candidate.cached_tokens, 0)
     host_rate = candidate.host_tokens_per_second
     host_tokens = min(candidate.host_cached_tokens, needed_tokens) if is_measured(host_rate) else 0
-    uncached_tokens = needed_tokens - host_tokens
+    pulled_tokens = 0
+    if source is not None:
+        pulled_tokens = min(source.cached_tokens - candidate.cached_tokens, needed_tokens) - host_tokens
+    uncached_tokens = needed_tokens - host_tokens - pulled_tokens
     queue_ms = (candidate.queued_prefill_tokens + pair_tokens * candidate.queued_pairs) / tokens_per_ms
     pairs = pairs_of(prompt_tokens - uncached_tokens, uncached_tokens)
     prefill_ms = (uncached_tokens + pair_tokens * pairs) / tokens_per_ms
-    host_load_ms = 1000 * host_tokens / host_rate if host_tokens else 0.0
+    loaded_tokens = host_tokens + pulled_tokens
+    host_load_ms = 1000 * loaded_tokens / host_rate if loaded_tokens else 0.0
     decode_ms = (
         _decode_step_ms(candidate, config)
         + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
     interference_ms = (config.later_fraction + config.others_fraction * candidate.sequences) * prefill_ms
+    pull, pull_ms = None, 0.0
+    if source is not None:
+        pull = _plan(candidate, source, pulled_tokens)
+        pull_ms = max(pull.time_ms - queue_ms, 0.0)
     return Score(
         address=candidate.address,
         worker_id=candidate.worker_id,
@@ -133,7 +186,21 @@ def _score(prompt_tokens: int, candidate: Candidate, config: PlacementConfig) ->
         decode_ms=decode_ms,
         memory_ms=memory_ms,
         interference_ms=interference_ms,
-        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + interference_ms,
+        pull_ms=pull_ms,
+        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + pull_ms + interference_ms,
+        pulled_tokens=pulled_tokens,
+        pull=pull,
+    )
+
+
+def _plan(candidate: Candidate, source: PullSource, pulled_tokens: int) -> PullPlan:
+    link, block_size = candidate.link, candidate.block_size
+    return PullPlan(
+        source=source,
+        num_blocks=source.cached_tokens // block_size,
+        num_bytes=int(pulled_tokens * link.token_bytes),
+        time_ms=link.time_ms(pulled_tokens, source.lending_bytes),
+        saved_ms=0.0,
     )
 
 

@@ -78,6 +78,9 @@ def candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
         decode_ms=score.decode_ms,
         memory_ms=score.memory_ms,
         interference_ms=score.interference_ms,
+        pulled_tokens=score.pulled_tokens,
+        pull_ms=score.pull_ms,
+        pulled_from=score.pull.source.worker_id if score.pull is not None else "",
         total_ms=score.total_ms,
         cost=score.cost,
     )

@@ -8,10 +8,11 @@ from random import Random
 from typing import Any, get_args
 
 import pytest
-from blockyard.proto.index.contract import WorkerId
+from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import PlacementRequest, place
-from blockyard.router.placement.scoring import Candidate, Score, score_all
+from blockyard.router.placement.pulls import Link, PullSource
+from blockyard.router.placement.scoring import Candidate, Score, score_all, tie_ms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,25 @@ CANDIDATE = st.builds(
     pair_tokens=st.floats(0, 10),
     decode_step_ms=RATES | st.floats(1e300, allow_infinity=False),
     host_tokens_per_second=RATES,
+    link=st.builds(
+        Link,
+        setup_ms=st.floats(0, 60_000),
+        bytes_per_ms=RATES,
+        token_bytes=st.floats(0, 2**40),
+        pulling_bytes=st.integers(0, 2**64),
+    ),
+)
+SOURCES = st.lists(
+    st.builds(
+        PullSource,
+        worker_id=st.sampled_from("abc").map(WorkerId),
+        incarnation=st.just(Incarnation("i")),
+        address=st.uuids().map(str),
+        transfer_address=st.just("t"),
+        cached_tokens=COUNTS,
+        lending_bytes=st.integers(0, 2**64),
+    ),
+    max_size=2,
 )
 CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=6, unique_by=lambda candidate: candidate.address)
 REQUESTS = st.builds(
@@ -61,16 +81,40 @@ CONFIGS = st.builds(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(REQUESTS, CANDIDATES, CONFIGS)
+@given(REQUESTS, CANDIDATES, CONFIGS, SOURCES)
 def test_whatever_workers_report_one_is_chosen_and_every_cost_is_a_number(
-    policy: PolicyName, request_: PlacementRequest, candidates: list[Candidate], config: PlacementConfig
+    policy: PolicyName,
+    request_: PlacementRequest,
+    candidates: list[Candidate],
+    config: PlacementConfig,
+    sources: list[PullSource],
 ) -> None:
-    placement = place(request_, candidates, policy, Random(0), config)
+    placement = place(request_, candidates, policy, Random(0), config, sources)
     scores = placement.scores
     assert sorted(score.address for score in scores) == sorted(c.address for c in candidates)
     assert placement.chosen in scores
     assert all(isfinite(score.cost) and isfinite(score.total_ms) and score.cost >= 0 for score in scores)
     assert [score.cost for score in scores] == sorted(score.cost for score in scores)
+
+
+@given(CANDIDATES, COUNTS, CONFIGS, SOURCES)
+def test_a_pull_is_planned_only_where_it_saves_more_than_a_tie(
+    candidates: list[Candidate], prompt_tokens: int, config: PlacementConfig, sources: list[PullSource]
+) -> None:
+    alone = score_all(prompt_tokens, candidates, config)
+    both = score_all(prompt_tokens, candidates, config, sources)
+    for candidate, without, score in zip(candidates, alone, both, strict=True):
+        if score.pull is None:
+            assert score == without
+            continue
+        assert score.pull.saved_ms == without.cost - score.cost > tie_ms(without.cost, config)
+        assert score.pull.source in sources
+        assert 0 < score.pulled_tokens <= score.pull.source.cached_tokens - candidate.cached_tokens
+        assert score.pull.time_ms >= candidate.link.setup_ms
+        assert score.pull_ms <= score.pull.time_ms < score.pull.patience_seconds * 1000
+        tokens = score.cached_tokens + score.host_cached_tokens + score.pulled_tokens + score.uncached_tokens
+        assert tokens == max(prompt_tokens, score.cached_tokens)
+        assert score.needed_tokens == without.needed_tokens
 
 
 class Chooser(Random):

@@ -20,7 +20,8 @@ from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.columns import Columns, costs_of, row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
-from blockyard.router.placement.scoring import Candidate, score_all
+from blockyard.router.placement.pulls import Link, PullSource
+from blockyard.router.placement.scoring import Candidate, score_all, tie_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -209,6 +210,13 @@ WORKERS = st.lists(
             total_blocks=COUNTS,
             host_tokens_per_second=st.one_of(RATES, st.floats()),
             block_size=st.just(16),
+            link=st.builds(
+                Link,
+                st.floats(0, 100),
+                st.one_of(st.just(0.0), RATES),
+                st.just(1000.0),
+                st.integers(0, 10**8),
+            ),
         ),
         st.floats(0.1, 10.0),
     ),
@@ -218,9 +226,9 @@ WORKERS = st.lists(
 """Candidates, and the slowness of each."""
 
 
-@given(WORKERS, st.integers(1500, 9000), st.booleans())
+@given(WORKERS, st.integers(1500, 9000), st.booleans(), st.integers(0, 90))
 def test_costs_of_columns_are_those_of_scores(
-    workers: list[tuple[Candidate, float]], prompt_tokens: int, is_measured: bool
+    workers: list[tuple[Candidate, float]], prompt_tokens: int, is_measured: bool, source_blocks: int
 ) -> None:
     step_costs = StepCosts()
     if is_measured:
@@ -245,6 +253,25 @@ def test_costs_of_columns_are_those_of_scores(
     )
     scores = score_all(prompt_tokens, candidates, CONFIG)
     assert costs.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)
+    source = PullSource(
+        WorkerId("s"), Incarnation("i"), "s:1", "s:2", source_blocks * 16, lending_bytes=10**6
+    )
+    pulling = costs_of(
+        prompt_tokens,
+        on_gpu,
+        on_gpu + host,
+        workers=Columns(*rows.T),
+        costs=step_costs,
+        config=CONFIG,
+        source=source,
+    )
+    for score, without, cost in zip(
+        score_all(prompt_tokens, candidates, CONFIG, [source]), scores, pulling.tolist(), strict=True
+    ):
+        best = min(without.total_ms, cost)
+        assert score.total_ms == pytest.approx(
+            best if without.total_ms - best > tie_ms(without.total_ms, CONFIG) else without.total_ms, rel=1e-9
+        )
 
 
 def test_equal_workers_are_all_chosen_in_time_and_alike_by_the_same_key() -> None:
