@@ -30,6 +30,7 @@ from blockyard.worker.startup.warm_up import try_out
 from simulation.calls import Connections, Listener
 from simulation.engine_thread import StepClock, VirtualEngineThread
 from simulation.index_access import IndexServer, RemoteIndex
+from simulation.transfers import TRANSFER_PORT, TransferNetwork, VirtualExchange
 from simulation.virtual_time import Process, VirtualLoop
 
 SECRET = "a-cluster-secret"
@@ -48,6 +49,11 @@ class WorkerSetup(Generic[RunnerT]):
     max_waiting: int
     mixed_step_seconds: float | None
     lease_seconds: float = PublisherConfig().lease_seconds
+    bytes_per_block: int = 0
+    swap_blocks_per_second: float = 0.0
+    """Round trips of blocks to host memory and back."""
+    transfers: TransferNetwork | None = None
+    """How workers fetch blocks from one another. None: they do not."""
     measures_rates: bool = False
     """Whether the engine runs a trial before the first request, as on a real worker. The trial takes no virtual
     time."""
@@ -79,7 +85,9 @@ class WorkerProcess(Generic[RunnerT]):
             setup.scheduler,
             self.runner,
             num_blocks=setup.num_blocks,
+            bytes_per_block=setup.bytes_per_block,
             mixed_step_seconds=setup.mixed_step_seconds,
+            swap_blocks_per_second=setup.swap_blocks_per_second,
             clock=self._clock,
         )
         if setup.measures_rates:
@@ -111,6 +119,15 @@ class WorkerProcess(Generic[RunnerT]):
             hello=self._hello(), vocab_size=self._setup.vocab_size, max_waiting=self._setup.max_waiting
         )
         self._thread = VirtualEngineThread(self.engine, self.service.on_step, self._clock)
+        if self._setup.transfers is not None:
+            VirtualExchange(
+                self._setup.transfers,
+                address=self.address,
+                incarnation=self.incarnation,
+                engine=self.engine,
+                thread=self._thread,
+                service=self.service,
+            )
         self.service.attach(self._thread, self.engine.load())
         self.service.on_changes = self._publish
         self.service.index_part = self._index_part
@@ -189,6 +206,8 @@ class WorkerProcess(Generic[RunnerT]):
             load=load_message(self.engine.load()),
             max_waiting=self._setup.max_waiting,
             index_stride_blocks=config.index_stride_blocks,
+            transfer_port=TRANSFER_PORT if self._setup.transfers is not None else 0,
+            block_bytes=self._setup.bytes_per_block,
         )
 
     def _publish(self, result: StepResult) -> None:

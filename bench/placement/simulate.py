@@ -30,6 +30,7 @@ from bench.placement.simulation.workloads import GENERATORS
 COLUMNS = {
     "reuse": ("", "{:.3f}"),
     "ideal_reuse": ("", "{:.3f}"),
+    "pulled": ("", "{:.3f}"),
     "ttft_mean": ("s", "{:.3f}"),
     "ttft_p99": ("s", "{:.3f}"),
     "token_gap_mean": ("s", "{:.4f}"),
@@ -122,6 +123,8 @@ def _setup(options: argparse.Namespace) -> Setup:
     profile = HardwareProfile.from_file(options.profile) if options.profile else HardwareProfile()
     if options.block_size is not None:
         profile = replace(profile, block_size=options.block_size)
+    if options.host_cache_gib is not None:
+        profile = replace(profile, host_cache_bytes=options.host_cache_gib * 2**30)
     return Setup(
         num_workers=options.workers,
         num_routers=options.routers,
@@ -133,6 +136,7 @@ def _setup(options: argparse.Namespace) -> Setup:
         num_joiners=options.joiners,
         join_seconds=options.join_seconds,
         has_uniform_speeds=options.uniform_speeds,
+        pulls=options.pulls,
     )
 
 
@@ -168,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--joiners", type=int, default=0, help="workers among these that join later; default %(default)s")
     add("--join-seconds", type=float, default=10.0, help="when they join; default %(default)g")
     add("--uniform-speeds", action="store_true", help="take all workers to be equally fast")
+    add("--pulls", action="store_true", help="let workers fetch blocks from one another; needs host memory")
+    add("--host-cache-gib", type=float, help="host memory of each worker for blocks; default: the profile's")
     add("--routers", type=int, default=1, help="default %(default)s")
     add(
         "--index-lag",

@@ -55,6 +55,14 @@ class HardwareProfile:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 131_072
+    host_cache_bytes: float = 1.0
+    """Host memory for blocks that the GPU's pool has evicted, or that come from other workers. 1: none."""
+    host_bytes_per_second: float = 50e9
+    """Rate of copies between host memory and the GPU."""
+    link_bytes_per_second: float = 4e9
+    """Rate of a worker's link to the others: TCP over a fast network."""
+    link_setup_seconds: float = 0.0005
+    """Time until another worker hears of a pull, and until its answer is back."""
     mixed_step_seconds: float | None = 0.1
     """Maximum time of prompts in a step that also decodes. None means that only the token budget limits them."""
 
@@ -99,6 +107,18 @@ class HardwareProfile:
     def num_blocks(self) -> int:
         room = self.memory_bytes * self.memory_utilization - self.resident_bytes
         return max(int(room / (self.kv_bytes_per_token * self.block_size)), 0)
+
+    @property
+    def block_bytes(self) -> int:
+        return int(self.kv_bytes_per_token * self.block_size)
+
+    @property
+    def host_cache_blocks(self) -> int:
+        return int(self.host_cache_bytes / self.block_bytes)
+
+    def load_seconds(self, num_blocks: int) -> float:
+        """Return the seconds to load this many blocks from host memory."""
+        return num_blocks * self.block_bytes / self.host_bytes_per_second
 
     def step_seconds(self, plan: StepPlan) -> float:
         read_tokens = attended_pairs = 0
@@ -155,13 +175,15 @@ class RooflineRunner:
         """`slowness` stretches every step."""
         self._slowness = slowness
         self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
+        self._load_seconds: Callable[[int], float] = profile.load_seconds
         self._clock = clock
 
     def warm_up(self) -> None:
         """Do nothing: a simulated model compiles nothing."""
 
     def execute(self, plan: StepPlan) -> StepTokens:
-        self._clock.spend(self._slowness * self._step_seconds(plan))
+        seconds = self._load_seconds(len(plan.from_host)) if plan.from_host else 0.0
+        self._clock.spend(seconds + (self._slowness * self._step_seconds(plan) if plan.rows else 0.0))
         return StepTokens(tokens=[_next_token(row) if row.samples else NO_TOKEN for row in plan.rows])
 
 

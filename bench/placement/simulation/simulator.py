@@ -31,6 +31,7 @@ from simulation.calls import Connections
 from simulation.index_access import IndexServer
 from simulation.network import Network
 from simulation.router_process import Call, RouterProcess, RouterSetup
+from simulation.transfers import TransferNetwork
 from simulation.virtual_time import START_SECONDS, VirtualLoop, bury
 from simulation.worker_process import WorkerProcess, WorkerSetup
 
@@ -69,6 +70,8 @@ class Setup:
     """How many of the workers, the last ones, join later, with an empty cache."""
     join_seconds: float = 0.0
     """When they join, in seconds after the first arrivals."""
+    pulls: bool = False
+    """Whether workers may fetch blocks from one another."""
     has_uniform_speeds: bool = False
     """Whether routers take all workers to be equally fast, for comparison."""
 
@@ -102,6 +105,9 @@ class Result:
     """Share of seconds, until the last arrival, in which one worker was always crowded and another always idle."""
     num_refusals: int
     num_preemptions: int
+    pulled: float = 0.0
+    """Share of prompt tokens that were fetched from another worker. A part of `reuse`, but for pulls that came too
+    late."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -158,10 +164,11 @@ class Simulation:
         index = IndexServer(twin, self._network, latency_seconds=INDEX_SECONDS)
         slowness = (*setup.slowness, *[1.0] * setup.num_workers)
         routers = _router_setup(setup)
+        transfers = _transfer_network(setup.profile) if setup.pulls else None
         self._workers = [
             WorkerProcess(
                 f"worker-{number}", 1, f"worker-{number}:1",
-                _worker_setup(setup.profile, slowness[number]), self._loop, connections, index,
+                _worker_setup(setup.profile, slowness[number], transfers), self._loop, connections, index,
                 Random(f"worker {number} {setup.seed}"),
             )
             for number in range(setup.num_workers)
@@ -273,6 +280,9 @@ class Simulation:
             idle_beside_crowded=fmean(self._windows) if self._windows else 0.0,
             num_refusals=sum(router.placer.num_refusals for router in self._routers),
             num_preemptions=sum(worker.engine.scheduler.num_preemptions for worker in self._workers),
+            pulled=self._setup.profile.block_size
+            * sum(worker.engine.scheduler.pulls.num_blocks for worker in self._workers)
+            / prompt_tokens,
         )
 
 
@@ -305,14 +315,29 @@ def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
     return cached_tokens / prompt_tokens
 
 
-def _worker_setup(profile: HardwareProfile, slowness: float) -> WorkerSetup[RooflineRunner]:
+def _transfer_network(profile: HardwareProfile) -> TransferNetwork:
+    return TransferNetwork(
+        bytes_per_second=profile.link_bytes_per_second, setup_seconds=profile.link_setup_seconds
+    )
+
+
+def _worker_setup(
+    profile: HardwareProfile, slowness: float, transfers: TransferNetwork | None
+) -> WorkerSetup[RooflineRunner]:
     return WorkerSetup(
         scheduler=SchedulerConfig(
             block_size=profile.block_size,
             max_num_seqs=profile.max_num_seqs,
             max_num_batched_tokens=profile.max_num_batched_tokens,
             max_model_len=profile.max_model_len,
+            host_cache_blocks=profile.host_cache_blocks,
+            most_lent_blocks=int(EngineConfig(model="none").lend_share * profile.num_blocks),
         ),
+        bytes_per_block=profile.block_bytes,
+        swap_blocks_per_second=profile.host_bytes_per_second / (2 * profile.block_bytes)
+        if profile.host_cache_blocks
+        else 0.0,
+        transfers=transfers,
         num_blocks=profile.num_blocks,
         make_runner=partial(RooflineRunner, profile=profile, slowness=slowness),
         vocab_size=MAX_TOKEN,

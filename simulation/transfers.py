@@ -1,0 +1,107 @@
+"""Transfers between simulated workers: the exchange of each worker, over links that take virtual time.
+
+A link carries one pull after the other, as a network card does. Lending and caching are the engine's own. Does not own
+the bytes, which do not exist here: what arrives is decided by time alone.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.scheduling.pulls import Pull
+from blockyard.worker.session.session import SessionService
+
+from simulation.virtual_time import PROCESS, Process
+
+TRANSFER_PORT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferNetwork:
+    """All exchanges of one run, by transfer address."""
+
+    bytes_per_second: float
+    """Rate of each worker's link, in each direction."""
+    setup_seconds: float
+    """Time until a source hears of a pull, and until its answer is back."""
+    exchanges: "dict[str, VirtualExchange]" = field(default_factory=dict)
+
+
+class VirtualExchange:
+    """Lends and fetches blocks for one simulated worker."""
+
+    def __init__(
+        self,
+        network: TransferNetwork,
+        *,
+        address: str,
+        incarnation: str,
+        engine: Engine,
+        thread: EngineThread,
+        service: SessionService,
+    ) -> None:
+        """`address` is that of the worker's session."""
+        self.thread = thread
+        self.incarnation = incarnation
+        self._network = network
+        self._engine = engine
+        self._service = service
+        self._process = PROCESS.get()
+        self._free_at = 0.0
+        """When the link has carried all that was given to it."""
+        network.exchanges[f"{address.rpartition(':')[0]}:{TRANSFER_PORT}"] = self
+        engine.pull_rates.answered(network.setup_seconds, int(network.bytes_per_second), 1.0)
+        engine.start_pull = self._start_pull
+
+    def _start_pull(self, pull: Pull) -> None:
+        assert isinstance(self._process, Process)
+        self._process.start(self._run(pull))
+
+    async def _run(self, pull: Pull) -> None:
+        loop = asyncio.get_running_loop()
+        began, deadline = loop.time(), loop.time() + pull.order.seconds
+        report = PullReport(end=PullEnd.PULL_END_LATE)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._fetch(pull, report, began)
+        except TimeoutError:
+            pass
+        pull.num_arrived = report.num_blocks
+        self.thread.call(lambda engine: self._end(engine, pull, report))
+
+    def _end(self, engine: Engine, pull: Pull, report: PullReport) -> None:
+        engine.end_pull(pull, report.num_blocks)
+        if report.setup_seconds:
+            engine.pull_rates.answered(report.setup_seconds, report.num_bytes, report.transfer_seconds)
+        self._service.pull_ended(pull.request_id, report)
+
+    async def _fetch(self, pull: Pull, report: PullReport, began: float) -> None:
+        """Write into the report what has arrived, until everything has or the caller's time is over."""
+        loop, network = asyncio.get_running_loop(), self._network
+        await asyncio.sleep(network.setup_seconds)
+        source = network.exchanges.get(pull.order.address)
+        if source is None or source.incarnation != pull.order.incarnation:
+            report.end = PullEnd.PULL_END_REFUSED
+            return
+        loan = await asyncio.wrap_future(source.thread.call(lambda engine: engine.lend(pull.prefix)))
+        answered = loop.time()
+        report.setup_seconds = answered - began
+        try:
+            block_seconds = self._engine.bytes_per_block / network.bytes_per_second
+            num_blocks = max(0, min(len(loan), len(pull.prefix)) - len(pull.head))
+            for _ in range(num_blocks):
+                free_at = max(self._free_at, source._free_at, loop.time()) + block_seconds
+                self._free_at = source._free_at = free_at
+                await asyncio.sleep(free_at - loop.time())
+                report.num_blocks += 1
+                report.num_bytes += self._engine.bytes_per_block
+                report.transfer_seconds = loop.time() - answered
+                if pull.is_cancelled:
+                    report.end = PullEnd.PULL_END_CANCELLED
+                    return
+            is_whole = num_blocks == len(pull.slots)
+            report.end = PullEnd.PULL_END_WHOLE if is_whole else PullEnd.PULL_END_FEWER
+        finally:
+            source.thread.call(lambda engine: engine.end_loan(loan))
