@@ -113,7 +113,7 @@ class IndexWatch:
             self._looked_at = now
             parts, num_shards = _parts(self._view), len(self._is_cut_off)
             for each in range(num_shards):
-                self._update(each, _parts_on(each, num_shards, parts))
+                self._update(each, parts_on(each, num_shards, parts))
         return self._is_cut_off[shard]
 
     def _update(self, shard: int, parts: Sequence[Part]) -> None:
@@ -138,7 +138,7 @@ async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> I
     parts, timeout_seconds = _parts(view), lookup.timeout_seconds
     return joined(
         [
-            index_condition(health, _parts_on(shard, num_shards, parts), timeout_seconds=timeout_seconds)
+            index_condition(health, parts_on(shard, num_shards, parts), timeout_seconds=timeout_seconds)
             for shard, health in enumerate(healths)
         ]
     )
@@ -203,7 +203,7 @@ def _parts(view: ClusterView) -> list[Part]:
     return sorted(parts, key=lambda part: (part.worker_id, part.incarnation))
 
 
-def _parts_on(shard: int, num_shards: int, parts: Sequence[Part]) -> Sequence[Part]:
+def parts_on(shard: int, num_shards: int, parts: Sequence[Part]) -> Sequence[Part]:
     """Return the workers' parts on one of the router's servers."""
     return [_part_on(shard, num_shards, part) for part in parts]
 
