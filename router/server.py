@@ -311,7 +311,7 @@ class RouterServer:
 
     def _tell_fleet(self) -> None:
         if self._fleet is not None:
-            listed = frozenset().union(*self._listed.values())
+            listed = (address for addresses in self._listed.values() for address in addresses)
             self._fleet.set_addresses({*self._config.workers, *self._supervised, *listed})
 
 

@@ -29,7 +29,7 @@ MUTANTS = (
         "a look-up waits for as long as it takes",
         "redis_outages.py::test_a_redis_that_is_cut_off_silently_holds_nobody_up",
         (
-            "router:PrefixLookup._ask",
+            "router:_Shard.ask",
             "_patient_timeout(self._config.timeout_seconds)",
             "_patient_timeout(60.0)",
         ),

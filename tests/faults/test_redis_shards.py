@@ -19,7 +19,7 @@ DEAD = 1
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What look-ups and the state told while one server was dead."""
+    """Answers of look-ups, and reasons of the state, while one server was dead."""
 
     answered: list[set[int]] = field(default_factory=lambda: [set(), set()])
     """Groups of prompts for which a server answered, by server."""
