@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import get_args
 
-from blockyard.proto.index.redis import check_url
+from blockyard.proto.index.redis import check_urls
 from blockyard.proto.metrics.prometheus import metrics_endpoint
 from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
 from blockyard.proto.runtime.settings import add_arguments, given
@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--redis-url",
-        help="Redis of the prefix index. Default: BLOCKYARD_REDIS_URL, for a URL with a password. Without Redis "
-        "placement follows load and hashing.",
+        help="Redis of the prefix index, or several with commas between, in the same order for workers and routers. "
+        "Default: BLOCKYARD_REDIS_URL, for a URL with a password. Without Redis placement follows load and hashing.",
     )
     parser.add_argument("--tls-cert", metavar="PEM", help="Serve clients over TLS with this certificate.")
     parser.add_argument("--tls-key", metavar="PEM", help="Key of --tls-cert.")
@@ -110,7 +110,7 @@ def _redis_url(given: str | None) -> str | None:
         )
     url = given or os.environ.get(REDIS_URL_VARIABLE)
     if url is not None:
-        check_url(url)
+        check_urls(url)
     return url
 
 

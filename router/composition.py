@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 from blockyard.proto.index.contract import PrefixIndex
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.shards import split_urls
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.proto.naming.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
@@ -30,8 +31,8 @@ DIRECTORY_SECONDS = 1.0
 """Interval and timeout of reading the index's directory of workers."""
 
 
-async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, PrefixIndex | None]:
-    """Build the parts, which live as long as the stack. Return them, and the index if there is one.
+async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, list[PrefixIndex]]:
+    """Build the parts, which live as long as the stack. Return them, and the index on each of its servers.
 
     Raises OSError, ValueError or TokenizingError for a model folder that cannot be used.
     """
@@ -65,8 +66,8 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         ),
         code=code_version(),
     )
-    lookup_index = _index(config, stack)
-    lookup = PrefixLookup(lookup_index) if lookup_index is not None else None
+    shards = _index(config, stack)
+    lookup = PrefixLookup(*shards) if shards else None
     placer = Placer(
         fleet,
         lookup,
@@ -99,10 +100,12 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
     return parts, _index(config, stack)
 
 
-def _index(config: RouterConfig, stack: AsyncExitStack) -> PrefixIndex | None:
-    """Connect to the index. Placement and directory have a connection each, because their timeouts differ."""
-    if config.redis_url is None:
-        return None
-    client = connect(config.redis_url, timeout_seconds=DIRECTORY_SECONDS)
-    stack.push_async_callback(client.aclose)
-    return RedisPrefixIndex(client, config.cluster, is_reader=True)
+def _index(config: RouterConfig, stack: AsyncExitStack) -> list[PrefixIndex]:
+    """Connect to each server of the index. Placement and directory have a connection each, because their timeouts
+    differ."""
+    shards: list[PrefixIndex] = []
+    for shard, url in enumerate(split_urls(config.redis_url) if config.redis_url is not None else ()):
+        client = connect(url, timeout_seconds=DIRECTORY_SECONDS)
+        stack.push_async_callback(client.aclose)
+        shards.append(RedisPrefixIndex(client, config.cluster, shard=shard, is_reader=True))
+    return shards

@@ -94,8 +94,9 @@ class RouterServer:
         self.intake = Intake()
         """Bounds requests that have not arrived completely."""
         self._supervised: tuple[str, ...] = ()
-        self._listed: frozenset[str] = frozenset()
-        self._forged = 0
+        self._listed: dict[PrefixIndex, frozenset[str]] = {}
+        """Addresses of the workers that each server of the index lists."""
+        self._forged: dict[PrefixIndex, int] = {}
         self.readings: Readings = {}
         """Metrics, at most a second old. Empty until the server serves."""
         self._fleet: Fleet | None = None
@@ -152,7 +153,7 @@ class RouterServer:
         credentials = server_credentials(self._config.tls)
         gate = CallGate(None if token_file is None else lambda: token_file.tokens)
         async with AsyncExitStack() as stack:
-            parts, index = await build_parts(self._config, stack)
+            parts, shards = await build_parts(self._config, stack)
             if self._owns_process:
                 stack.enter_context(kept_out_of_garbage_collection())
             self._fleet = parts.fleet
@@ -183,8 +184,8 @@ class RouterServer:
                     self._keep_readings(parts),
                     self.loop_watch.run(),
                 ]
-                if index is not None and config.discovers_workers:
-                    duties.append(self._follow_directory(index, parts.fleet))
+                if config.discovers_workers:
+                    duties += [self._follow_directory(index, parts.fleet) for index in shards]
                 if token_file is not None:
                     duties.append(token_file.follow())
                 background = [tasks.create_task(self._background(duty)) for duty in duties]
@@ -276,7 +277,8 @@ class RouterServer:
             await asyncio.sleep(READINGS_SECONDS)
 
     async def _follow_directory(self, index: PrefixIndex, fleet: Fleet) -> None:
-        """Tell the fleet the addresses of workers with signed records in the index, PAGES_A_LOOK pages at a time.
+        """Tell the fleet the addresses of workers with signed records in the index on one server, PAGES_A_LOOK pages at
+        a time. A worker that one of several servers lists is known.
 
         A record of an ended worker may still be there, or be written back. No other process can pass for that worker
         (tls.py).
@@ -297,19 +299,20 @@ class RouterServer:
                             break
             except (PrefixIndexError, TimeoutError):
                 logger.debug("the index returned no list of workers")
-            self._note_forged(directory.num_forged)
-            self._listed = directory.addresses
+            self._note_forged(index, directory.num_forged)
+            self._listed[index] = directory.addresses
             self._tell_fleet()
             await asyncio.sleep(DIRECTORY_SECONDS)
 
-    def _note_forged(self, number: int) -> None:
-        if number and not self._forged:
+    def _note_forged(self, index: PrefixIndex, number: int) -> None:
+        if number and not self._forged.get(index):
             logger.error("%d records of workers in Redis are not signed by this cluster: ignored", number)
-        self._forged = number
+        self._forged[index] = number
 
     def _tell_fleet(self) -> None:
         if self._fleet is not None:
-            self._fleet.set_addresses({*self._config.workers, *self._supervised, *self._listed})
+            listed = (address for addresses in self._listed.values() for address in addresses)
+            self._fleet.set_addresses({*self._config.workers, *self._supervised, *listed})
 
 
 def _warn_of_openness(config: RouterConfig) -> None:

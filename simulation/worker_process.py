@@ -19,6 +19,7 @@ from blockyard.worker.engine_types import StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.indexing.publisher import IndexPublisher
 from blockyard.worker.indexing.report import index_message
+from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
@@ -132,7 +133,7 @@ class WorkerProcess(Generic[RunnerT]):
         self.service.on_changes = self._publish
         self.service.index_part = self._index_part
         self.administration = Administration(service=self.service, engine=self._thread)
-        self.administration.index = self.publisher
+        self.administration.index = ShardedPublisher([self.publisher])
         handler = self.service.handler(self.administration.methods())
         self._connections.listeners[self.address] = Listener(self.process, handler)
         async with asyncio.TaskGroup() as tasks:
@@ -211,7 +212,7 @@ class WorkerProcess(Generic[RunnerT]):
         )
 
     def _publish(self, result: StepResult) -> None:
-        self.publisher.record(*result.changes)
+        self.publisher.record(*result.changes[:4])
 
     def _index_part(self) -> WorkerIndex:
         return index_message(self.publisher.state())

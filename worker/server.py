@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc.aio
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
+from blockyard.proto.index.shards import index_title, split_urls
 from blockyard.proto.limits import MAX_MESSAGE_BYTES
 from blockyard.proto.metrics.readings import Readings
 from blockyard.proto.naming.code_version import code_version
@@ -29,7 +30,8 @@ from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, StepResult
 from blockyard.worker.grammar.compiler import GrammarCompiler
 from blockyard.worker.indexing.publisher import IndexPublisher
-from blockyard.worker.indexing.report import index_message
+from blockyard.worker.indexing.report import sharded_message
+from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_map import map_text
 from blockyard.worker.inspection.pool_view import load_message
@@ -95,7 +97,7 @@ class WorkerServer:
         self._administration: Administration
         self._server: grpc.aio.Server
         self._grammars: GrammarCompiler | None = None
-        self._publisher: IndexPublisher | None = None
+        self._publisher: ShardedPublisher | None = None
         self._tasks = BackgroundTasks(self._fail)
 
     async def start(self) -> str:
@@ -235,17 +237,12 @@ class WorkerServer:
     def _publish(self, result: StepResult) -> None:
         changes = result.changes
         if self._publisher is not None and changes != NO_CHANGES:
-            self._publisher.record(
-                changes.stored, changes.removed, changes.anywhere_stored, changes.anywhere_removed
-            )
+            self._publisher.record(changes)
 
     def _index_part(self) -> WorkerIndex | None:
-        return index_message(self._publisher.state()) if self._publisher is not None else None
+        return sharded_message(self._publisher.states()) if self._publisher is not None else None
 
-    def _make_publisher(self, redis_url: str) -> IndexPublisher:
-        index = RedisPrefixIndex(
-            connect(redis_url, timeout_seconds=REDIS_TIMEOUT_SECONDS), self.config.cluster
-        )
+    def _make_publisher(self, redis_url: str) -> ShardedPublisher:
         record = WorkerRecord(
             worker_id=WorkerId(self.config.worker_id),
             incarnation=Incarnation(self.incarnation),
@@ -254,12 +251,21 @@ class WorkerServer:
             block_size=self._loaded.kv_size.block_size,
         )
         proof = record_proof(record, secret=self.config.cluster_secret, cluster=self.config.cluster)
-        return IndexPublisher(
-            index,
-            replace(record, proof=proof),
-            config=PublisherConfig(lease_seconds=self.config.lease_seconds),
-            has_host_cache=self._loaded.host_size.cache_blocks > 0,
-        )
+        has_host_cache = self._loaded.host_size.cache_blocks > 0
+        urls = split_urls(redis_url)
+        publishers = [
+            IndexPublisher(
+                RedisPrefixIndex(
+                    connect(url, timeout_seconds=REDIS_TIMEOUT_SECONDS), self.config.cluster, shard=shard
+                ),
+                replace(record, proof=proof),
+                config=PublisherConfig(lease_seconds=self.config.lease_seconds),
+                has_host_cache=has_host_cache,
+                title=index_title(shard, len(urls)),
+            )
+            for shard, url in enumerate(urls)
+        ]
+        return ShardedPublisher(publishers, has_host_cache=has_host_cache)
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Drain, leave the index, end the sessions, then the engine. A failed worker does not drain.

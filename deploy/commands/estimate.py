@@ -120,7 +120,8 @@ def figures_command(output: str, folder: Path | None) -> None:
     "--redis-url",
     envvar=REDIS_URL_VARIABLE,
     callback=checked_redis_url(REDIS_URL_VARIABLE),
-    help="Check this Redis instead of a private one. A URL with a password is accepted only in the variable.",
+    help="Check this Redis, or several with commas between, instead of a private one. A URL with a password is "
+    "accepted only in the variable.",
 )
 @click.option(
     "--address",

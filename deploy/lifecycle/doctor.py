@@ -24,6 +24,7 @@ from blockyard.deploy.machine.redis_server import (
 from blockyard.deploy.machine.redis_versions import OLDEST, version_of_program
 from blockyard.deploy.ray import nodes
 from blockyard.deploy.settings import redis_given
+from blockyard.proto.index.shards import split_urls
 from blockyard.worker.model.data_type import choose_dtype, cpu_has_bfloat16
 
 PACKAGES = ("torch", "triton", "transformers", "ray", "grpcio", "protobuf", "redis", "numpy")
@@ -45,7 +46,8 @@ def examine(model: str | None, redis_url: str | None) -> Iterator[Finding]:
     yield _temporary_directory()
     yield _state_directory()
     yield _dashboard_port()
-    yield _redis(redis_url or configured_redis_url())
+    given = redis_url or configured_redis_url()
+    yield from [_private_redis()] if given is None else map(_redis, split_urls(given))
     if model is not None:
         yield from _model(model)
 
@@ -165,9 +167,7 @@ def _dashboard_port() -> Finding:
     return Finding(verdict="ok", subject="dashboard", detail=f"port {DASHBOARD_PORT} is free")
 
 
-def _redis(url: str | None) -> Finding:
-    if url is None:
-        return _private_redis()
+def _redis(url: str) -> Finding:
     looked = redis_given.look(url)
     if looked.problem:
         return Finding(verdict="fail", subject="redis", detail=f"the configured Redis: {looked.problem}")

@@ -91,17 +91,19 @@ def _model(folder: str) -> str:
     return "" if len(names) > 1 else "there are no weights (*.safetensors)"
 
 
-async def _redis(url: str) -> str:
-    """Return the type of the error that Redis gives. Empty if it answers.
+async def _redis(urls: str) -> str:
+    """Return the type of the first error that a Redis server gives. Empty if all answer.
 
     The error's text is not returned, because it may quote the password.
     """
     try:
         from blockyard.proto.index.redis import connect
+        from blockyard.proto.index.shards import split_urls
 
-        async with connect(url, timeout_seconds=CONNECT_SECONDS) as client:
-            ping: Any = client.ping()
-            await ping
+        for url in split_urls(urls):
+            async with connect(url, timeout_seconds=CONNECT_SECONDS) as client:
+                ping: Any = client.ping()
+                await ping
     except Exception as error:
         return type(error).__name__
     return ""

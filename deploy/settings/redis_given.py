@@ -22,7 +22,8 @@ from blockyard.deploy.machine.redis_versions import (
 )
 from blockyard.deploy.settings.setting import masked
 from blockyard.proto.index.contract import ErrorKind, PrefixIndexError, WorkerRecord
-from blockyard.proto.index.redis import RedisPrefixIndex, check_url, connect
+from blockyard.proto.index.redis import RedisPrefixIndex, check_urls, connect
+from blockyard.proto.index.shards import split_urls
 from click.core import ParameterSource
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ RENEW_SECONDS = 20.0
 
 
 CLUSTER_MODE = (
-    "it runs in Cluster mode (cluster-enabled yes), in which the index does not work. Name one server without it, or "
-    "the Sentinels of several (redis+sentinel://)"
+    "it runs in Cluster mode (cluster-enabled yes), in which the index does not work. Name one server without it, the "
+    "Sentinels of several (redis+sentinel://), or several URLs with commas between, which share the prefixes"
 )
 
 
@@ -83,11 +84,15 @@ def check(options: "UpOptions") -> list[str]:
     Raise ValueError if it refuses a user or the commands of workers, is too old, runs in Cluster mode, or has a cluster
     of this name.
     """
-    url = options.given_redis_url
-    if url is None:
+    given = options.given_redis_url
+    if given is None:
         return []
     warnings: dict[str, None] = {}
-    for users, own_url in (("workers", url), ("routers", options.router_redis_url or url)):
+    of_workers, of_routers = split_urls(given), split_urls(options.router_redis_url or given)
+    for users, own_url in (
+        *(("workers", url) for url in of_workers),
+        *(("routers", url) for url in of_routers),
+    ):
         looked = look(own_url)
         if looked.is_refusal:
             raise ValueError(f"the {users}' Redis, {masked(own_url)}: {looked.problem}")
@@ -100,17 +105,18 @@ def check(options: "UpOptions") -> list[str]:
                     f"the {users}' Redis, {masked(own_url)}, is {version}: at least 6.2 is needed"
                 )
             warnings |= {version.warning: None} if version.warning else {}
-    _refuse_name_in_use(url, options.cluster)
+    for shard, url in enumerate(of_workers):
+        _refuse_name_in_use(url, options.cluster, shard)
     return list(warnings)
 
 
-def _refuse_name_in_use(url: str, cluster: str) -> None:
+def _refuse_name_in_use(url: str, cluster: str, shard: int) -> None:
     """Raise ValueError if a worker is registered under this cluster name, or if Redis refuses the commands of workers.
 
     Such a worker belongs to another cluster, which has another secret.
     """
     try:
-        others = asyncio.run(_directory(url, cluster))
+        others = asyncio.run(_directory(url, cluster, shard))
     except PrefixIndexError as error:
         if error.kind is ErrorKind.DENIED:
             text = f"the workers' Redis, {masked(url)}, refuses the commands of workers: SECURITY.md lists the rights"
@@ -126,15 +132,16 @@ def _refuse_name_in_use(url: str, cluster: str) -> None:
 
 @contextlib.contextmanager
 def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
-    """Hold the cluster's name on the workers' Redis, so that no other `up` of this name begins.
+    """Hold the cluster's name on the workers' first Redis, so that no other `up` of this name begins.
 
     Yield a function that renews the claim and must be called regularly. Raise ValueError if another `up` is under
     way. Without a given Redis, or on one that does not answer, nothing is claimed.
     """
-    url, holder, renewed_at = options.given_redis_url, secrets.token_hex(8), -RENEW_SECONDS
-    if url is None:
+    given, holder, renewed_at = options.given_redis_url, secrets.token_hex(8), -RENEW_SECONDS
+    if given is None:
         yield lambda: None
         return
+    url = split_urls(given)[0]
 
     def keep() -> None:
         nonlocal renewed_at
@@ -166,22 +173,22 @@ async def _unclaim(url: str, cluster: str, holder: str) -> None:
         await RedisPrefixIndex(client, cluster).unclaim(holder)
 
 
-async def _directory(url: str, cluster: str) -> list[WorkerRecord]:
+async def _directory(url: str, cluster: str, shard: int) -> list[WorkerRecord]:
     async with connect(url, timeout_seconds=LOOK_SECONDS) as client:
-        return await RedisPrefixIndex(client, cluster).directory()
+        return await RedisPrefixIndex(client, cluster, shard=shard).directory()
 
 
 def checked_redis_url(variable: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback for an option that takes a Redis URL, and that the variable `variable` sets too.
+    """Return a click callback for an option that takes Redis URLs, and that the variable `variable` sets too.
 
-    The callback raises BadParameter for a text that is no Redis URL, and for a password on the command line.
+    The callback raises BadParameter for a text that is no list of them, and for a password on the command line.
     """
 
     def callback(context: click.Context, parameter: click.Parameter, url: Any) -> Any:
         if url is None:
             return None
         try:
-            check_url(url)
+            check_urls(url)
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
         source = context.get_parameter_source(parameter.name or "")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import click
+from blockyard.proto.index.shards import split_urls
 from blockyard.proto.runtime.settings import Group, SettingField, setting_field, setting_fields
 
 VARIABLE_PREFIX = "BLOCKYARD_UP_"
@@ -161,13 +162,16 @@ def settings_of(command: click.Command) -> list[Setting]:
     return [parameter for parameter in command.params if isinstance(parameter, Setting)]
 
 
-def masked(url: str | None) -> str | None:
-    """Return a URL with *** in place of its password, which may stand before the host or in the query.
+def masked(urls: str | None) -> str | None:
+    """Return a URL, or several with commas between, with *** in place of each password.
 
-    Query options are shown only if OPEN_OPTIONS has them. A text that is no URL is hidden as a whole.
+    A password may stand before the host or in the query. Query options are shown only if OPEN_OPTIONS has them. A text
+    that is no URL is hidden as a whole.
     """
-    if url is None:
-        return None
+    return None if urls is None else ",".join(map(_masked, split_urls(urls)))
+
+
+def _masked(url: str) -> str:
     parts = _URL.fullmatch(url)
     if parts is None:
         return HIDDEN

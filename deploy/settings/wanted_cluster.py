@@ -12,7 +12,8 @@ from blockyard.deploy.machine.redis_server import configured_redis_url
 from blockyard.deploy.ray.head import host_and_port
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
-from blockyard.proto.index.redis import check_url
+from blockyard.proto.index.redis import check_urls
+from blockyard.proto.index.shards import split_urls
 from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import MetricNames
 from blockyard.proto.naming.model_files import model_names
@@ -124,13 +125,14 @@ class UpOptions:
     )
     redis_url: str | None = setting(
         None,
-        help="Redis of the prefix index. Default: a private one is started. A URL with a password comes only by the "
-        "variable.",
+        help="Redis of the prefix index. Several URLs, with commas between, share the prefixes. Default: a private one "
+        "is started. A URL with a password comes only by the variable.",
     )
-    """URL of the Redis to which workers write."""
+    """URLs of the Redis servers to which workers write."""
     router_redis_url: str | None = setting(
         None,
-        help="URL of the same Redis for routers, with a user that only reads (SECURITY.md). Default: --redis-url.",
+        help="URLs of the same servers for routers, in the same order, with a user that only reads (SECURITY.md). "
+        "Default: --redis-url.",
     )
 
     def __post_init__(self) -> None:
@@ -149,9 +151,13 @@ class UpOptions:
                     "--download-dir is a folder of this machine: for a Ray cluster of your own set HF_HUB_CACHE "
                     "where its nodes start"
                 )
-        for url in (self.given_redis_url, self.router_redis_url):
-            if url is not None:
-                check_url(url)
+        urls = [url for url in (self.given_redis_url, self.router_redis_url) if url is not None]
+        for url in urls:
+            check_urls(url)
+        if len({len(split_urls(url)) for url in urls}) > 1:
+            raise ValueError(
+                "--redis-url and --router-redis-url must name the same servers, in the same order"
+            )
         for first_port in (self.router_port, self.http_port or 0):
             last_port = first_port + self.num_routers - 1
             if self.separate_ports and first_port and last_port > MAX_PORT:

@@ -37,6 +37,7 @@ from blockyard.proto.index.contract import (
 from blockyard.proto.index.holders import Holders, Roster
 from blockyard.proto.index.redis_parser import BoundedParser
 from blockyard.proto.index.redis_sentinel import is_sentinel_url, sentinel_client
+from blockyard.proto.index.shards import MAX_SHARDS, split_urls
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -71,8 +72,17 @@ def check_url(url: str) -> None:
     if not is_known:
         raise ValueError(
             "this is no Redis URL, such as redis://USER:PASSWORD@HOST:6379/0, rediss://HOST or "
-            "redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE"
+            "redis+sentinel://USER:PASSWORD@HOST:26379,HOST:26379/SERVICE, and no list of them with commas between"
         ) from None
+
+
+def check_urls(setting: str) -> None:
+    """Raise ValueError for a text that is no Redis URL and no list of them. The error quotes none of it."""
+    urls = split_urls(setting)
+    if len(urls) > MAX_SHARDS:
+        raise ValueError(f"{len(urls)} Redis servers are too many: {MAX_SHARDS} is the most")
+    for url in urls:
+        check_url(url)
 
 
 def connect(url: str, *, timeout_seconds: float) -> Redis:
@@ -103,10 +113,16 @@ class RedisPrefixIndex:
     """
 
     def __init__(
-        self, client: Redis, cluster: str, *, max_berths: int = MAX_BERTHS, is_reader: bool = False
+        self,
+        client: Redis,
+        cluster: str,
+        *,
+        shard: int = 0,
+        max_berths: int = MAX_BERTHS,
+        is_reader: bool = False,
     ) -> None:
         self._client = client
-        self._prefix = index_schema.key_prefix(cluster)
+        self._prefix = index_schema.key_prefix(cluster, shard)
         self._max_berths = max_berths
         self._is_reader = is_reader
         self._roster = Roster()

@@ -2,7 +2,8 @@
 
 Owns the layout and its version. Does not own the scripts that work on it (lua/) or a connection (redis.py).
 
-Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`
+Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`, followed by `shard-<n>:` on all servers but the first of
+several (shards.py)
 
 | b:<hex3>   | HASH | one bucket of names: field = name[1:8], value = the berths that hold it
 | berth:<n>  | HASH | epoch, sequence, lease (ms) and the worker's record
@@ -63,11 +64,15 @@ INFO_SAMPLE_EVERY = 16
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def key_prefix(cluster: str) -> str:
-    """Return the prefix of all keys of a cluster. Raises ValueError for a name that would not be safe inside a key."""
+def key_prefix(cluster: str, shard: int = 0) -> str:
+    """Return the prefix of all keys of a cluster. Raises ValueError for a name that would not be safe inside a key.
+
+    Each shard has its own, so that a server read at another position than it is written at answers that no worker is
+    there.
+    """
     if not _CLUSTER_NAME.fullmatch(cluster):
         raise ValueError(f"cluster name must match {_CLUSTER_NAME.pattern}, got {cluster!r}")
-    return f"blockyard:{cluster}:v{SCHEMA_VERSION}:"
+    return f"blockyard:{cluster}:v{SCHEMA_VERSION}:" + (f"shard-{shard}:" if shard else "")
 
 
 def identity(worker_id: str, incarnation: str) -> str:

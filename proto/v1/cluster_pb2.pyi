@@ -114,7 +114,7 @@ class Latencies(_message.Message):
     def __init__(self, bounds_seconds: _Optional[_Iterable[float]] = ..., cumulative: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerIndex(_message.Message):
-    __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors", "state_reason", "damages", "cut_off")
+    __slots__ = ("state", "entries", "pending", "lag_seconds", "resyncs", "errors", "state_reason", "damages", "cut_off", "shards")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class WorkerIndex(_message.Message):
     STATE_REASON_FIELD_NUMBER: _ClassVar[int]
     DAMAGES_FIELD_NUMBER: _ClassVar[int]
     CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     state: IndexState
     entries: int
     pending: int
@@ -133,7 +134,8 @@ class WorkerIndex(_message.Message):
     state_reason: str
     damages: int
     cut_off: bool
-    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[WorkerIndex]
+    def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ..., shards: _Optional[_Iterable[_Union[WorkerIndex, _Mapping]]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs", "pull_setup_seconds", "pull_bytes_per_second", "pulling_bytes", "lending_bytes", "pulled_blocks", "lent_blocks", "failed_pulls")

@@ -6,6 +6,7 @@ Owns the slots. A row changes with each report and booking of its worker. Does n
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from blockyard.proto.index.contract import Incarnation, WorkerId
@@ -34,8 +35,8 @@ class LoadTable:
         self._hashes = np.zeros(FIRST_SLOTS, np.uint64)
         self._by_worker: dict[WorkerId, list[int]] | None = None
         """Slots by worker id. None after an owner has changed."""
-        self._berths: tuple[Roster, BerthSlots] | None = None
-        """The last roster, and the slots of its berths."""
+        self._berths = WeakKeyDictionary[Roster, BerthSlots]()
+        """The slots of the berths of each roster in use. Each server of the index has one."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -54,7 +55,8 @@ class LoadTable:
         if self._owners.get(address) != owner:
             self._owners[address] = owner
             self._hashes[slot] = int.from_bytes(blake2b(owner[0].encode(), digest_size=8).digest())
-            self._by_worker = self._berths = None
+            self._by_worker = None
+            self._berths.clear()
         self._rows[:, slot] = (heard_at, *row)
 
     def close(self, address: str) -> None:
@@ -69,7 +71,8 @@ class LoadTable:
             self.addresses[slot] = ""
             self._owners.pop(address)
             self._free.append(slot)
-            self._by_worker = self._berths = None
+            self._by_worker = None
+            self._berths.clear()
 
     def heard_since(self, time: float) -> Numbers:
         """Return the slots of workers that were heard after this time."""
@@ -113,7 +116,7 @@ class LoadTable:
             if slot == self._rows.shape[1]:
                 self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
                 self._hashes = np.concatenate([self._hashes, np.zeros_like(self._hashes)])
-            self._berths = None
+            self._berths.clear()
         self.slots[address] = slot
         return slot
 
@@ -125,7 +128,7 @@ class LoadTable:
         return self._by_worker
 
     def _slots_of(self, roster: Roster) -> BerthSlots:
-        if self._berths is None or self._berths[0] is not roster:
+        if (slots := self._berths.get(roster)) is None:
             owners = {owner: self.slots[address] for address, owner in self._owners.items()}
-            self._berths = roster, BerthSlots.of(roster, owners, len(self))
-        return self._berths[1]
+            slots = self._berths[roster] = BerthSlots.of(roster, owners, len(self))
+        return slots

@@ -5,12 +5,14 @@ Owns how the workers' reports and this router's look-ups become one state. Does 
 (worker/indexing/report.py, prefix_lookup.py). A reason is written for operators and quotes no error of Redis.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockyard.proto.index.contract import Incarnation, IndexInfo, WorkerId
+from blockyard.proto.index.shards import index_title, shard_name
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.view import ClusterView
@@ -97,41 +99,65 @@ def is_cut_off(parts: Sequence[Part]) -> bool:
 
 
 class IndexWatch:
-    """Tells placement whether the workers are cut off from the index, and logs each change."""
+    """Tells placement whether the workers are cut off from a shard of the index, and logs each change."""
 
-    def __init__(self, view: ClusterView, clock: Callable[[], float]) -> None:
+    def __init__(self, view: ClusterView, clock: Callable[[], float], num_shards: int = 1) -> None:
         self._view = view
         self._clock = clock
         self._looked_at = -math.inf
-        self._is_cut_off = False
+        self._is_cut_off = [False] * num_shards
 
-    def is_cut_off(self) -> bool:
+    def is_cut_off(self, shard: int = 0) -> bool:
         now = self._clock()
         if now - self._looked_at >= WATCH_SECONDS:
             self._looked_at = now
-            self._update(_parts(self._view))
-        return self._is_cut_off
+            parts, num_shards = _parts(self._view), len(self._is_cut_off)
+            for each in range(num_shards):
+                self._update(each, parts_on(each, num_shards, parts))
+        return self._is_cut_off[shard]
 
-    def _update(self, parts: Sequence[Part]) -> None:
-        before, self._is_cut_off = self._is_cut_off, is_cut_off(parts)
-        if self._is_cut_off and not before:
+    def _update(self, shard: int, parts: Sequence[Part]) -> None:
+        before, self._is_cut_off[shard] = self._is_cut_off[shard], is_cut_off(parts)
+        title = index_title(shard, len(self._is_cut_off))
+        if self._is_cut_off[shard] and not before:
             first = next(part for part in parts if part.index is not None and part.index.cut_off)
             reason = first.index.state_reason if first.index is not None else ""
             logger.warning(
-                "the prefix index is cut off: worker %s %s; requests are placed without it",
-                first.worker_id,
-                reason,
+                "%s is cut off: worker %s %s; requests are placed without it", title, first.worker_id, reason
             )
-        elif before and not self._is_cut_off:
-            logger.warning("the workers reach the prefix index again; placement uses it")
+        elif before and not self._is_cut_off[shard]:
+            logger.warning("the workers reach %s again; placement uses it", title)
 
 
 async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> IndexCondition:
     """Return the state of the index. It is at most about a second old."""
     if lookup is None:
         return index_condition(None, (), timeout_seconds=0.0)
-    health = await lookup.health()
-    return index_condition(health, _parts(view), timeout_seconds=lookup.timeout_seconds)
+    num_shards = lookup.num_shards
+    healths = await asyncio.gather(*(lookup.health(shard) for shard in range(num_shards)))
+    parts, timeout_seconds = _parts(view), lookup.timeout_seconds
+    return joined(
+        [
+            index_condition(health, parts_on(shard, num_shards, parts), timeout_seconds=timeout_seconds)
+            for shard, health in enumerate(healths)
+        ]
+    )
+
+
+def joined(conditions: Sequence[IndexCondition]) -> IndexCondition:
+    """Return the state of an index from those of its shards. It is EXACT if each is, and available if one is."""
+    if len(conditions) == 1:
+        return conditions[0]
+    late = [
+        f"{shard_name(shard, len(conditions))}: {condition.reason}"
+        for shard, condition in enumerate(conditions)
+        if condition.reason
+    ]
+    return IndexCondition(
+        state=cluster_pb2.INDEX_STATE_DEGRADED if late else cluster_pb2.INDEX_STATE_EXACT,
+        reason="; ".join(late),
+        is_available=any(condition.is_available for condition in conditions),
+    )
 
 
 async def index_info(lookup: PrefixLookup | None, fleet: Fleet) -> cluster_pb2.IndexInfo:
@@ -175,6 +201,31 @@ def _parts(view: ClusterView) -> list[Part]:
         for worker in view.ready()
     ]
     return sorted(parts, key=lambda part: (part.worker_id, part.incarnation))
+
+
+def parts_on(shard: int, num_shards: int, parts: Sequence[Part]) -> Sequence[Part]:
+    """Return the workers' parts on one of the router's servers."""
+    return [_part_on(shard, num_shards, part) for part in parts]
+
+
+def _part_on(shard: int, num_shards: int, part: Part) -> Part:
+    """Return a worker's part on one server. It is not exact if the worker has another number of servers."""
+    index = part.index
+    if index is None:
+        return part
+    num_published = len(index.shards) or 1
+    if num_published != num_shards:
+        reason = f"publishes to {_servers(num_published)}, and this router reads {_servers(num_shards)}"
+        index = cluster_pb2.WorkerIndex(state=cluster_pb2.INDEX_STATE_DEGRADED, state_reason=reason)
+    elif num_shards == 1 or index.state == cluster_pb2.INDEX_STATE_EXACT:
+        return part  # exact on each
+    else:
+        index = index.shards[shard]
+    return replace(part, index=index)
+
+
+def _servers(num_servers: int) -> str:
+    return "one Redis server" if num_servers == 1 else f"{num_servers} Redis servers"
 
 
 def quantile(values: Iterable[float], share: float) -> float:

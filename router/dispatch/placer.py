@@ -78,7 +78,7 @@ class Placer:
     ) -> None:
         self._fleet = fleet
         self.prefix_lookup = lookup
-        self.index_watch = IndexWatch(fleet.view, clock)
+        self.index_watch = IndexWatch(fleet.view, clock, lookup.num_shards if lookup is not None else 1)
         self._policy: PolicyName = policy
         self._pulls = pulls
         self._clock = clock
@@ -265,7 +265,7 @@ class Placer:
             names,
             self._fleet.view.incarnations(),
             stride_blocks=stride_blocks,
-            is_cut_off=self.index_watch.is_cut_off(),
+            is_cut_off=self.index_watch.is_cut_off(self.prefix_lookup.shard_of(names, stride_blocks)),
         )
 
     async def _find(self, names: Sequence[bytes]) -> _Found:

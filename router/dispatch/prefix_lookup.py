@@ -1,9 +1,10 @@
 """Prefix look-up: asks the prefix index for placement, within a short timeout.
 
 Owns the timeout, the circuit breaker, the count of failures, and the stride: the index has every S-th block of a
-prefix. For operators it also owns two slower queries: which incarnations are in the index, and its size. Each runs at
-most once a second, however many ask. Does not own the index or the fallback: with `available=False` placement decides
-without prefixes. No method raises an error of the index.
+prefix. Of an index on several servers, it asks the one that has the prompt's prefix (proto/index/shards.py). Each
+server has its own breaker. For operators it also owns two slower queries: which incarnations are in the index, and its
+size. Each runs at most once a second, however many ask. Does not own the index or the fallback: with `available=False`
+placement decides without prefixes. No method raises an error of the index.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from blockyard.proto.index.contract import (
     WorkerId,
 )
 from blockyard.proto.index.holders import Holders
+from blockyard.proto.index.shards import shard_of
 from blockyard.router.cluster.depths import BerthDepths, CachedDepth
 
 REMEMBERED_LOOKUPS = 1000
@@ -116,22 +118,91 @@ class CircuitBreaker:
             self.state = BreakerState.OPEN
 
 
+class _Shard:
+    """One server of the index: its breaker, and the last check of it."""
+
+    def __init__(self, index: PrefixIndex, config: PrefixLookupConfig, clock: Callable[[], float]) -> None:
+        self.index = index
+        self._config = config
+        self._clock = clock
+        self.breaker = CircuitBreaker(
+            failures_to_open=config.failures_to_open, open_seconds=config.open_seconds
+        )
+        self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
+        """Incarnations with a valid lease at the last check. None if it had no answer."""
+        self._checked_at = float("-inf")
+        self._checking = asyncio.Lock()
+
+    async def health(self) -> IndexHealth:
+        async with self._checking:
+            if self._clock() - self._checked_at >= self._config.refresh_seconds:
+                self._standing = await self._who_stands()
+                self._checked_at = self._clock()
+        answers = self._standing is not None
+        # Without requests nothing else would close the breaker again.
+        in_time = answers and await self.is_available()
+        return IndexHealth(answers=answers, in_time=in_time, standing=self._standing or frozenset())
+
+    async def _who_stands(self) -> frozenset[tuple[WorkerId, Incarnation]] | None:
+        try:
+            async with asyncio.timeout(self._config.check_timeout_seconds):
+                records = await self.index.directory()
+        except (PrefixIndexError, TimeoutError):
+            return None
+        return frozenset((record.worker_id, record.incarnation) for record in records)
+
+    async def count(self) -> IndexInfo | None:
+        try:
+            async with asyncio.timeout(INFO_SECONDS):
+                return await self.index.info()
+        except (PrefixIndexError, TimeoutError):
+            return None
+        finally:
+            # A size and a state in one report must be of the same moment.
+            self._checked_at = float("-inf")
+
+    async def is_available(self) -> bool:
+        """Return True if the index counts as answering in time. If a probe is due, look up a name that no block has."""
+        if self.breaker.state is BreakerState.CLOSED:
+            return True
+        return self.breaker.admits(self._clock()) and not isinstance(
+            await self.ask((_NOBODYS_NAME,), most=LEAST_HOLDERS), ErrorKind
+        )
+
+    async def ask(
+        self, names: Sequence[bytes], *, most: int, expects_workers: bool = False
+    ) -> Sequence[Holder] | ErrorKind:
+        """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
+        try:
+            async with _patient_timeout(self._config.timeout_seconds):
+                holders = await self.index.lookup(names, most=most, expects_workers=expects_workers)
+        except (PrefixIndexError, TimeoutError) as error:
+            kind = error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
+            if kind is ErrorKind.NO_LEASE:  # an answer in time
+                self.breaker.succeeded()
+            else:
+                self.breaker.failed(self._clock())
+            return kind
+        except asyncio.CancelledError:
+            self.breaker.abandoned()
+            raise
+        self.breaker.succeeded()
+        return holders
+
+
 class PrefixLookup:
     """Look-ups of one router, shared by all its requests."""
 
     def __init__(
         self,
-        index: PrefixIndex,
-        *,
+        *shards: PrefixIndex,
         config: PrefixLookupConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._index = index
+        """`shards`: the index on each of its servers, in the order of the setting."""
         self._config = config or PrefixLookupConfig()
         self._clock = clock
-        self._breaker = CircuitBreaker(
-            failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
-        )
+        self._shards = [_Shard(index, self._config, clock) for index in shards]
         self.errors: Counter[ErrorKind] = Counter()
         """Failures of requests' look-ups, by kind. Failures of checks without a request do not count."""
         self.num_lookups = 0
@@ -141,19 +212,26 @@ class PrefixLookup:
         index."""
         self.durations_seconds = deque[float](maxlen=REMEMBERED_LOOKUPS)
         """Durations of the last answered look-ups."""
-        self._standing: frozenset[tuple[WorkerId, Incarnation]] | None = None
-        """Incarnations with a valid lease at the last check. None if it had no answer."""
         self._size: IndexInfo | None = None
-        self._checked_at = self._counted_at = float("-inf")
-        self._checking, self._counting = asyncio.Lock(), asyncio.Lock()
+        self._counted_at = float("-inf")
+        self._counting = asyncio.Lock()
 
     @property
     def timeout_seconds(self) -> float:
         return self._config.timeout_seconds
 
     @property
-    def breaker_state(self) -> BreakerState:
-        return self._breaker.state
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def breaker_state(self, shard: int = 0) -> BreakerState:
+        return self._shards[shard].breaker.state
+
+    def shard_of(self, names: Sequence[bytes], stride_blocks: int = 1) -> int:
+        """Return the shard that knows the blocks of this chain. The root is the first block in the index, or the last
+        block of a chain that is too short for the index."""
+        root = names[min(stride_blocks, len(names)) - 1] if names else b""
+        return shard_of(root, len(self._shards))
 
     async def lookup(
         self,
@@ -165,96 +243,58 @@ class PrefixLookup:
     ) -> LookupResult:
         """Return how many leading blocks of `names` each worker has cached, rounded down to the stride of the index.
 
-        `is_cut_off`: the index does not know what the workers cache, so it is not asked.
+        `is_cut_off`: the chain's shard does not know what the workers cache, so it is not asked.
 
         Only `incarnations`, those that may get requests, count. Blocks of an ended incarnation are lost, and an
         incarnation that was replaced must get no requests.
         """
+        shard = self._shards[self.shard_of(names, stride_blocks)]
         known = names[stride_blocks - 1 :: stride_blocks]
         if not known or not incarnations:
-            return LookupResult(available=await self._is_available())
+            return LookupResult(available=await shard.is_available())
         begin = self._clock()
-        if is_cut_off or not self._breaker.admits(begin):
+        if is_cut_off or not shard.breaker.admits(begin):
             self.num_skipped += 1
             return LookupResult(available=False)
         self.num_lookups += 1
         most = max(LEAST_HOLDERS, HOLDERS_A_WORKER * len(incarnations))
-        reply = await self._ask(known, most=most, expects_workers=True)
+        reply = await shard.ask(known, most=most, expects_workers=True)
         if isinstance(reply, ErrorKind):
             self.errors[reply] += 1
             return LookupResult(available=False)
         self.durations_seconds.append(self._clock() - begin)
         return LookupResult(depth_by_worker=_depths(reply, incarnations, stride_blocks), available=True)
 
-    async def health(self) -> IndexHealth:
-        """Return the state of the index for operators, at most `refresh_seconds` old. Not for placement.
+    async def health(self, shard: int = 0) -> IndexHealth:
+        """Return the state of a shard for operators, at most `refresh_seconds` old. Not for placement.
 
         If the breaker is due for a probe, run one.
         """
-        async with self._checking:
-            if self._clock() - self._checked_at >= self._config.refresh_seconds:
-                self._standing = await self._who_stands()
-                self._checked_at = self._clock()
-        answers = self._standing is not None
-        # Without requests nothing else would close the breaker again.
-        in_time = answers and await self._is_available()
-        return IndexHealth(answers=answers, in_time=in_time, standing=self._standing or frozenset())
+        return await self._shards[shard].health()
 
     async def info(self) -> IndexInfo | None:
-        """Return the size of the index, or None if it does not answer. Not for placement.
+        """Return the size of the index, or None if no server answers. Not for placement.
 
         One count runs at a time. Its result serves all callers for `refresh_seconds`.
         """
         async with self._counting:
             if self._clock() - self._counted_at >= self._config.refresh_seconds:
-                self._size = await self._count()
+                self._size = _sum_of(await asyncio.gather(*(shard.count() for shard in self._shards)))
                 self._counted_at = self._clock()
-                # A size and a state in one report must be of the same moment.
-                self._checked_at = float("-inf")
         return self._size
 
-    async def _who_stands(self) -> frozenset[tuple[WorkerId, Incarnation]] | None:
-        try:
-            async with asyncio.timeout(self._config.check_timeout_seconds):
-                records = await self._index.directory()
-        except (PrefixIndexError, TimeoutError):
-            return None
-        return frozenset((record.worker_id, record.incarnation) for record in records)
 
-    async def _count(self) -> IndexInfo | None:
-        try:
-            async with asyncio.timeout(INFO_SECONDS):
-                return await self._index.info()
-        except (PrefixIndexError, TimeoutError):
-            return None
-
-    async def _is_available(self) -> bool:
-        """Return True if the index counts as answering in time. If a probe is due, look up a name that no block has."""
-        if self._breaker.state is BreakerState.CLOSED:
-            return True
-        return self._breaker.admits(self._clock()) and not isinstance(
-            await self._ask((_NOBODYS_NAME,), most=LEAST_HOLDERS), ErrorKind
-        )
-
-    async def _ask(
-        self, names: Sequence[bytes], *, most: int, expects_workers: bool = False
-    ) -> Sequence[Holder] | ErrorKind:
-        """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
-        try:
-            async with _patient_timeout(self._config.timeout_seconds):
-                holders = await self._index.lookup(names, most=most, expects_workers=expects_workers)
-        except (PrefixIndexError, TimeoutError) as error:
-            kind = error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
-            if kind is ErrorKind.NO_LEASE:  # an answer in time
-                self._breaker.succeeded()
-            else:
-                self._breaker.failed(self._clock())
-            return kind
-        except asyncio.CancelledError:
-            self._breaker.abandoned()
-            raise
-        self._breaker.succeeded()
-        return holders
+def _sum_of(sizes: Sequence[IndexInfo | None]) -> IndexInfo | None:
+    """Return the size on all servers that answered, or None if none did."""
+    known = [size for size in sizes if size is not None]
+    if not known:
+        return None
+    return IndexInfo(
+        names=sum(size.names for size in known),
+        bytes=sum(size.bytes for size in known),
+        live_berths=sum(size.live_berths for size in known),
+        dead_berths=sum(size.dead_berths for size in known),
+    )
 
 
 @asynccontextmanager

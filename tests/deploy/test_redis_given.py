@@ -112,6 +112,43 @@ def test_a_password_in_an_argument_is_refused_with_the_variable_to_set(arguments
     assert PASSWORD not in result.output
 
 
+def test_each_of_several_servers_is_checked_and_named_without_its_password(server: RedisProcess) -> None:
+    dead = f"redis://u:{PASSWORD}@127.0.0.1:{dead_port()}/0"
+    both = f"{server.url_of(WORKER)},{dead}"
+    warnings = redis_given.check(options(both))
+    assert any("it does not answer" in warning and ":***@" in warning for warning in warnings)
+    assert not any(PASSWORD in warning for warning in warnings)
+    with pytest.raises(ValueError, match="refuses the user or the password") as refused:
+        redis_given.check(options(f"{dead},redis://u:{PASSWORD}@127.0.0.1:{server.port}/0"))
+    assert PASSWORD not in str(refused.value)
+
+
+def test_a_name_in_use_on_the_second_server_is_refused(server: RedisProcess) -> None:
+    async def register() -> None:
+        async with connect(server.url_of(WORKER), timeout_seconds=5.0) as client:
+            record = WorkerRecord(
+                worker_id=WorkerId("theirs"),
+                incarnation=Incarnation("1"),
+                address="127.0.0.1:7",
+                fingerprint="f",
+                block_size=16,
+            )
+            index = RedisPrefixIndex(client, "default", shard=1)
+            berth = await index.register(record, lease_seconds=60.0)
+            with pytest.raises(ValueError, match="has a cluster called 'default' already: its worker theirs"):
+                await asyncio.to_thread(
+                    redis_given.check, options(f"{server.url_of(WORKER)},{server.url_of(WORKER)}")
+                )
+            await index.retire(berth)
+
+    asyncio.run(register())
+
+
+def test_routers_and_workers_need_the_same_number_of_servers() -> None:
+    with pytest.raises(ValueError, match="must name the same servers, in the same order"):
+        options("redis://one,redis://two", router_url="redis://one")
+
+
 def test_a_redis_that_does_not_answer_is_a_loud_warning_and_holds_nothing_up() -> None:
     (warning,) = redis_given.check(options(f"redis://u:{PASSWORD}@127.0.0.1:{dead_port()}/0"))[:1]
     assert "it does not answer" in warning

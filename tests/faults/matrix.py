@@ -107,4 +107,5 @@ MATRIX = (
         58, "Redis in Cluster mode", "refused before anything starts; who starts by hand says so and serves"
     ),
     _fault(59, "fail-over by Sentinel", "0 failed; the index is right again on the new primary"),
+    _fault(60, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
 )

@@ -1,4 +1,4 @@
-"""Mutants of rows 34 to 43: Redis and the prefix index."""
+"""Mutants of rows 34 to 43, and of row 60: Redis and the prefix index."""
 
 from .mutant import mutant
 
@@ -29,7 +29,7 @@ MUTANTS = (
         "a look-up waits for as long as it takes",
         "redis_outages.py::test_a_redis_that_is_cut_off_silently_holds_nobody_up",
         (
-            "router:PrefixLookup._ask",
+            "router:_Shard.ask",
             "_patient_timeout(self._config.timeout_seconds)",
             "_patient_timeout(60.0)",
         ),
@@ -89,6 +89,16 @@ MUTANTS = (
             self._note(error)
             self._on_its_way = None
             """,
+        ),
+    ),
+    mutant(
+        60,
+        "who is cut off from one server is cut off from all",
+        "redis_shards.py::test_the_death_of_one_of_two_servers_darkens_its_prefixes_alone",
+        (
+            "router:Placer.look_up",
+            "self.index_watch.is_cut_off(self.prefix_lookup.shard_of(names, stride_blocks))",
+            "any(self.index_watch.is_cut_off(shard) for shard in range(self.prefix_lookup.num_shards))",
         ),
     ),
 )

@@ -19,7 +19,7 @@ from blockyard.router.client.errors import BlockyardError
 
 from .invariants import blocks_are_free, nothing_is_told
 from .load import CANARY, until
-from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs, strays
+from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs
 
 NUM_GROUPS = 6
 NUM_LOOPS = 6
@@ -237,8 +237,6 @@ async def _keys_are_back(cluster: RedisCluster, num_keys: int) -> None:
     """Assert that nothing of earlier berths is left once the janitors have run."""
 
     def are_back() -> bool:
-        with cluster.redis.client() as straight:
-            is_clean = strays(straight, cluster.prefix) == 0
-        return is_clean and cluster.num_keys() <= num_keys + NUM_WORKERS + 1
+        return cluster.num_strays() == 0 and cluster.num_keys() <= num_keys + NUM_WORKERS + 1
 
     await until(are_back, "the dead berths are purged", seconds=60, every=0.2)

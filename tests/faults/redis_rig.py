@@ -105,10 +105,18 @@ class RedisCluster:
     router: Process
     workers: tuple[Process, ...]
     name: str = "default"
+    others: tuple[RedisServer, ...] = ()
+    """Further servers that share the prefixes. No proxy stands before them."""
 
     @property
     def prefix(self) -> str:
         return key_prefix(self.name)
+
+    def parts(self) -> list[tuple[RedisServer, str]]:
+        """Return each server, and the prefix of its keys."""
+        return [
+            (server, key_prefix(self.name, shard)) for shard, server in enumerate((self.redis, *self.others))
+        ]
 
     def client(self) -> AsyncClient:
         return AsyncClient(self.router.address, timeout_seconds=30.0, retries=0)
@@ -136,9 +144,13 @@ class RedisCluster:
 
     async def equals_the_truth(self, client: AsyncClient) -> bool:
         truth = await self.truth(client)
+        found: Holding = {}
         try:
-            with self.redis.client() as straight:
-                return indexed(straight, self.prefix) == truth and await self.truth(client) == truth
+            for server, prefix in self.parts():
+                with server.client() as straight:
+                    for worker, names in indexed(straight, prefix).items():
+                        found[worker] = found.get(worker, set()) | names
+            return found == truth and await self.truth(client) == truth
         except redis_client.ResponseError:
             # A key of a wrong type, which the purge has not reached yet.
             return False
@@ -159,8 +171,18 @@ class RedisCluster:
 
     def num_keys(self) -> int:
         """Count the keys except buckets. The number of buckets depends on the block names."""
-        with self.redis.client() as straight:
-            return sum(1 for key in straight.scan_iter(count=1000) if b":b:" not in key)
+        num_keys = 0
+        for server, _ in self.parts():
+            with server.client() as straight:
+                num_keys += sum(1 for key in straight.scan_iter(count=1000) if b":b:" not in key)
+        return num_keys
+
+    def num_strays(self) -> int:
+        num_strays = 0
+        for server, prefix in self.parts():
+            with server.client() as straight:
+                num_strays += strays(straight, prefix)
+        return num_strays
 
 
 def indexed(straight: "redis_client.Redis", prefix: str) -> Holding:
@@ -213,25 +235,32 @@ def num_errors(info: cluster_pb2.IndexInfo) -> int:
 
 @contextmanager
 def redis_cluster_in(
-    folder: Path, executable: Path | None = None, *, given: tuple[RedisServer, str] | None = None
+    folder: Path,
+    executable: Path | None = None,
+    *,
+    given: tuple[RedisServer, str] | None = None,
+    num_others: int = 0,
 ) -> Iterator[RedisCluster]:
     """`given`: a server that runs, and the URL by which clients find it without the proxy."""
     redis, own_url = given or (RedisServer(folder / "redis", executable), "")
+    others = tuple(RedisServer(folder / f"shard-{number}", executable) for number in range(num_others))
     try:
         with ChaosProxyThread(redis.address) as proxy, processes(folder) as started:
-            url = own_url or f"redis://:{SECRET}@{proxy.address}/0"
+            urls = [own_url or f"redis://:{SECRET}@{proxy.address}/0"]
+            urls += [f"redis://:{SECRET}@{other.address}/0" for other in others]
             workers = tuple(
                 started.add_worker(f"w{number}", *WORKER_OPTIONS) for number in range(NUM_WORKERS)
             )
             router = started.add_router("router")
             for process in (*workers, router):
-                process.environment["BLOCKYARD_REDIS_URL"] = url
+                process.environment["BLOCKYARD_REDIS_URL"] = ",".join(urls)
             started.start(*workers, router)
             cluster = RedisCluster(
-                processes=started, redis=redis, proxy=proxy, router=router, workers=workers
+                processes=started, redis=redis, proxy=proxy, router=router, workers=workers, others=others
             )
             yield cluster
             redis = cluster.redis
     finally:
-        redis.mend()
-        redis.process.stop()
+        for server in (redis, *others):
+            server.mend()
+            server.process.stop()

@@ -1,8 +1,10 @@
-"""Drives RedisPrefixIndex and TwinPrefixIndex alike: time travel, flush and a count of stored entries.
+"""Drives RedisPrefixIndex, alone or on several servers, and TwinPrefixIndex alike: time travel, flush and a count of
+stored entries.
 
 Redis has no clock to inject. Moving every stored instant back by n seconds has the same effect as n seconds passing.
 """
 
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -19,6 +21,9 @@ from blockyard.proto.index.redis import RedisPrefixIndex
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.index.twin import TwinPrefixIndex
 from redis.asyncio import Redis
+
+from .sharded import SplitIndex
+from .truth import ROOTS
 
 _MOVE_CLOCK = """
 local prefix, milliseconds = KEYS[1], tonumber(ARGV[1])
@@ -61,11 +66,12 @@ class TwinHarness:
 
 
 class RedisHarness:
-    def __init__(self, client: Redis, *, cluster: str) -> None:
+    def __init__(self, client: Redis, *, cluster: str, shard: int = 0) -> None:
         self.client = client
         self.cluster = cluster
-        self.prefix = key_prefix(cluster)
-        self.index = RedisPrefixIndex(client, cluster)
+        self.prefix = key_prefix(cluster, shard)
+        self._shard = shard
+        self.index = RedisPrefixIndex(client, cluster, shard=shard)
 
     async def advance(self, seconds: float) -> None:
         await self._run(_MOVE_CLOCK, round(seconds * 1000))
@@ -81,13 +87,37 @@ class RedisHarness:
         return sum([await self._value(self.client.hlen(key)) for key in keys])
 
     def limited(self, max_berths: int) -> PrefixIndex:
-        return RedisPrefixIndex(self.client, self.cluster, max_berths=max_berths)
+        return RedisPrefixIndex(self.client, self.cluster, shard=self._shard, max_berths=max_berths)
 
     async def _run(self, script: str, *arguments: int) -> Any:
         return await self._value(self.client.eval(script, 1, self.prefix, *arguments))
 
     async def _value(self, reply: Any) -> Any:
         return await reply
+
+
+class ShardedHarness:
+    """Several servers. A part in `shards` is the whole of one."""
+
+    def __init__(self, clients: Sequence[Redis], *, cluster: str) -> None:
+        self.shards = [
+            RedisHarness(client, cluster=cluster, shard=shard) for shard, client in enumerate(clients)
+        ]
+        self.index = SplitIndex([shard.index for shard in self.shards], ROOTS)
+
+    async def advance(self, seconds: float) -> None:
+        for shard in self.shards:
+            await shard.advance(seconds)
+
+    async def flush(self) -> None:
+        for shard in self.shards:
+            await shard.flush()
+
+    async def num_entries(self) -> int:
+        return sum([await shard.num_entries() for shard in self.shards])
+
+    def limited(self, max_berths: int) -> PrefixIndex:
+        return SplitIndex([shard.limited(max_berths) for shard in self.shards], ROOTS)
 
 
 class UnreliableIndex:
@@ -123,7 +153,9 @@ def record(worker_id: str = "w0", incarnation: str = "1") -> WorkerRecord:
 
 def chain(length: int, label: str = "chain") -> tuple[bytes, ...]:
     """Block names, root first."""
-    return tuple(sha256(f"{label}/{position}".encode()).digest()[:16] for position in range(length))
+    names = tuple(sha256(f"{label}/{position}".encode()).digest()[:16] for position in range(length))
+    ROOTS.update((name, names[0]) for name in names)
+    return names
 
 
 async def purge_all(index: PrefixIndex) -> list[PurgeProgress]:

@@ -143,7 +143,7 @@ async def test_an_index_without_a_lease_is_unavailable_at_once_and_available_at_
     known = {WorkerId("a"): Incarnation("1")}
     for _ in range(5):
         assert await lookup.lookup(chain(3), known) == LookupResult(available=False)
-    assert (lookup.breaker_state, lookup.errors) == (BreakerState.CLOSED, {ErrorKind.NO_LEASE: 5})
+    assert (lookup.breaker_state(), lookup.errors) == (BreakerState.CLOSED, {ErrorKind.NO_LEASE: 5})
     await redis_harness.index.register(record("a"), lease_seconds=60)
     assert await lookup.lookup(chain(3), known) == LookupResult(available=True)
     assert await lookup.lookup(chain(3), known, is_cut_off=True) == LookupResult(available=False)

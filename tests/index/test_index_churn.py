@@ -55,7 +55,7 @@ class ChurningWorker:
                 self._submit_a_new_prompt()
             while self.engine.has_work:
                 changes = self.engine.step().changes
-                self.publisher.record(*changes)
+                self.publisher.record(*changes[:4])
             await asyncio.sleep(0)
 
     def _submit_a_new_prompt(self) -> None:

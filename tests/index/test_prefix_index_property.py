@@ -1,7 +1,8 @@
 """The index equals a brute force over the workers' true caches, whatever happens to workers and Redis.
 
-Many histories run against the twin, fewer against a real Redis. The harness owns the time: a lease of 60 s lapses when
-the state machine says so. Each history has an index stride S: workers publish every Sth block.
+Many histories run against the twin, fewer against a real Redis and against several that share the prefixes. The
+harness owns the time: a lease of 60 s lapses when the state machine says so. Each history has an index stride S:
+workers publish every Sth block.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess
 from blockyard.proto.index.contract import ApplyResult, Batch, Berth, RenewResult
 from blockyard.proto.index.redis import connect
+from blockyard.proto.index.shards import shard_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,9 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from .harness import IndexHarness, RedisHarness, TwinHarness, free_of, purge_all, record
+from .harness import IndexHarness, RedisHarness, ShardedHarness, TwinHarness, free_of, purge_all, record
 from .incarnations import WorkerIncarnation, known_to_index, rounded_down
-from .truth import ALL_CHAINS, Tiers, brute_force, name_of
+from .truth import ALL_CHAINS, ROOTS, Tiers, brute_force, name_of
 
 LEASE_SECONDS = 60.0
 
@@ -282,6 +284,24 @@ def redis_machine(redis_process: RedisProcess) -> type[IndexMachine]:
     return RedisMachine
 
 
+@pytest.fixture
+def sharded_machine(shards: list[RedisProcess]) -> type[IndexMachine]:
+    roots = {ROOTS[name_of(path)] for path in ALL_CHAINS}
+    assert len({shard_of(root, len(shards)) for root in roots}) > 1, "one server would have all chains"
+
+    class ShardedMachine(IndexMachine):
+        def make_harness(self) -> IndexHarness:
+            self.clients = [connect(process.url, timeout_seconds=5.0) for process in shards]
+            return ShardedHarness(self.clients, cluster=f"property-{uuid.uuid4().hex}")
+
+        def teardown(self) -> None:
+            for client in getattr(self, "clients", ()):
+                self.run(client.aclose())
+            super().teardown()
+
+    return ShardedMachine
+
+
 def budget(examples: int) -> settings:
     return settings(
         max_examples=examples,
@@ -298,3 +318,7 @@ def test_the_twin_equals_the_brute_force_through_any_history() -> None:
 
 def test_redis_equals_the_brute_force_through_any_history(redis_machine: type[IndexMachine]) -> None:
     run_state_machine_as_test(redis_machine, settings=budget(25))
+
+
+def test_shards_equal_the_brute_force_through_any_history(sharded_machine: type[IndexMachine]) -> None:
+    run_state_machine_as_test(sharded_machine, settings=budget(15))

@@ -74,12 +74,12 @@ async def test_the_breaker_opens_after_failures_in_a_row_probes_once_and_closes(
     assert lookup.errors == {ErrorKind.CONNECTION: 3}
     now = 10.0
     assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
-    assert lookup.breaker_state.name == "OPEN"
+    assert lookup.breaker_state().name == "OPEN"
     index.available, now = True, 19.0
     assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
     now = 20.0
     assert (await lookup.lookup(chain(9), KNOWN)).available
-    assert lookup.breaker_state is BreakerState.CLOSED
+    assert lookup.breaker_state() is BreakerState.CLOSED
     assert lookup.num_lookups == 5
 
 
@@ -89,7 +89,7 @@ async def test_failures_that_are_not_in_a_row_leave_the_breaker_closed() -> None
     for attempt in range(8):
         index.available = attempt % 2 == 0
         await lookup.lookup(chain(9), KNOWN)
-    assert lookup.breaker_state is BreakerState.CLOSED
+    assert lookup.breaker_state() is BreakerState.CLOSED
 
 
 async def test_who_asks_how_it_is_is_told_of_the_last_second_and_not_of_the_last_request() -> None:
@@ -100,7 +100,7 @@ async def test_who_asks_how_it_is_is_told_of_the_last_second_and_not_of_the_last
     assert (await lookup.health()).answers, "somebody asked less than a second ago"
     now = 1.0
     assert await lookup.health() == IndexHealth(answers=False, in_time=False, standing=frozenset())
-    assert lookup.breaker_state is BreakerState.CLOSED
+    assert lookup.breaker_state() is BreakerState.CLOSED
     index.available, now = True, 2.0
     health = await lookup.health()
     assert (health.answers, health.in_time) == (True, True)
@@ -117,7 +117,7 @@ async def test_an_open_breaker_is_closed_by_who_asks_how_the_index_is() -> None:
     assert (health.answers, health.in_time) == (True, False), "it answers, but requests go without still"
     now = 1.5
     assert (await lookup.health()).in_time
-    assert (lookup.breaker_state, lookup.num_lookups) == (BreakerState.CLOSED, 3)
+    assert (lookup.breaker_state(), lookup.num_lookups) == (BreakerState.CLOSED, 3)
 
 
 async def test_prompts_too_short_for_the_stride_close_an_open_breaker() -> None:
@@ -127,7 +127,7 @@ async def test_prompts_too_short_for_the_stride_close_an_open_breaker() -> None:
     assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == UNAVAILABLE
     now = 1.5
     assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == LookupResult(available=True)
-    assert lookup.breaker_state is BreakerState.CLOSED
+    assert lookup.breaker_state() is BreakerState.CLOSED
     index.available = False
     assert await lookup.lookup(chain(3), KNOWN, stride_blocks=4) == LookupResult(available=True)
     assert (lookup.num_lookups, lookup.errors.total()) == (3, 3), "a probe is no look-up"
@@ -138,7 +138,7 @@ async def open_breaker(lookup: PrefixLookup, index: TwinPrefixIndex) -> None:
     for _ in range(PrefixLookupConfig().failures_to_open):
         await lookup.lookup(chain(9), KNOWN)
     index.available = True
-    assert lookup.breaker_state is BreakerState.OPEN
+    assert lookup.breaker_state() is BreakerState.OPEN
 
 
 class _CountedIndex(TwinPrefixIndex):
@@ -239,11 +239,11 @@ async def test_while_one_request_probes_the_others_go_without() -> None:
     index, now = _StoppedIndex(), 0.0
     config = PrefixLookupConfig(timeout_seconds=0.5, failures_to_open=1, open_seconds=1.0)
     lookup = PrefixLookup(index, config=config, clock=lambda: now)
-    lookup._breaker.failed(now)
+    lookup._shards[0].breaker.failed(now)
     now = 1.0
     probe = asyncio.create_task(lookup.lookup(chain(9), KNOWN))
     await asyncio.sleep(0)
-    assert lookup.breaker_state is BreakerState.HALF_OPEN
+    assert lookup.breaker_state() is BreakerState.HALF_OPEN
     assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
     index.resume.set()
     assert (await probe).available
@@ -253,7 +253,7 @@ async def test_a_cancelled_probe_lets_the_next_request_probe() -> None:
     index, now = _StoppedIndex(), 0.0
     config = PrefixLookupConfig(timeout_seconds=5, failures_to_open=1, open_seconds=1.0)
     lookup = PrefixLookup(index, config=config, clock=lambda: now)
-    lookup._breaker.failed(now)
+    lookup._shards[0].breaker.failed(now)
     now = 1.0
     probe = asyncio.create_task(lookup.lookup(chain(9), KNOWN))
     await asyncio.sleep(0)
@@ -279,7 +279,7 @@ async def test_a_stopped_redis_costs_a_request_no_more_than_the_time_out(tmp_pat
                 assert await lookup.lookup(chain(9), KNOWN) == UNAVAILABLE
                 assert time.perf_counter() - start < 0.4
             assert lookup.errors == {ErrorKind.TIMEOUT: 3}
-            assert lookup.breaker_state is BreakerState.OPEN
+            assert lookup.breaker_state() is BreakerState.OPEN
             os.kill(process.pid, signal.SIGCONT)
             async with asyncio.timeout(5):
                 found = UNAVAILABLE

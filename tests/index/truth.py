@@ -16,9 +16,15 @@ ALL_CHAINS: list[Path] = [
 ]
 
 
+ROOTS: dict[bytes, bytes] = {}
+"""The first name of each name's chain, for all names that the tests of the index have made."""
+
+
 @cache
 def name_of(path: Path) -> bytes:
-    return sha256(repr(path).encode()).digest()[:16]
+    name = sha256(f"path {path}".encode()).digest()[:16]
+    ROOTS[name] = name_of(path[:1]) if path[1:] else name
+    return name
 
 
 @dataclass(slots=True, kw_only=True)

@@ -215,3 +215,24 @@ async def num_scripts(client: Redis) -> int:
 
 async def is_refused(router: Router, address: str) -> bool:
     return (await router.states()).get(address) == cluster_pb2.WORKER_STATE_REFUSED
+
+
+async def test_a_worker_that_one_of_two_servers_lists_is_found_and_the_dead_one_is_named(
+    tmp_path: Path,
+) -> None:
+    redis = start_private_redis(tmp_path)
+    urls = f"redis://127.0.0.1:1/0,{redis.url}"
+    try:
+        async with running_router(redis_url=urls) as router, real_worker(urls):
+            await until(lambda: is_ready(router))
+            await until(lambda: has_reason(router, "shard 1 of 2: Redis does not answer"))
+            info = await index_info(router)
+            assert info.state == DEGRADED
+            assert info.live_berths == 1, "the server that answers is counted"
+            assert (await cluster_info(router)).index_available
+            (worker,) = info.workers
+            assert [part.state for part in worker.index.shards] == [DEGRADED, EXACT]
+            assert worker.index.state_reason.endswith("(shard 1 of 2)")
+            assert not worker.index.cut_off
+    finally:
+        redis.stop()

@@ -23,7 +23,7 @@ def test_a_name_is_found_when_scheduled_and_published_when_computed() -> None:
     assert cache.take_changes() == CacheChanges(stored=(), removed=())
     cache.confirm(blocks[0])
     cache.confirm(blocks[1])
-    assert cache.take_changes() == CacheChanges(stored=(A, B), removed=())
+    assert cache.take_changes() == CacheChanges(stored=(A, B), removed=(), roots={A: A, B: B})
     cache.check_invariants()
 
 
@@ -83,7 +83,7 @@ def test_a_name_that_the_index_is_not_to_know_is_found_and_never_in_the_news() -
     cache.confirm_all(blocks)
     assert cache.match([A, B]) == blocks
     assert len(cache) == len(anywhere) == 2
-    assert cache.take_changes() == CacheChanges(stored=(B,), removed=(), anywhere_stored=(B,))
+    assert cache.take_changes() == CacheChanges(stored=(B,), removed=(), anywhere_stored=(B,), roots={B: B})
     pool.release(list(reversed(blocks)))
     pool.allocate(2)
     assert cache.take_changes() == CacheChanges(stored=(), removed=(B,), anywhere_removed=(B,))
@@ -135,7 +135,7 @@ def test_of_several_copies_the_longest_named_is_found_whichever_is_evicted(evict
     left = [block for block in blocks if block != blocks[evicted]]
     assert cache.blocks_named(A) == left
     assert (cache.match([A]), cache.owner(A)) == (left[:1], TenantId(blocks.index(left[0])))
-    assert cache.take_changes() == CacheChanges(stored=(A,), removed=())
+    assert cache.take_changes() == CacheChanges(stored=(A,), removed=(), roots={A: A})
     cache.check_invariants()
     pool.release(left)
     pool.allocate(2)

@@ -18,7 +18,8 @@ names before it, which are held whenever it is. Of any two of these the parent s
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from blockyard.worker.cache.block_pool import BlockPool
@@ -37,6 +38,8 @@ class CacheChanges(NamedTuple):
     anywhere_stored: tuple[BlockName, ...] = ()
     """Names that are new on the GPU or in host memory. Empty where there is no host cache."""
     anywhere_removed: tuple[BlockName, ...] = ()
+    roots: Mapping[BlockName, BlockName] = MappingProxyType({})
+    """The first published name of the chain, for each name that is stored, and for others that came and went."""
 
 
 NO_CHANGES = CacheChanges(stored=(), removed=())
@@ -80,6 +83,7 @@ class PrefixCache:
         """Blocks with names that are not published to the index."""
         self._num_published = 0
         self._changes = NetChanges[BlockName]()
+        self._roots: dict[BlockName, BlockName] = {}
 
     def __len__(self) -> int:
         """Return the number of published names."""
@@ -143,9 +147,12 @@ class PrefixCache:
         """Publish the name of a block after its step has run."""
         self.confirm_all((block,))
 
-    def confirm_all(self, blocks: Iterable[BlockId]) -> None:
-        """Publish the names of these blocks where they are unconfirmed, root first. Their step has run."""
-        unconfirmed = self._unconfirmed
+    def confirm_all(self, blocks: Sequence[BlockId]) -> None:
+        """Publish the names of these blocks where they are unconfirmed, root first. Their step has run.
+
+        They are a chain from its first block on.
+        """
+        unconfirmed, root = self._unconfirmed, None
         for block in blocks:
             if block in unconfirmed:
                 unconfirmed.remove(block)
@@ -156,7 +163,13 @@ class PrefixCache:
                     if self._anywhere is not None:
                         self._anywhere.add(name, is_indexed=is_indexed)
                     if is_indexed:
+                        root = root or self._root(blocks)
+                        self._roots[name] = root
                         self._changes.add(name)
+
+    def _root(self, blocks: Sequence[BlockId]) -> BlockName:
+        """Return the first name of a chain that the index gets."""
+        return next(self._names[block] for block in blocks if block not in self._unindexed)
 
     def _is_published_beside(self, block: BlockId, name: BlockName) -> bool:
         """Return whether a step that has run filled another block with the same name."""
@@ -225,9 +238,12 @@ class PrefixCache:
     def take_changes(self) -> CacheChanges:
         """Return the net change since the last call: a name that came and went meanwhile is left out."""
         stored, removed = self._changes.take_added(), self._changes.take_removed()
+        roots: Mapping[BlockName, BlockName] = NO_CHANGES.roots
+        if self._roots:
+            roots, self._roots = self._roots, {}
         if self._anywhere is not None:
-            return CacheChanges(stored, removed, *self._anywhere.take_changes())
-        return CacheChanges(stored, removed) if stored or removed else NO_CHANGES
+            return CacheChanges(stored, removed, *self._anywhere.take_changes(), roots)
+        return CacheChanges(stored, removed, roots=roots) if stored or removed else NO_CHANGES
 
     def check_invariants(self) -> None:
         """Raise AssertionError where names, copies and counts disagree. O(blocks)."""

@@ -60,8 +60,11 @@ class IndexPublisher:
         has_host_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
+        title: str = "the prefix index",
     ) -> None:
+        """`title` names the index in log lines."""
         self._index = index
+        self._title = title
         self._record = record
         self._config = config or PublisherConfig()
         self._has_host_cache = has_host_cache
@@ -203,7 +206,8 @@ class IndexPublisher:
         self._num_registrations += 1
         self._renew_at = self._clock() + lease_seconds / 3
         logger.info(
-            "registered in the prefix index at berth %d, %d blocks to publish",
+            "registered in %s at berth %d, %d blocks to publish",
+            self._title,
             berth.number,
             len(self._difference),
         )
@@ -260,7 +264,7 @@ class IndexPublisher:
 
         The registration repairs what all berths need, and the purge of the old berth walks over everything.
         """
-        logger.warning("prefix index disagrees with this worker's cache; republishing all blocks")
+        logger.warning("%s disagrees with this worker's cache; republishing all blocks", self._title)
         self._num_damages += 1
         self._check_at = self._clock() + self._config.damage_rest_seconds
         self._berth = None
@@ -331,7 +335,7 @@ class IndexPublisher:
 
     def _answers(self) -> None:
         if self._last_error is not None:
-            logger.warning("the prefix index answers again")
+            logger.warning("%s answers again", self._title)
         self._last_error = None
 
     def _note_age(self) -> None:
@@ -344,7 +348,7 @@ class IndexPublisher:
         """Log one line when the index becomes unreachable, not one for each attempt."""
         self._num_errors += 1
         if self._last_error is not error.kind:
-            logger.warning("the prefix index fails; this worker serves on without it: %s", error)
+            logger.warning("%s fails; this worker serves on without it: %s", self._title, error)
         self._last_error = error.kind
 
 

@@ -4,7 +4,10 @@ Owns the rule that separates EXACT from DEGRADED. Does not own its inputs (publi
 workers' parts. Pure.
 """
 
+from collections.abc import Sequence
+
 from blockyard.proto.index.contract import ErrorKind
+from blockyard.proto.index.shards import shard_name
 from blockyard.proto.v1.cluster_pb2 import IndexState, WorkerIndex
 from blockyard.worker.indexing.state import PublisherState
 
@@ -50,6 +53,26 @@ def index_message(state: PublisherState) -> WorkerIndex:
         errors=state.num_errors,
         damages=state.num_damages,
         cut_off=state.last_error is not None or state.berth is None,
+    )
+
+
+def sharded_message(states: Sequence[PublisherState]) -> WorkerIndex:
+    """Return the report on an index of one or more servers. It is exact if each server's part is."""
+    parts = [index_message(state) for state in states]
+    if len(parts) == 1:
+        return parts[0]
+    late = [(shard, part) for shard, part in enumerate(parts) if part.state_reason]
+    return WorkerIndex(
+        state=late[0][1].state if late else parts[0].state,
+        state_reason=f"{late[0][1].state_reason} ({shard_name(late[0][0], len(parts))})" if late else "",
+        entries=sum(part.entries for part in parts),
+        pending=sum(part.pending for part in parts),
+        lag_seconds=max(part.lag_seconds for part in parts),
+        resyncs=sum(part.resyncs for part in parts),
+        errors=sum(part.errors for part in parts),
+        damages=sum(part.damages for part in parts),
+        cut_off=all(part.cut_off for part in parts),
+        shards=parts,
     )
 
 

@@ -2,7 +2,7 @@
 
 Owns the calls and the bounds of their fields. Routers decide which client may make them: a worker knows only that a
 process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) or the index
-(indexing/publisher.py).
+(indexing/).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockyard.worker.session.draining import Draining, DrainTakenBack, Shutting
 
 if TYPE_CHECKING:
     from blockyard.worker.engine_thread import EngineThread
-    from blockyard.worker.indexing.publisher import IndexPublisher
+    from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
     from blockyard.worker.inspection.parsing import Context
     from blockyard.worker.session.session import SessionService
     from google.protobuf.message import Message
@@ -32,7 +32,7 @@ class Administration:
         self._engine = engine
         self.draining = Draining(service)
         self.draining.on_change = self._update_index
-        self.index: IndexPublisher | None = None
+        self.index: ShardedPublisher | None = None
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         behaviours: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
