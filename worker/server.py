@@ -125,6 +125,7 @@ class WorkerServer:
         self._service.attach(self._engine, self._loaded.engine.load())
         self._administration = Administration(service=self._service, engine=self._engine)
         self._exchange = self._make_exchange()
+        self._service.measure_link = self._exchange.measure
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
@@ -205,6 +206,7 @@ class WorkerServer:
             model_fingerprint=loaded.model_fingerprint,
             tokenizer_fingerprint=loaded.tokenizer_fingerprint,
             block_size=loaded.kv_size.block_size,
+            block_bytes=loaded.kv_size.block_bytes,
             kv_dtype=loaded.kv_dtype,
             total_blocks=loaded.kv_size.num_blocks,
             max_model_len=loaded.max_model_len,

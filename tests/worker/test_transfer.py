@@ -89,7 +89,7 @@ async def bytes_of_blocks(worker: WorkerServer, token: int = 5) -> list[bytes]:
         loan = engine.scheduler.tables.lend(names)
         found = [b"".join(memory.block(block)) for block in loan.blocks]
         found += [bytes(memory.slot(slot)) for slot in loan.host_slots]
-        engine.end_loan(loan)
+        engine.scheduler.tables.end_loan(loan)
         return found
 
     return await asyncio.wrap_future(worker._engine.call(read))

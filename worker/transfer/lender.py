@@ -20,7 +20,15 @@ from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.sequences.identifiers import BlockName
-from blockyard.worker.transfer.wire import Connection, Cut, Late, ProtocolError, shut
+from blockyard.worker.transfer.wire import (
+    TRIAL_SECONDS,
+    Connection,
+    Cut,
+    Late,
+    ProtocolError,
+    shut,
+    trial_blocks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +65,12 @@ class Lender:
         facts: LenderFacts,
         memory: TransferableMemory,
         *,
-        lend: Callable[[list[BlockName]], Future[tuple[Loan, Fence]]],
+        lend: Callable[[list[BlockName], int], Future[tuple[Loan, Fence]]],
         end_loan: Callable[[Loan], object],
         context: Callable[[bool], ssl.SSLContext] | None,
     ) -> None:
-        """`lend` and `end_loan` queue commands for the engine. `context` makes TLS contexts, None means plaintext."""
+        """`lend` and `end_loan` queue commands for the engine. `lend` takes names and the index of the first one
+        that is wanted. `context` makes TLS contexts, None means plaintext."""
         self._facts = facts
         self._memory = memory
         self._lend = lend
@@ -150,7 +159,8 @@ class Lender:
         return NAME_BYTES * self._facts.max_blocks + 1024
 
     def _answer(self, connection: Connection, request: PullRequest) -> None:
-        seconds = min(request.seconds, MAX_SECONDS) if request.seconds > 0 else 0.0
+        longest = TRIAL_SECONDS if request.trial_bytes else MAX_SECONDS
+        seconds = min(request.seconds, longest) if request.seconds > 0 else 0.0
         connection.deadline = time.monotonic() + seconds
         refusal = self._refusal(request)
         if refusal:
@@ -161,28 +171,42 @@ class Lender:
             return
         try:
             with self._loan(request, seconds) as (loan, fence):
-                first = min(request.first_block, len(loan))
-                connection.send(PullReply(num_blocks=len(loan) - first))
-                fence()
-                for index in range(first, len(loan)):
-                    connection.send_block(index, self._pieces(loan, index))
+                if request.trial_bytes:
+                    self._send_trial(connection, request.trial_bytes)
+                else:
+                    self._send_blocks(connection, loan, fence)
         finally:
             self._loans.release()
+
+    def _send_blocks(self, connection: Connection, loan: Loan, fence: Fence) -> None:
+        connection.send(PullReply(num_blocks=loan.num_unsent))
+        fence()
+        for index in range(len(loan) - loan.num_unsent, len(loan)):
+            connection.send_block(index, self._pieces(loan, index))
+            loan.num_unsent -= 1
+            loan.num_sent += 1
+
+    def _send_trial(self, connection: Connection, num_bytes: int) -> None:
+        block = memoryview(b"\x55" * self._memory.block_bytes)
+        count = trial_blocks(num_bytes, len(block))
+        connection.send(PullReply(num_blocks=count))
+        for index in range(count):
+            connection.send_block(index, [block])
 
     def _refusal(self, request: PullRequest) -> PullRefusal:
         if request.incarnation != self._facts.incarnation:
             return PullRefusal.PULL_REFUSAL_INCARNATION
         if request.layout != self._facts.layout:
             return PullRefusal.PULL_REFUSAL_LAYOUT
-        if not request.names or len(request.names) % NAME_BYTES:
+        if bool(request.names) is bool(request.trial_bytes) or len(request.names) % NAME_BYTES:
             return PullRefusal.PULL_REFUSAL_INVALID
         return PullRefusal.PULL_REFUSAL_UNSPECIFIED
 
     @contextmanager
     def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
-        """Keep the blocks of a request. Raises Late where the engine does not answer in time."""
+        """Keep the blocks of a request, none for a trial. Raises Late where the engine does not answer in time."""
         names = [BlockName(name) for name in split_names(request.names)]
-        future = self._lend(names)
+        future = self._lend(names, request.first_block)
         try:
             loan, fence = future.result(min(seconds, ENGINE_SECONDS))
         except TimeoutError as error:

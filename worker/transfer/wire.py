@@ -19,6 +19,10 @@ _HEADER = struct.Struct("<II")
 POLL_SECONDS = 0.05
 """Longest wait of a read before it asks whether the bytes are still wanted."""
 MAX_REPLY_BYTES = 64
+TRIAL_BYTES = 4 << 20
+MAX_TRIAL_BLOCKS = 512
+"""Bounds of a trial, which measures a link. Its bytes come in blocks, at least one."""
+TRIAL_SECONDS = 1.0
 
 Message = TypeVar("Message", PullRequest, PullReply)
 
@@ -125,6 +129,11 @@ class Connection:
             if not received:
                 raise Cut
             filled += received
+
+
+def trial_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks a trial of so many bytes has."""
+    return min(-(-min(num_bytes, TRIAL_BYTES) // block_bytes), MAX_TRIAL_BLOCKS)
 
 
 def shut(sock: socket.socket) -> None:
