@@ -8,7 +8,8 @@ on the worker, and to requests that come later. With its full weight (`others_fr
 of all requests together, not only its own.
 
 A worker may fetch a prefix from another one that has more of it. Its score is the lower one of both ways, and fetching
-must save more than a tie. Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the
+must save more than a tie. A worker whose memory is short fetches nothing: the copy would make others wait for room. Does
+not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the
 state of workers (cluster/view.py).
 """
 
@@ -132,7 +133,7 @@ def _best_score(
     pulling = [
         _score(prompt_tokens, candidate, config, source)
         for source in sources
-        if source.cached_tokens > here and source.address != candidate.address
+        if source.cached_tokens > here and source.address != candidate.address and not alone.memory_ms
     ]
     best = min(pulling, key=lambda score: score.cost, default=alone)
     saved_ms = alone.cost - best.cost
