@@ -163,8 +163,10 @@ class Fleet(LinkEvents):
         self._changed(address)
         return refusal
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
-        self.view.heard(address, load)
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None, last_handle: int | None = None
+    ) -> None:
+        self.view.heard(address, load, last_handle)
         self._changed(address)
 
     def arrived(self, address: str, marks: bytes) -> None:

@@ -160,8 +160,13 @@ class ClusterView:
         worker.booked = Bookings()
         self._state_changed(worker)
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
-        """Record a message of the worker, and its load report if it has one."""
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None = None, last_handle: int | None = None
+    ) -> None:
+        """Record a message of the worker, and its load report if it has one.
+
+        The report counts our requests up to `last_handle`, or all if it is None.
+        """
         worker, now = self._workers[address], self._clock()
         if not self._is_ready(worker, now):
             self._ready = None
@@ -169,7 +174,7 @@ class ClusterView:
         if load is not None:
             worker.load = load
             self.speeds.report(worker.speed, load, now)
-            worker.booked.reported()
+            worker.booked.reported(last_handle)
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
         self._changed(worker)

@@ -165,6 +165,16 @@ def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> 
     assert outbox.take(IDLE) == []
 
 
+def test_each_load_comes_with_the_last_request_that_it_counts() -> None:
+    outbox = Outbox()
+    outbox.last_handle = 3
+    outbox.answer_ping(1, IDLE)
+    outbox.last_handle = 4
+    outbox.add(3, output(5, 0))
+    pong, step = outbox.take(IDLE)
+    assert (pong.pong.last_handle, step.step.last_handle) == (3, 4)
+
+
 def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> None:
     outbox = Outbox()
     outbox.tell_arrival(b"a" * 8)

@@ -193,6 +193,7 @@ async def test_every_router_hears_of_a_prompt_that_has_reached_the_worker(worker
             while not (step := await router.read_until("step")).arrived_marks:
                 pass
             assert step.arrived_marks == marks(chain(ROOT, [5] * 300, 16), 16)
+            assert step.last_handle == (1 if router is session else 0)
         await session.tokens_of(1)
 
 

@@ -85,6 +85,8 @@ class Outbox:
         self._pong_load: EngineLoad | None = None
         self._is_draining: bool | None = None
         self._arrived_marks = b""
+        self.last_handle = 0
+        """Handle of the router's last request. The loads in messages count it."""
         self.reported: EngineLoad | None = None
         """The load in the last message that had one."""
 
@@ -129,6 +131,7 @@ class Outbox:
             index=index,
             stalled_seconds=stalled_seconds,
             is_draining=is_draining,
+            last_handle=self.last_handle,
         )
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
@@ -146,6 +149,7 @@ class Outbox:
             steps[-1].failed_handles.extend(self._failed)
             steps[-1].failed_reasons.extend(self._failed.values())
             steps[-1].load.CopyFrom(load_message(load))
+            steps[-1].last_handle = self.last_handle
             steps[-1].arrived_marks = self._arrived_marks
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None

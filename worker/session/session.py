@@ -328,6 +328,7 @@ class SessionService:
             self._on_loop(self._arrivals.taken, tokens)
             self._on_loop(link.reject, submit.handle, reason)
 
+        link.outbox.last_handle = max(link.outbox.last_handle, submit.handle)
         tokens = self._arrived(link, submit)
         self._engine.call(run)
 
