@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     loads = list(RIVAL_LOADS)
     if options.trace is not None:
-        loads.append(Load(workload="trace", rate=4, seconds=100, trace=str(options.trace)))
+        loads.append(Load(workload="trace", rate=4, seconds=40, trace=str(options.trace)))
     table, jobs = Table(), rival_jobs(loads, range(options.seeds))
     runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
     for done, (job, result) in enumerate(runs, start=1):

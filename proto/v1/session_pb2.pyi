@@ -221,7 +221,7 @@ class Pong(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index: _Optional[_Union[_cluster_pb2.WorkerIndex, _Mapping]] = ..., stalled_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ..., last_handle: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks", "last_handle")
+    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks", "last_handle", "withdrawn_marks")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class StepOutput(_message.Message):
     DETAILS_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_MARKS_FIELD_NUMBER: _ClassVar[int]
     LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_MARKS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     token_offsets: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -250,7 +251,8 @@ class StepOutput(_message.Message):
     details: _containers.RepeatedCompositeFieldContainer[RowDetails]
     arrived_marks: bytes
     last_handle: int
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ...) -> None: ...
+    withdrawn_marks: bytes
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ..., withdrawn_marks: _Optional[bytes] = ...) -> None: ...
 
 class RowDetails(_message.Message):
     __slots__ = ("row", "logprobs", "prompt_logprobs", "cumulative_logprob", "beam_score")

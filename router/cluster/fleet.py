@@ -169,8 +169,8 @@ class Fleet(LinkEvents):
         self.view.heard(address, load, last_handle)
         self._changed(address)
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        self.view.arrived(address, marks)
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes) -> None:
+        self.view.arrived(address, marks, withdrawn_marks)
 
     def draining(self, address: str, is_draining: bool) -> None:
         self.view.draining(address, is_draining)

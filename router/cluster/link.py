@@ -82,8 +82,9 @@ class LinkEvents:
         None."""
         raise NotImplementedError
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        """Prompts with these marks have reached the worker."""
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes) -> None:
+        """Prompts with these marks have reached the worker, and those with `withdrawn_marks` have ended there
+        uncomputed."""
         raise NotImplementedError
 
     def draining(self, address: str, is_draining: bool) -> None:
@@ -327,8 +328,9 @@ class EngineLink:
             match message.WhichOneof("message"):
                 case "step":
                     self._heard_load(message.step)
-                    if message.step.arrived_marks:
-                        self._events.arrived(self.address, message.step.arrived_marks)
+                    arrived, withdrawn = message.step.arrived_marks, message.step.withdrawn_marks
+                    if arrived or withdrawn:
+                        self._events.arrived(self.address, arrived, withdrawn)
                     await self._route(message.step)
                 case "rejected":
                     self._events.heard(self.address, None)

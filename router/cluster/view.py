@@ -252,11 +252,12 @@ class ClusterView:
             self.promised_blocks += placed.promised_blocks
             self.stale_blocks += max(placed.promised_blocks - reused_blocks, 0)
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        """Record the marks of prompts that have reached the worker, from whichever router."""
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes = b"") -> None:
+        """Record the marks of prompts that have reached the worker, from whichever router. Forget the others."""
         worker = self._workers.get(address)
         if worker is not None:
             self._arrivals.add(worker, marks)
+            self._arrivals.withdraw(worker, withdrawn_marks)
 
     def draining(self, address: str, is_draining: bool = True) -> None:
         """Record whether the worker takes new requests. Running ones continue."""

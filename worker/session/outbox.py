@@ -7,7 +7,7 @@ drain state, and at most one rejection a request. Marks of prompts have a limit 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from blockyard.proto.naming.marks import MAX_MARKS_BYTES
+from blockyard.proto.naming.marks import MARK_BYTES, MAX_MARKS_BYTES, split_marks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -85,6 +85,7 @@ class Outbox:
         self._pong_load: EngineLoad | None = None
         self._is_draining: bool | None = None
         self._arrived_marks = b""
+        self._withdrawn_marks: dict[bytes, None] = {}
         self.last_handle = 0
         """Handle of the router's last request. The loads in messages count it."""
         self.reported: EngineLoad | None = None
@@ -109,6 +110,15 @@ class Outbox:
     def tell_arrival(self, marks: bytes) -> None:
         """Report the marks of a prompt that has reached the worker. A slow router gets those of the last prompts."""
         self._arrived_marks = (self._arrived_marks + marks)[-MAX_MARKS_BYTES:]
+        if self._withdrawn_marks:
+            for mark in split_marks(marks):
+                self._withdrawn_marks.pop(mark, None)
+
+    def tell_withdrawal(self, marks: bytes) -> None:
+        """Report the marks of prompts that ended before they were computed. A slow router does not hear of all."""
+        self._withdrawn_marks.update(dict.fromkeys(split_marks(marks)))
+        while len(self._withdrawn_marks) * MARK_BYTES > MAX_MARKS_BYTES:
+            del self._withdrawn_marks[next(iter(self._withdrawn_marks))]
 
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         detail = detail[:MAX_DETAIL_CHARACTERS]
@@ -143,7 +153,8 @@ class Outbox:
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
             self.reported = self._pong_load
-        if self._rows or self._failed or self._arrived_marks or load != self.reported:
+        marks = self._arrived_marks or self._withdrawn_marks
+        if self._rows or self._failed or marks or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]
             steps[-1].failed_handles.extend(self._failed)
@@ -151,9 +162,10 @@ class Outbox:
             steps[-1].load.CopyFrom(load_message(load))
             steps[-1].last_handle = self.last_handle
             steps[-1].arrived_marks = self._arrived_marks
+            steps[-1].withdrawn_marks = b"".join(self._withdrawn_marks)
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
-        self._is_draining, self._arrived_marks = None, b""
+        self._is_draining, self._arrived_marks, self._withdrawn_marks = None, b"", {}
         return messages
 
 
