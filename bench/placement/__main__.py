@@ -3,9 +3,9 @@
     python -m bench.placement --trace conversation.jsonl --dynamo-python /path/to/venv/bin/python
 
 Takes about an hour on two cores; `--quick` takes three minutes. With `--keep FOLDER` it goes on where it was ended.
-Workers are H200s with Qwen3-8B by a roofline (simulation/profile.py). `prefix` and its rivals have five seeds, of which
-each has its own part of the trace. Other policies have one. Without `--trace` or `--dynamo-python`, the report leaves
-out those parts and says so. The defaults of PlacementConfig come from bench/placement/sweep.py.
+Workers are H200s with Qwen3-8B by a roofline (simulation/profile.py). `prefix` and its rivals have five seeds, other
+policies have one. Without `--trace` or `--dynamo-python`, the report leaves out those parts and says so. Loads of
+another character are in bench/placement/rivals.py. The defaults of PlacementConfig come from bench/placement/sweep.py.
 """
 
 import argparse
@@ -21,11 +21,12 @@ from blockyard.deploy.bench.workloads.mooncake import write_trace
 from blockyard.router.placement.config import PolicyName
 
 from bench.peers.dynamo import RouterMode, run_dynamo
+from bench.placement.rivals import rival_jobs
 from bench.placement.simulation.mocker import MockerProfile
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import RIVAL_LOADS, STANDARD_LOADS, Job, Load, Table, run_jobs
-from bench.placement.text import MOCK_TAG, POLICIES, RIVALS, UNIFORM_TAG, Findings, floors, text
+from bench.placement.simulation.study import STANDARD_LOADS, Job, Load, Table, run_jobs
+from bench.placement.text import MOCK_TAG, POLICIES, RIVALS, Findings, floors, text
 from bench.plots import draw
 from bench.reporting import write_report
 
@@ -50,7 +51,6 @@ class Study:
     dynamo_python: Path | None
     processes: int
     keep: Path | None
-    rival_loads: Sequence[Load]
     has_large: bool
     """Whether to run 64 workers, and a thousand workers for a minute of the trace."""
 
@@ -58,33 +58,16 @@ class Study:
     def large_loads(self) -> list[Load]:
         large = [Load(workload="shared-prefix", rate=80, seconds=10, num_workers=64)]
         if self.trace is not None:
-            large.append(self._trace_load(speed=20, seconds=60, num_workers=1000))
+            large.append(Load(workload="trace", rate=20, seconds=60, num_workers=1000, trace=str(self.trace)))
         return large if self.has_large else []
-
-    @property
-    def trace_loads(self) -> list[Load]:
-        return [] if self.trace is None else [self._trace_load(speed=4, seconds=100, num_workers=8)]
 
     @property
     def router_loads(self) -> list[Load]:
         return [load for load in self.loads if load.workload in ROUTER_WORKLOADS]
 
-    def _trace_load(self, *, speed: float, seconds: float, num_workers: int) -> Load:
-        trace = str(self.trace)
-        return Load(workload="trace", rate=speed, seconds=seconds, num_workers=num_workers, trace=trace)
-
     def jobs(self) -> list[Job]:
         """Return all jobs, longest first."""
-        jobs = [
-            Job(
-                load=load,
-                setup=Setup(policy=policy, seed=seed, has_uniform_speeds=tag == UNIFORM_TAG),
-                tag=tag,
-            )
-            for load in (*self.loads, *self.rival_loads, *self.trace_loads)
-            for tag, policy in RIVALS.items()
-            for seed in self.seeds
-        ]
+        jobs = rival_jobs(self.loads, self.seeds)
         jobs += [
             Job(load=load, setup=Setup(policy=policy, seed=self.seeds[0]), tag=policy)
             for load in self.loads
@@ -128,13 +111,7 @@ def main() -> None:
     loads: tuple[Load, ...] = STANDARD_LOADS
     if options.quick:
         loads = tuple(replace(load, seconds=min(load.seconds, 5.0)) for load in loads)
-    rival_loads = RIVAL_LOADS
-    if options.quick:
-        rival_loads = tuple(
-            replace(load, seconds=min(load.seconds, 4.0), join_seconds=2.0) for load in rival_loads
-        )
     study = Study(
-        rival_loads=rival_loads,
         seeds=range(1 if options.quick else options.seeds),
         loads=loads,
         trace=options.trace,
@@ -172,8 +149,7 @@ def _findings(study: Study) -> Findings:
     print()
     return Findings(
         loads=study.loads,
-        rival_loads=[*study.rival_loads, *study.trace_loads],
-        other_loads=study.large_loads,
+        large_loads=study.large_loads,
         router_loads=study.router_loads,
         many_routers=MANY_ROUTERS_TAG,
         table=table,

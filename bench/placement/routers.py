@@ -4,7 +4,7 @@
 
 Every cell gets the same arrivals. Ratios are to one router without lag, per load: reuse, where above 1 is better, and
 mean time to first token, where below 1 is better. Takes about an hour on two cores; `--quick` has the corners of the
-matrix with one seed, and writes no report.
+matrix with one seed, and writes no report. With `--keep FOLDER` it goes on where it was ended.
 """
 
 import argparse
@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument("--trace-speed", type=float, default=4.0, help="default %(default)g")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the result of each run, as of bench.placement"
+    )
     parser.add_argument("--quick", action="store_true", help="the corners of the matrix, one seed, no report")
     options = parser.parse_args()
     loads: tuple[Load, ...] = LOADS
@@ -43,7 +46,8 @@ def main() -> None:
         loads = (*loads, trace)
     cells, seeds = (CORNERS, 1) if options.quick else (CELLS, options.seeds)
     table, jobs = Table(), list(_jobs(loads, cells, seeds))
-    for done, (job, result) in enumerate(run_jobs(jobs, processes=options.processes), start=1):
+    runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
+    for done, (job, result) in enumerate(runs, start=1):
         table.add(job, result)
         print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
     print()
@@ -65,7 +69,6 @@ def _jobs(loads: Iterable[Load], cells: Sequence[tuple[int, float]], num_seeds: 
         for num_routers, lag_seconds in cells:
             for seed in range(num_seeds):
                 setup = Setup(seed=seed, num_routers=num_routers, index_lag_seconds=lag_seconds)
-                # A trace is the same for every seed, which then decides which router gets a request.
                 yield Job(load=load, setup=setup, tag=_tag(num_routers, lag_seconds))
 
 

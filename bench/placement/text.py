@@ -40,6 +40,13 @@ LEAST_MARGIN = 0.005
 """Part of a figure by which `prefix` may always be behind a rival."""
 MOST_MARGINS = {"reuse": 0.03, "ttft_mean": 0.03, "ttft_p99": 0.1}
 """Largest part by which `prefix` may be behind a rival. Between the two, the spread of the seeds decides."""
+RIVAL_TEXT = (
+    f"`dynamo` is Dynamo's published cost function in our placer. `{UNIFORM_TAG}` is `prefix` with routers that take "
+    "all workers to be equally fast. A floor beside a rival is the mean of the seeds' ratios. It allows one standard "
+    f"deviation of them, at least {100 * LEAST_MARGIN:g} % and at most "
+    + ", ".join(f"{100 * margin:g} % of {figure}" for figure, margin in MOST_MARGINS.items())
+    + "."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +54,8 @@ class Findings:
     """Loads of the study and their results."""
 
     loads: Sequence[Load]
-    rival_loads: Sequence[Load]
-    """Loads of different character, with RIVALS alone."""
-    other_loads: Sequence[Load]
-    """Loads of large clusters."""
+    large_loads: Sequence[Load]
+    """Loads of large clusters, with `prefix` alone."""
     router_loads: Sequence[Load]
     many_routers: str
     """Tag of runs with several routers."""
@@ -67,11 +72,7 @@ def floors(findings: Findings) -> list[Floor]:
         ours = table.mean(load.label, MOCK_TAG.format("prefix"), "reuse")
         theirs = findings.peer[load.label]["kv"]["mean"]
         found.append(_floor(f"reuse beside Dynamo's simulator, {load.label}", ours / theirs, 1.0, "higher"))
-    for load in (*findings.loads, *findings.rival_loads):
-        for rival in RIVALS:
-            for figure in MOST_MARGINS if rival != "prefix" else ():
-                if figure != "reuse" or table.mean(load.label, rival, figure):
-                    found.append(rival_floor(table, load, rival, figure))
+    found += rival_floors(table, findings.loads)
     for load in findings.loads:
         if load.workload in ("nothing-shared", "long-prompts"):
             for figure in ("ttft_mean", "latency_p50"):
@@ -97,20 +98,14 @@ def text(findings: Findings) -> str:
         "and workers are real, from the placer to the engine, on the index's twin. Times are those of simulated GPUs, "
         "so only their order and ratios count.",
         f"Numbers are means over the seeds. Policies other than {', '.join(RIVALS)} have the first seed alone. "
-        f"`dynamo` is Dynamo's published cost function in our placer. `{UNIFORM_TAG}` is `prefix` with routers that "
-        "take all workers to be equally fast.",
-        "A floor beside a rival is the mean of the seeds' ratios. It allows one standard deviation of them, at least "
-        f"{100 * LEAST_MARGIN:g} % and at most "
-        + ", ".join(f"{100 * margin:g} % of {figure}" for figure, margin in MOST_MARGINS.items())
-        + ".",
+        f"{RIVAL_TEXT}",
         f"![reuse and time to first token]({date.today().isoformat()}-placement.png)",
         *(_policy_table(load, table) for load in findings.loads),
-        _rival_table(findings),
         _router_table(findings),
         _peer_table(findings) if findings.peer else "Dynamo's own simulator was not run (`--dynamo-python`).",
-        *(_policy_table(load, table) for load in findings.other_loads),
+        *(_policy_table(load, table) for load in findings.large_loads),
     ]
-    if not any(load.trace for load in findings.other_loads):
+    if not any(load.trace for load in findings.large_loads):
         parts.append("No production trace was given (`--trace`).")
     return "\n\n".join(parts)
 
@@ -126,41 +121,31 @@ def _policy_table(load: Load, table: Table) -> str:
             f"{seeds}, {runs[0].num_requests} requests in the first, ideal reuse "
             f"{table.mean(load.label, tags[0], 'ideal_reuse'):.3f}.",
             "",
-            *_heading("policy"),
-            *(f"| {tag} | {_cells(load.label, tag, table)} |" for tag in tags),
+            *heading("policy"),
+            *(f"| {tag} | {cells(load.label, tag, table)} |" for tag in tags),
         ]
     )
 
 
-def _heading(*first: str) -> Iterable[str]:
+def heading(*first: str) -> Iterable[str]:
     headings = [*first, *(heading for heading, _, _ in SHOWN.values())]
     return ("| " + " | ".join(headings) + " |", "|---" * len(headings) + "|")
 
 
-def _cells(load: str, tag: str, table: Table) -> str:
+def cells(load: str, tag: str, table: Table) -> str:
     return " | ".join(
         form.format(factor * table.mean(load, tag, figure)) for figure, (_, factor, form) in SHOWN.items()
     )
 
 
-def _rival_table(findings: Findings) -> str:
-    rows = [
-        f"| {load.label} | {tag} | {_cells(load.label, tag, findings.table)} |"
-        for load in findings.rival_loads
-        for tag in RIVALS
-    ]
-    title = "## Loads of different character, and rivals of `prefix`"
-    return "\n".join([title, "", *_heading("load", "policy"), *rows])
-
-
 def _router_table(findings: Findings) -> str:
     rows = [
-        f"| {load.label} | {name} | {_cells(load.label, tag, findings.table)} |"
+        f"| {load.label} | {name} | {cells(load.label, tag, findings.table)} |"
         for load in findings.router_loads
         for name, tag in (("1 router", "prefix"), (findings.many_routers, findings.many_routers))
     ]
     title = "## Several routers that share only the index and the workers' reports"
-    return "\n".join([title, "", *_heading("load", "routers"), *rows])
+    return "\n".join([title, "", *heading("load", "routers"), *rows])
 
 
 def _peer_table(findings: Findings) -> str:
@@ -189,6 +174,17 @@ def _peer_table(findings: Findings) -> str:
 
 def _ratio(table: Table, load: Load, policy: str, figure: str) -> float:
     return table.mean(load.label, "prefix", figure) / table.mean(load.label, policy, figure)
+
+
+def rival_floors(table: Table, loads: Iterable[Load]) -> list[Floor]:
+    return [
+        rival_floor(table, load, rival, figure)
+        for load in loads
+        for rival in RIVALS
+        if rival != "prefix"
+        for figure in MOST_MARGINS
+        if figure != "reuse" or table.mean(load.label, rival, figure)
+    ]
 
 
 def rival_floor(table: Table, load: Load, rival: str, figure: str) -> Floor:

@@ -41,6 +41,11 @@ class Arrivals(Generic[WorkerT]):
                 self._in_order.append((until, mark, worker))
         self._forget_old()
 
+    def withdraw(self, worker: WorkerT, packed: bytes) -> None:
+        """Forget the marks of prompts that have ended on the worker before they were computed."""
+        for mark in split_marks(packed):
+            self._forget(mark, worker)
+
     def depths(self, names: Sequence[bytes], block_size: int) -> dict[WorkerT, int]:
         """Return the number of leading blocks of a prompt with these names that have reached each worker."""
         self._forget_old()
@@ -54,18 +59,22 @@ class Arrivals(Generic[WorkerT]):
         now = self._clock()
         while self._in_order and (self._in_order[0][0] <= now or len(self._in_order) > self._max_marks):
             until, mark, worker = self._in_order.popleft()
-            # A later arrival may have renewed the mark.
-            if self._until[mark][worker] == until:
-                del self._until[mark][worker]
-                if not self._until[mark]:
-                    del self._until[mark]
+            # A later arrival may have renewed the mark, or the worker withdrawn it.
+            if self._until.get(mark, {}).get(worker) == until:
+                self._forget(mark, worker)
+
+    def _forget(self, mark: bytes, worker: WorkerT) -> None:
+        workers = self._until.get(mark, {})
+        workers.pop(worker, None)
+        if not workers:
+            self._until.pop(mark, None)
 
     def check_invariants(self) -> None:
-        latest = {(mark, worker): until for until, mark, worker in self._in_order}
         kept = {
-            (mark, worker): until
+            (until, mark, worker)
             for mark, workers in self._until.items()
             for worker, until in workers.items()
         }
-        assert kept == latest, "an arrival is kept without its time, or not forgotten"
+        assert kept <= set(self._in_order), "an arrival is kept that will not be forgotten"
+        assert all(self._until.values()), "a mark is kept without a worker"
         assert len(self._in_order) <= self._max_marks, "more marks are kept than allowed"

@@ -33,8 +33,8 @@ class Placed:
     """Blocks that the worker is to fetch first. None: none, or the pull has ended."""
     sent: bool = False
     started: bool = False
-    report: int = 0
-    """Number of the worker's load reports that had arrived when the request was sent."""
+    handle: int = 0
+    """Number of the request on the stream to the worker. Later requests have higher ones."""
 
     @property
     def pairs(self) -> int:
@@ -105,10 +105,11 @@ class Bookings:
         """Sums over requests that have not been sent. No load report counts them."""
         self.sent = Sums()
         self.unreported = Sums()
-        """Sums over requests sent since the worker's last load report, which does not count them."""
+        """Sums over requests that the worker's last load report does not count, because they had not reached it."""
         self.prefixes = Speculation()
         self._open: set[Placed] = set()
-        self._num_reports = 0
+        self._unreported: dict[Placed, None] = {}
+        """In the order in which they were sent."""
 
     def __contains__(self, placed: Placed) -> bool:
         return placed in self._open
@@ -123,7 +124,8 @@ class Bookings:
 
     def send(self, placed: Placed) -> None:
         self.waiting.count(placed, -1)
-        placed.sent, placed.report = True, self._num_reports
+        placed.sent = True
+        self._unreported[placed] = None
         for sums in (self.sent, self.unreported):
             sums.count(placed, 1)
 
@@ -138,20 +140,25 @@ class Bookings:
         for sums in self._sums(placed):
             sums.count(placed, -1)
         self._open.remove(placed)
+        self._unreported.pop(placed, None)
         if not placed.started:
             self.prefixes.forget(placed.names)
 
-    def reported(self) -> None:
-        """Record that a load report of the worker has arrived. It counts all requests sent before."""
-        self.unreported = Sums()
-        self._num_reports += 1
+    def reported(self, last_handle: int | None = None) -> None:
+        """Record a load report of the worker. It counts the requests up to `last_handle`, or all if it is None."""
+        while self._unreported:
+            placed = next(iter(self._unreported))
+            if last_handle is not None and placed.handle > last_handle:
+                return
+            del self._unreported[placed]
+            self.unreported.count(placed, -1)
 
     def check_invariants(self) -> None:
         sent = {placed for placed in self._open if placed.sent}
         for sums, requests in (
             (self.waiting, self._open - sent),
             (self.sent, sent),
-            (self.unreported, {placed for placed in sent if placed.report == self._num_reports}),
+            (self.unreported, self._unreported.keys()),
         ):
             expected = Sums()
             for placed in requests:
@@ -163,7 +170,7 @@ class Bookings:
         """Return the sums that include the request."""
         if not placed.sent:
             return [self.waiting]
-        return [self.sent, self.unreported] if placed.report == self._num_reports else [self.sent]
+        return [self.sent, self.unreported] if placed in self._unreported else [self.sent]
 
 
 class Speculation:

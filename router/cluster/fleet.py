@@ -169,8 +169,10 @@ class Fleet(LinkEvents):
         self._changed(address)
         return refusal
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
-        self.view.heard(address, load)
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None, last_handle: int | None = None
+    ) -> None:
+        self.view.heard(address, load, last_handle)
         if self._pulls and load is not None and not load.pull_bytes_per_second:
             self._measure_link(address)
         self._changed(address)
@@ -192,8 +194,8 @@ class Fleet(LinkEvents):
             source = self._rng.choice(known)
             self.links[address].measure_link(source.transfer_address, source.incarnation)
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        self.view.arrived(address, marks)
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes) -> None:
+        self.view.arrived(address, marks, withdrawn_marks)
 
     def draining(self, address: str, is_draining: bool) -> None:
         self.view.draining(address, is_draining)

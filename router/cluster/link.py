@@ -75,11 +75,16 @@ class LinkEvents:
         """Return why this worker must not be used, or None to accept it."""
         raise NotImplementedError
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None, last_handle: int | None = None
+    ) -> None:
+        """A message has come, maybe with a load. The load counts the requests up to `last_handle`, or all if it is
+        None."""
         raise NotImplementedError
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        """Prompts with these marks have reached the worker."""
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes) -> None:
+        """Prompts with these marks have reached the worker, and those with `withdrawn_marks` have ended there
+        uncomputed."""
         raise NotImplementedError
 
     def draining(self, address: str, is_draining: bool) -> None:
@@ -328,10 +333,10 @@ class EngineLink:
             self._last_heard = self._clock()
             match message.WhichOneof("message"):
                 case "step":
-                    load = message.step.load if message.step.HasField("load") else None
-                    self._events.heard(self.address, load)
-                    if message.step.arrived_marks:
-                        self._events.arrived(self.address, message.step.arrived_marks)
+                    self._heard_load(message.step)
+                    arrived, withdrawn = message.step.arrived_marks, message.step.withdrawn_marks
+                    if arrived or withdrawn:
+                        self._events.arrived(self.address, arrived, withdrawn)
                     await self._route(message.step)
                 case "rejected":
                     self._events.heard(self.address, None)
@@ -349,14 +354,19 @@ class EngineLink:
                         self._events.draining(self.address, message.pong.is_draining)
                     if message.pong.HasField("index"):
                         self._events.index_reported(self.address, message.pong.index)
-                    self._events.heard(
-                        self.address, message.pong.load if message.pong.HasField("load") else None
-                    )
+                    self._heard_load(message.pong)
                 case _:
                     self._events.heard(self.address, None)
         code = await call.code()
         how = NoDeath if code is grpc.StatusCode.OK else StreamOver
         raise how(f"the worker ended the stream with {code.name}")
+
+    def _heard_load(self, message: session_pb2.StepOutput | session_pb2.Pong) -> None:
+        self._events.heard(
+            self.address,
+            message.load if message.HasField("load") else None,
+            message.last_handle if message.HasField("last_handle") else None,
+        )
 
     async def _route(self, step: session_pb2.StepOutput) -> None:
         """Deliver the rows and failures of a step to their sinks, a few per tick of the event loop."""

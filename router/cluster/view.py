@@ -173,8 +173,13 @@ class ClusterView:
         worker.booked = Bookings()
         self._state_changed(worker)
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None = None) -> None:
-        """Record a message of the worker, and its load report if it has one."""
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None = None, last_handle: int | None = None
+    ) -> None:
+        """Record a message of the worker, and its load report if it has one.
+
+        The report counts our requests up to `last_handle`, or all if it is None.
+        """
         worker, now = self._workers[address], self._clock()
         if not self._is_ready(worker, now):
             self._ready = None
@@ -182,7 +187,7 @@ class ClusterView:
         if load is not None:
             worker.load = load
             self.speeds.report(worker.speed, load, now)
-            worker.booked.reported()
+            worker.booked.reported(last_handle)
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
         self._changed(worker)
@@ -274,11 +279,12 @@ class ClusterView:
             self._pulling[placed.address] += sign * placed.pull.num_bytes
             self._lending[placed.pull.source.address] += sign * placed.pull.num_bytes
 
-    def arrived(self, address: str, marks: bytes) -> None:
-        """Record the marks of prompts that have reached the worker, from whichever router."""
+    def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes = b"") -> None:
+        """Record the marks of prompts that have reached the worker, from whichever router. Forget the others."""
         worker = self._workers.get(address)
         if worker is not None:
             self._arrivals.add(worker, marks)
+            self._arrivals.withdraw(worker, withdrawn_marks)
 
     def draining(self, address: str, is_draining: bool = True) -> None:
         """Record whether the worker takes new requests. Running ones continue."""

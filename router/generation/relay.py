@@ -278,7 +278,7 @@ class _Attempt:
 
     def submit(self, submit: session_pb2.Submit) -> None:
         submitted = self._outputs.submitted(submit.continuations)
-        self._handle = self._link.submit(submit, self._receive, submitted)
+        self._handle = self._placed.handle = self._link.submit(submit, self._receive, submitted)
         for index in submitted - self._outputs.running:
             self.cancel(index)
 

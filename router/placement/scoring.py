@@ -8,9 +8,10 @@ on the worker, and to requests that come later. With its full weight (`others_fr
 of all requests together, not only its own.
 
 A worker may fetch a prefix from another one that has more of it. Its score is the lower one of both ways, and fetching
-must save more than a tie. A worker whose memory is short fetches nothing: the copy would make others wait for room. Does
-not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the
-state of workers (cluster/view.py).
+must save more than a tie. A worker whose memory is short fetches nothing: the copy would make others wait for room.
+
+Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the state of workers
+(cluster/view.py).
 """
 
 from collections.abc import Sequence

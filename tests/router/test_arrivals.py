@@ -43,6 +43,33 @@ def test_each_worker_has_the_deepest_prefix_of_the_last_seconds(
     assert arrivals.depths(NAMES, 16) == expected
 
 
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.booleans(), st.floats(0, 4)), max_size=30
+    )
+)
+def test_what_a_worker_withdraws_is_forgotten_until_it_arrives_again(
+    events: list[tuple[str, int, bool, float]],
+) -> None:
+    clock = Clock()
+    arrivals, until = Arrivals[str](clock), dict[tuple[str, int], float]()
+    for worker, depth, is_withdrawn, seconds in events:
+        told, depths = marks(NAMES[:depth], 16), range(8, depth + 1, 8)
+        if is_withdrawn:
+            arrivals.withdraw(worker, told)
+        else:
+            arrivals.add(worker, told)
+        for marked in depths:
+            until[worker, marked] = 0.0 if is_withdrawn else clock.now + KEEP_SECONDS
+        clock.now += seconds
+        expected: dict[str, int] = {}
+        for (name, marked), time in until.items():
+            if time > clock.now:
+                expected[name] = max(expected.get(name, 0), marked)
+        assert arrivals.depths(NAMES, 16) == expected
+        arrivals.check_invariants()
+
+
 @given(st.lists(st.binary(max_size=40), max_size=40))
 def test_a_worker_that_reports_much_fills_no_memory(reports: list[bytes]) -> None:
     arrivals = Arrivals[str](Clock(), max_marks=10)

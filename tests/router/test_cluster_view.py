@@ -118,6 +118,17 @@ def test_what_was_placed_after_a_report_counts_beside_what_the_report_has() -> N
     view.check_invariants()
 
 
+def test_a_request_that_had_not_reached_the_worker_counts_beside_its_report() -> None:
+    """With several routers, a worker reports often, and the report may cross our request on the way."""
+    view, _ = view_of("a")
+    for handle in (1, 2):
+        sent(view, "a", names=[], uncached_tokens=100, blocks=7).handle = handle
+    for last_handle, tokens in ((0, 900), (1, 800), (2, 700), (None, 700)):
+        view.heard("a", cluster_pb2.WorkerLoad(queued_prefill_tokens=700), last_handle)
+        assert view.candidates([], 100, {})[0].queued_prefill_tokens == tokens
+        view.check_invariants()
+
+
 def test_context_counts_as_often_as_it_is_read() -> None:
     view, _ = view_of("a")
     for _ in range(3):
@@ -325,7 +336,7 @@ def test_a_request_frees_its_place_in_the_queue_once() -> None:
 )
 def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]]) -> None:
     view, clock = view_of("a")
-    open_requests = []
+    open_requests, num_sent = [], 0
     for kind, number in events:
         match kind:
             case "place":
@@ -339,6 +350,8 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
                     )
                 )
             case "send" if open_requests and not open_requests[number % len(open_requests)].sent:
+                num_sent += 1
+                open_requests[number % len(open_requests)].handle = num_sent
                 view.sent(open_requests[number % len(open_requests)])
             case "aside" if open_requests and not open_requests[number % len(open_requests)].sent:
                 with view.without(open_requests[number % len(open_requests)]):
@@ -350,7 +363,7 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
                 view.heard("a")
                 view.candidates(NAMES, PROMPT_TOKENS, {})
             case "report":
-                view.heard("a", cluster_pb2.WorkerLoad())
+                view.heard("a", cluster_pb2.WorkerLoad(), None if number == 30 else number)
             case "reconnect":
                 view.disconnected("a", "stream ended")
                 view.accepted("a", session_pb2.Hello(worker_id="a", block_size=16, total_blocks=1000))

@@ -79,7 +79,9 @@ class Accepting(LinkEvents):
     def accept(self, address: str, hello: session_pb2.Hello) -> None:
         return None
 
-    def heard(self, address: str, load: cluster_pb2.WorkerLoad | None) -> None:
+    def heard(
+        self, address: str, load: cluster_pb2.WorkerLoad | None, last_handle: int | None = None
+    ) -> None:
         pass
 
     def disconnected(self, address: str, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Requests on their way to the engine are part of the reported load, without what they share with earlier prompts."""
 
 from blockyard.proto.naming.block_hash import chain
-from blockyard.proto.naming.marks import marks
+from blockyard.proto.naming.marks import marks, split_marks
 from blockyard.worker.engine_types import EngineLoad
 from blockyard.worker.session.arrivals import Arrivals
 from hypothesis import given
@@ -30,6 +30,22 @@ def test_a_shared_prefix_is_computed_once() -> None:
     arrivals.add(names(SHARED), 1600)
     _, tokens = arrivals.add(names([*SHARED, *range(5000, 5320)]), 1920)
     assert 320 <= tokens < 320 + 128
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 600)), max_size=20), st.data())
+def test_a_withdrawn_prompt_takes_the_marks_that_no_other_has(
+    prompts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    arrivals, left = Arrivals(16), []
+    for first, length in prompts:
+        packed, _ = arrivals.add(names(list(range(first, first + length))), length)
+        left.append(packed)
+    while left:
+        gone = left.pop(data.draw(st.integers(0, len(left) - 1)))
+        others = {mark for packed in left for mark in split_marks(packed)}
+        assert split_marks(arrivals.withdraw(gone)) == [
+            mark for mark in split_marks(gone) if mark not in others
+        ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 600), st.booleans()), max_size=40))

@@ -165,6 +165,30 @@ def test_what_is_given_back_comes_behind_its_tokens_and_a_drain_before_all() -> 
     assert outbox.take(IDLE) == []
 
 
+def test_a_withdrawn_mark_that_arrives_again_stays_and_one_withdrawn_last_goes() -> None:
+    outbox = Outbox()
+    first, second = b"a" * 8, b"b" * 8
+    outbox.tell_withdrawal(first)
+    outbox.tell_arrival(first + second)
+    outbox.tell_withdrawal(second)
+    (message,) = outbox.take(IDLE)
+    assert (message.step.arrived_marks, message.step.withdrawn_marks) == (first + second, second)
+    assert outbox.take(IDLE) == []
+    for number in range(MAX_MARKS_BYTES // 8 + 5):
+        outbox.tell_withdrawal(number.to_bytes(8))
+    assert len(outbox.take(IDLE)[0].step.withdrawn_marks) == MAX_MARKS_BYTES
+
+
+def test_each_load_comes_with_the_last_request_that_it_counts() -> None:
+    outbox = Outbox()
+    outbox.last_handle = 3
+    outbox.answer_ping(1, IDLE)
+    outbox.last_handle = 4
+    outbox.add(3, output(5, 0))
+    pong, step = outbox.take(IDLE)
+    assert (pong.pong.last_handle, step.step.last_handle) == (3, 4)
+
+
 def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> None:
     outbox = Outbox()
     outbox.tell_arrival(b"a" * 8)

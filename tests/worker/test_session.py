@@ -194,7 +194,28 @@ async def test_every_router_hears_of_a_prompt_that_has_reached_the_worker(worker
             while not (step := await router.read_until("step")).arrived_marks:
                 pass
             assert step.arrived_marks == marks(chain(ROOT, [5] * 300, 16), 16)
+            assert step.last_handle == (1 if router is session else 0)
         await session.tokens_of(1)
+
+
+async def test_a_prompt_that_is_cancelled_uncomputed_is_withdrawn_on_every_router(
+    worker: WorkerServer,
+) -> None:
+    """Four sequences run at most, so the fifth prompt waits. The first is computed, and stays."""
+    async with Session(worker.address) as session, Session(worker.address) as other:
+        for router in (session, other):
+            await router.read_until("hello")
+        await session.submit(1, length=140, max_tokens=200)
+        await session.until_runs()
+        for handle in (2, 3, 4):
+            await session.submit(handle, max_tokens=200)
+        await session.submit(5, length=300, token=6)
+        for handle in (5, 1):
+            await session.call.write(ToWorker(cancel=Cancel(handle=handle)))
+        for router in (session, other):
+            while not (step := await router.read_until("step")).withdrawn_marks:
+                pass
+            assert step.withdrawn_marks == marks(chain(ROOT, [6] * 300, 16), 16)
 
 
 async def test_ping_is_answered_with_the_load(worker: WorkerServer) -> None:

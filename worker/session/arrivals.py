@@ -21,17 +21,17 @@ class Arrivals:
         self._block_size = block_size
         self._requests = 0
         self._tokens = 0
-        self._recent: dict[bytes, None] = {}
-        """Marks of the last prompts, the latest last."""
+        self._recent: dict[bytes, int] = {}
+        """Number of the last prompts with each mark, without withdrawn ones. Marks of the latest prompt are last."""
 
     def add(self, names: Sequence[bytes], prompt_tokens: int) -> tuple[bytes, int]:
         """Count a request until `taken`. Return its marks, and the tokens that it is expected to compute."""
         packed, shared = marks(names, self._block_size), 0
         for number, mark in enumerate(split_marks(packed), start=1):
-            if mark in self._recent:
-                del self._recent[mark]
+            num_prompts = self._recent.pop(mark, 0)
+            if num_prompts:
                 shared = number
-            self._recent[mark] = None
+            self._recent[mark] = num_prompts + 1
         while len(self._recent) > MAX_REMEMBERED_MARKS:
             del self._recent[next(iter(self._recent))]
         shared_tokens = shared * distance_between(len(names), self._block_size) * self._block_size
@@ -45,6 +45,19 @@ class Arrivals:
         the request now."""
         self._requests -= 1
         self._tokens -= tokens
+
+    def withdraw(self, packed: bytes) -> bytes:
+        """Record that a prompt with these marks has ended before it was computed. Return those that no other prompt
+        has."""
+        gone = []
+        for mark in split_marks(packed):
+            num_prompts = self._recent.get(mark, 0)
+            if num_prompts > 1:
+                self._recent[mark] = num_prompts - 1
+            elif num_prompts:
+                del self._recent[mark]
+                gone.append(mark)
+        return b"".join(gone)
 
     def added_to(self, load: EngineLoad) -> EngineLoad:
         """Return the engine's load with these requests."""

@@ -8,7 +8,7 @@ in bytes. Pure; one event loop owns it.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from blockyard.proto.naming.marks import MAX_MARKS_BYTES
+from blockyard.proto.naming.marks import MARK_BYTES, MAX_MARKS_BYTES, split_marks
 from blockyard.proto.v1 import inference_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
@@ -88,6 +88,9 @@ class Outbox:
         self._is_draining: bool | None = None
         self._arrived_marks = b""
         self._pulls: list[PullReport] = []
+        self._withdrawn_marks: dict[bytes, None] = {}
+        self.last_handle = 0
+        """Handle of the router's last request. The loads in messages count it."""
         self.reported: EngineLoad | None = None
         """The load in the last message that had one."""
 
@@ -110,6 +113,15 @@ class Outbox:
     def tell_arrival(self, marks: bytes) -> None:
         """Report the marks of a prompt that has reached the worker. A slow router gets those of the last prompts."""
         self._arrived_marks = (self._arrived_marks + marks)[-MAX_MARKS_BYTES:]
+        if self._withdrawn_marks:
+            for mark in split_marks(marks):
+                self._withdrawn_marks.pop(mark, None)
+
+    def tell_withdrawal(self, marks: bytes) -> None:
+        """Report the marks of prompts that ended before they were computed. A slow router does not hear of all."""
+        self._withdrawn_marks.update(dict.fromkeys(split_marks(marks)))
+        while len(self._withdrawn_marks) * MARK_BYTES > MAX_MARKS_BYTES:
+            del self._withdrawn_marks[next(iter(self._withdrawn_marks))]
 
     def report_pull(self, report: PullReport) -> None:
         """Report a pull that has ended: one for each request at most."""
@@ -136,6 +148,7 @@ class Outbox:
             index=index,
             stalled_seconds=stalled_seconds,
             is_draining=is_draining,
+            last_handle=self.last_handle,
         )
 
     def take(self, load: EngineLoad) -> list[ToRouter]:
@@ -147,17 +160,21 @@ class Outbox:
         if self._pong is not None:
             messages.append(ToRouter(pong=self._pong))
             self.reported = self._pong_load
-        if self._rows or self._failed or self._arrived_marks or self._pulls or load != self.reported:
+        marks = self._arrived_marks or self._withdrawn_marks
+        if self._rows or self._failed or marks or self._pulls or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]
             steps[-1].failed_handles.extend(self._failed)
             steps[-1].failed_reasons.extend(self._failed.values())
             steps[-1].load.CopyFrom(load_message(load))
+            steps[-1].last_handle = self.last_handle
             steps[-1].arrived_marks = self._arrived_marks
+            steps[-1].withdrawn_marks = b"".join(self._withdrawn_marks)
             steps[-1].pulls.extend(self._pulls)
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
-        self._is_draining, self._arrived_marks, self._pulls = None, b"", []
+        self._is_draining, self._arrived_marks, self._withdrawn_marks = None, b"", {}
+        self._pulls = []
         return messages
 
 

@@ -76,10 +76,12 @@ class Link:
         return self.outbox.take(load)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Route:
     """The router of a request, and the handle and id by which that router knows the request."""
 
     link: Link
     handle: int
     request_id: str
+    marks: bytes = b""
+    """Marks of the prompt, until its first output."""

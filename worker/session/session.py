@@ -204,6 +204,8 @@ class SessionService:
             if route is None:
                 continue
             news.append((route, output))
+            if output.token_ids:
+                route.marks = b""
             if output.state is SequenceState.FAILED and not output.has_no_choice:
                 with about(route.request_id):
                     logger.error("its step failed")
@@ -218,7 +220,9 @@ class SessionService:
 
     def _forget(self, link: Link, handle: int, request_id: RequestId) -> None:
         link.requests.pop(handle, None)
-        self._routes.pop(request_id, None)
+        route = self._routes.pop(request_id, None)
+        if route is not None and route.marks:
+            self._on_loop(self._withdraw, route.marks)
 
     def _deliver(
         self,
@@ -332,7 +336,7 @@ class SessionService:
 
         def run(engine: Engine) -> None:
             try:
-                self._start(engine, link, submit, request)
+                self._start(engine, link, submit, request, packed)
             except Refused as refused:
                 reason = refused.reason
             except Exception:
@@ -343,13 +347,16 @@ class SessionService:
                 self._taken.append(tokens)
                 return
             self._on_loop(self._arrivals.taken, tokens)
+            self._on_loop(self._withdraw, packed)
             self._on_loop(link.reject, submit.handle, reason)
 
-        tokens = self._arrived(link, submit)
+        link.outbox.last_handle = max(link.outbox.last_handle, submit.handle)
+        packed, tokens = self._arrived(link, submit)
         self._engine.call(run)
 
-    def _arrived(self, link: Link, submit: Submit) -> int:
-        """Count a request in the reported load, and tell all routers of its prefix. Return its tokens to compute."""
+    def _arrived(self, link: Link, submit: Submit) -> tuple[bytes, int]:
+        """Count a request in the reported load, and tell all routers of its prefix. Return its marks, and its tokens to
+        compute."""
         prompt_tokens = min(submit.prompt_tokens, self._hello.max_model_len)
         most_bytes = NAME_BYTES * (1 + prompt_tokens // self._hello.block_size)
         num_bytes = min(len(submit.block_names), most_bytes) // NAME_BYTES * NAME_BYTES
@@ -358,9 +365,17 @@ class SessionService:
         for other in self._links if packed and not self.is_draining else ():
             other.tell_arrival(packed, is_own=other is link, every_seconds=every_seconds)
         self._tell_load()
-        return tokens
+        return packed, tokens
 
-    def _start(self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None) -> None:
+    def _withdraw(self, packed: bytes) -> None:
+        """Have all routers forget the marks of a prompt that has ended before it was computed."""
+        gone = self._arrivals.withdraw(packed)
+        for link in self._links if gone else ():
+            link.outbox.tell_withdrawal(gone)
+
+    def _start(
+        self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None, packed: bytes
+    ) -> None:
         if self.is_draining:
             raise Refused(RejectReason.REJECT_REASON_DRAINING)
         if len(engine.scheduler.waiting) >= self._max_waiting:
@@ -374,7 +389,7 @@ class SessionService:
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
         link.requests[submit.handle] = request_id
-        self._routes[request_id] = Route(link, submit.handle, submit.request_id)
+        self._routes[request_id] = Route(link, submit.handle, submit.request_id, packed)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
         """Return the checked content of a submit. Raises Refused."""
