@@ -17,6 +17,7 @@ from blockyard.proto.security.tls import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
+from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.wire import (
     MAX_REPLY_BYTES,
     TRIAL_BYTES,
@@ -90,6 +91,7 @@ class Receiver:
         memory: TransferableMemory,
         *,
         context: Callable[[bool], ssl.SSLContext] | None,
+        neighbours: Neighbours | None,
         on_end: Callable[[Pull, PullResult], object],
         on_trial_end: Callable[[PullResult], object],
     ) -> None:
@@ -98,6 +100,7 @@ class Receiver:
         self._layout = layout
         self._memory = memory
         self._context = context
+        self._neighbours = neighbours
         self._on_end = on_end
         self._on_trial_end = on_trial_end
         self._threads = ThreadPoolExecutor(MAX_PULLS + 1, thread_name_prefix="pull")
@@ -217,7 +220,7 @@ class Receiver:
             except Cut:
                 if attempt.has_answer:
                     raise
-        return self._ask(self._connect(wanted.address, attempt.deadline), key, attempt)
+        return self._ask(self._connect(wanted, attempt.deadline), key, attempt)
 
     def _ask(self, connection: Connection, key: tuple[str, str], attempt: "_Attempt") -> PullEnd:
         """Fetch on this connection. Keep it for the next pull where nothing is left on it, and close it otherwise."""
@@ -256,12 +259,16 @@ class Receiver:
             attempt.num_bytes += self._memory.block_bytes
         return PullEnd.PULL_END_WHOLE if reply.num_blocks == wanted.num_blocks else PullEnd.PULL_END_FEWER
 
-    def _connect(self, address: str, deadline: float) -> Connection:
+    def _connect(self, wanted: _Wanted, deadline: float) -> Connection:
         """Raises OSError, or ValueError for an address that is none."""
-        host, _, port = address.rpartition(":")
+        host, _, port = wanted.address.rpartition(":")
         seconds = min(CONNECT_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
             raise Late
+        if self._neighbours is not None:
+            near = self._neighbours.connect(wanted.incarnation, int(port), seconds)
+            if near is not None:
+                return Connection(near)
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
