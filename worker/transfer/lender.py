@@ -88,6 +88,7 @@ class Lender:
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError where that is not possible."""
+        host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=16)
         self._listeners.append(listener)
