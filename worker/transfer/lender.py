@@ -72,7 +72,7 @@ class Lender:
         neighbours: Neighbours | None,
     ) -> None:
         """`lend` and `end_loan` queue commands for the engine. `lend` takes names and the index of the first one
-        that is wanted. `context` makes TLS contexts, None means plaintext."""
+        that is wanted. `context` makes TLS contexts, None means plaintext. Without `neighbours` it takes TCP alone."""
         self._facts = facts
         self._memory = memory
         self._lend = lend
