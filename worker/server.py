@@ -42,6 +42,7 @@ from blockyard.worker.session.session import SessionService
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from blockyard.worker.startup.warm_up import try_out
 from blockyard.worker.transfer.exchange import Exchange
+from blockyard.worker.transfer.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ class WorkerServer:
             incarnation=self.incarnation,
             layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}",
             context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
+            neighbours=None if config.session_tls else Neighbours(config.cluster_secret, config.cluster),
             on_pull_end=self._service.pull_ended,
         )
 

@@ -13,6 +13,7 @@ from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.transfer.lender import Fence, Lender, LenderFacts
+from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.receiver import PullResult, Receiver
 
 
@@ -28,10 +29,11 @@ class Exchange:
         incarnation: str,
         layout: str,
         context: Callable[[bool], ssl.SSLContext] | None,
+        neighbours: Neighbours | None,
         on_pull_end: Callable[[RequestId, PullReport], object],
     ) -> None:
         """`engine` does not run yet. `on_pull_end` is called on the engine's thread. `context` makes TLS contexts, None
-        means plaintext."""
+        means plaintext. Without `neighbours` all connections are TCP."""
         self._can_pull = engine.scheduler.host_cache is not None
         self._thread = thread
         self._memory = memory
@@ -48,11 +50,13 @@ class Exchange:
             lend=self._lend,
             end_loan=lambda loan: self._thread.call(lambda engine: engine.end_loan(loan)),
             context=context,
+            neighbours=neighbours,
         )
         self._receiver = Receiver(
             layout,
             memory,
             context=context,
+            neighbours=neighbours,
             on_end=self._end_pull,
             on_trial_end=lambda result: self._thread.call(partial(_measure, result)),
         )
@@ -101,7 +105,7 @@ def _measure(result: PullResult, engine: Engine) -> None:
     if not result.is_measured:
         return
     if result.has_answer:
-        num_bytes = result.num_blocks * engine.bytes_per_block
+        num_bytes = result.num_arrived * engine.bytes_per_block
         engine.pull_rates.answered(result.setup_seconds, num_bytes, result.transfer_seconds)
     else:
         engine.pull_rates.unanswered(result.setup_seconds)
