@@ -140,6 +140,7 @@ class Lender:
             return accepted
         secured = self._context(True).wrap_socket(accepted, server_side=True)
         with self._lock:
+            self._connections.remove(accepted)  # it is empty now
             self._connections.add(secured)
             if self._is_stopping:
                 shut(secured)
