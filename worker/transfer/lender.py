@@ -166,7 +166,7 @@ class Lender:
                 connection.send(PullReply(num_blocks=len(loan) - first))
                 fence()
                 for index in range(first, len(loan)):
-                    connection.send_block(index, self._pieces(loan, index))
+                    connection.send_block(index, *self._content(loan, index))
         finally:
             self._loans.release()
 
@@ -199,7 +199,9 @@ class Lender:
         if future.exception() is None:
             self._end_loan(future.result()[0])
 
-    def _pieces(self, loan: Loan, index: int) -> list[memoryview]:
+    def _content(self, loan: Loan, index: int) -> tuple[list[memoryview], int | None]:
+        """Return the bytes of a block, and the checksum that they had when they were saved, if that is known."""
         if index < len(loan.blocks):
-            return self._memory.block(loan.blocks[index])
-        return [self._memory.slot(loan.host_slots[index - len(loan.blocks)])]
+            return self._memory.block(loan.blocks[index]), None
+        slot = loan.host_slots[index - len(loan.blocks)]
+        return [self._memory.slot(slot)], self._memory.checksum(slot)
