@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from blockyard.proto.security.tls import SESSION_NAME
-from blockyard.proto.v1.session_pb2 import PullEnd, PullReply, PullRequest
+from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
 from blockyard.worker.transfer.wire import (
@@ -35,6 +35,8 @@ AVOIDED_SECONDS = {
     PullEnd.PULL_END_UNREACHABLE: 5.0,
 }
 """Time for which nothing is fetched from a source after a pull that ended so."""
+MAX_IDLE = 64
+"""Connections kept open for later pulls. Restarted sources leave connections that nobody uses again."""
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
 
@@ -156,6 +158,8 @@ class Receiver:
                     or self._idle.setdefault(key, connection) is not connection
                 ):
                     connection.close()
+                elif len(self._idle) > MAX_IDLE:
+                    self._idle.pop(next(iter(self._idle))).close()
         return end
 
     def _exchange(self, connection: Connection, attempt: "_Attempt") -> PullEnd:
@@ -173,6 +177,9 @@ class Receiver:
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
         attempt.answered()
         if reply.refusal:
+            if reply.refusal != PullRefusal.PULL_REFUSAL_BUSY:
+                reason = PullRefusal.Name(reply.refusal).removeprefix("PULL_REFUSAL_")
+                logger.warning("worker %s refuses to send blocks: %s differs", pull.order.address, reason)
             return PullEnd.PULL_END_REFUSED
         if reply.num_blocks > num_wanted:
             raise ProtocolError(f"{reply.num_blocks} blocks where {num_wanted} were asked for")
