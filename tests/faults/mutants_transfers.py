@@ -118,7 +118,7 @@ MUTANTS = (
     mutant(
         65,
         "blocks are kept whose prefix has gone meanwhile",
-        STORM,
+        "transfer_memory.py::test_blocks_whose_prefix_was_flushed_in_the_pull_are_not_kept",
         ("worker:Pulls.end", "not self._tables.has(pull.prefix[:first])", "False"),
     ),
     mutant(

@@ -13,12 +13,13 @@ from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.security.tls import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReply
 from blockyard.worker.engine import Engine
+from blockyard.worker.scheduling.pulls import PullOrder
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer.lender import MAX_LOANS
 
 from ..worker.checkpoints import make_checkpoint, shared_checkpoint  # noqa: TID252
-from ..worker.scheduling import make_scheduler, make_sequence, run  # noqa: TID252
+from ..worker.scheduling import make_scheduler, make_sequence, run, run_to_end  # noqa: TID252
 from ..worker.test_session import ROOT  # noqa: TID252
 from ..worker.test_transfer import (  # noqa: TID252
     BLOCKS,
@@ -215,6 +216,28 @@ async def test_a_request_goes_on_without_a_pull_that_does_not_end() -> None:
             expected = await there.ask(1)
             assert await here.ask(1, pull=await pull_from(source, "", seconds=0.5)) == expected
             assert here.cached == {1: 0}
+
+
+@pytest.mark.fault(65)
+def test_blocks_whose_prefix_was_flushed_in_the_pull_are_not_kept() -> None:
+    scheduler = make_scheduler(20, host_cache_blocks=20)
+    host_cache = scheduler.host_cache
+    assert host_cache is not None
+    scheduler.submit(make_sequence(1, list(range(1, 34)), max_tokens=1))
+    run_to_end(scheduler)
+    scheduler.submit(make_sequence(3, list(range(1000, 1310)), max_tokens=1))
+    run_to_end(scheduler)
+    sequence = make_sequence(2, list(range(1, 100)))
+    scheduler.submit(sequence)
+    order = PullOrder(address="", incarnation="", num_blocks=6, seconds=1.0)
+    pull = scheduler.pulls.begin([sequence], order, now=0.0)
+    assert pull is not None
+    assert (len(pull.head.host_names), len(pull.slots)) == (2, 4), "its beginning is in host memory"
+    host_cache.clear()
+    scheduler.cache.flush()
+    scheduler.pulls.end(pull, 4)
+    assert not len(host_cache), "no prompt could reach them"
+    run_to_end(scheduler)
 
 
 @pytest.mark.fault(67)
