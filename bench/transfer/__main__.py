@@ -163,8 +163,9 @@ def main() -> None:
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     figures = measure(arguments)
+    parts = () if arguments.parts == list(PARTS) else arguments.parts
     path = write_report(
-        "transfer",
+        "-".join(("transfer", *parts)),
         title="Blocks that travel between two workers",
         text=text_of(figures, arguments),
         figures=figures,
