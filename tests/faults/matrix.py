@@ -107,5 +107,32 @@ MATRIX = (
         58, "Redis in Cluster mode", "refused before anything starts; who starts by hand says so and serves"
     ),
     _fault(59, "fail-over by Sentinel", "0 failed; the index is right again on the new primary"),
-    _fault(60, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
+    _fault(60, "source of a pull SIGKILL at any byte", "complete blocks are used, the rest is computed"),
+    _fault(61, "source of a pull SIGSTOP at any byte", "as 60; no wait beyond the estimate"),
+    _fault(
+        62,
+        "bytes of a pull cut, flipped, missing, doubled; answers that are none",
+        "no wrong block is used; the source is avoided for a minute",
+    ),
+    _fault(
+        63,
+        "source evicts or is flushed before or during a pull",
+        "it sends fewer; lent blocks stay; nothing unfinished is lent",
+    ),
+    _fault(64, "source of a pull restarts on its port", "refused: its incarnation differs"),
+    _fault(
+        65,
+        "request with a pull cancelled, expired, preempted; a pull that hangs",
+        "its reader stops first, then its slots are free; the tokens are right",
+    ),
+    _fault(66, "destination of a pull SIGKILL", "its loans end at once"),
+    _fault(67, "source with another model, data type, block size or secret", "refused, in words"),
+    _fault(68, "many pulls from one source, or a slow one", "four at once; nobody waits for the others"),
+    _fault(
+        69,
+        "two requests want one prefix; two workers pull from each other",
+        "one pull, both wait; nobody waits in a circle",
+    ),
+    _fault(70, "two tenants pull one prefix", "it stays on the account of the first"),
+    _fault(71, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
 )

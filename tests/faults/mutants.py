@@ -33,7 +33,7 @@ HEAD = (
     "|---|---|---|---|---|---|---|",
 )
 MAX_SHOWN = 110
-_SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) .+?(?: - (.*))?$", re.MULTILINE)
+_SUMMARY = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) \S.*?(?: - (.*))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

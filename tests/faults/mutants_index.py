@@ -1,4 +1,4 @@
-"""Mutants of rows 34 to 43, and of row 60: Redis and the prefix index."""
+"""Mutants of rows 34 to 43, and of row 71: Redis and the prefix index."""
 
 from .mutant import mutant
 
@@ -92,7 +92,7 @@ MUTANTS = (
         ),
     ),
     mutant(
-        60,
+        71,
         "who is cut off from one server is cut off from all",
         "redis_shards.py::test_the_death_of_one_of_two_servers_darkens_its_prefixes_alone",
         (

@@ -97,6 +97,7 @@ def test_a_mutant_whose_code_is_gone_or_ambiguous_is_refused(
     ("output", "verdict"),
     [
         ("PASSED tests/a.py::b\n", ("survived", "")),
+        ("ERROR    blockyard.worker:bisect.py:62 step 3 failed\nPASSED tests/a.py::b\n", ("survived", "")),
         ("FAILED tests/a.py::b - AssertionError: assert 1\n", ("killed", "AssertionError: assert 1")),
         ("ERROR tests/a.py::b - no start\n", ("did not come to its test", "no start")),
         ("SKIPPED [1] tests/a.py:3: no compiler\n", ("skipped by its test", "")),

@@ -1,4 +1,4 @@
-"""One of two Redis servers that share the prefixes dies under load: row 60. The other prefixes are still found."""
+"""One of two Redis servers that share the prefixes dies under load: row 71. The other prefixes are still found."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def two_servers(tmp_path: Path) -> Iterator[RedisCluster]:
         yield cluster
 
 
-@pytest.mark.fault(60)
+@pytest.mark.fault(71)
 async def test_the_death_of_one_of_two_servers_darkens_its_prefixes_alone(
     two_servers: RedisCluster, measured: dict[str, Any]
 ) -> None:

@@ -204,6 +204,7 @@ FRAME_BYTES = 8 + 2 * 3 * 2 * 16 * 16 * 4
 """A block and its header."""
 
 
+@pytest.mark.fault(62)
 @pytest.mark.parametrize("harm", [flip_at, cut_at, left_out_at, doubled_at])
 async def test_whatever_happens_to_the_bytes_tokens_are_right_and_nothing_waits(
     harm: Callable[[int], Callable[[bytes, int], bytes | None]], monkeypatch: pytest.MonkeyPatch
@@ -235,6 +236,7 @@ async def test_whatever_happens_to_the_bytes_tokens_are_right_and_nothing_waits(
         await check_idle(source)
 
 
+@pytest.mark.fault(68)
 async def test_a_slow_source_delays_a_request_no_longer_than_its_pull_may_take() -> None:
     async with a_worker("w0", secret="") as source, a_worker("w1", secret="") as destination:
         async with Router(source, "") as router:
@@ -274,6 +276,7 @@ async def test_an_order_that_leads_to_nothing_costs_only_the_computing(
             assert [report.end for report in router.reports.values()] == ([] if end is None else [end])
 
 
+@pytest.mark.fault(63)
 async def test_a_source_that_lacks_blocks_sends_those_that_it_has() -> None:
     async with a_worker("w0") as source, a_worker("w1") as destination:
         async with Router(source) as router:
@@ -285,6 +288,7 @@ async def test_a_source_that_lacks_blocks_sends_those_that_it_has() -> None:
             assert (report.end, report.num_blocks) == (PullEnd.PULL_END_FEWER, 6)
 
 
+@pytest.mark.fault(67)
 async def test_workers_of_other_layouts_or_secrets_lend_nothing() -> None:
     async with a_worker("w0", deterministic=False, dtype="bfloat16") as other, a_worker("w1") as destination:
         async with Router(other) as router:
@@ -301,6 +305,7 @@ async def test_workers_of_other_layouts_or_secrets_lend_nothing() -> None:
         assert router.reports[1].end == PullEnd.PULL_END_UNREACHABLE
 
 
+@pytest.mark.fault(65)
 async def test_a_cancelled_request_ends_its_pull_and_frees_its_slots() -> None:
     async with a_worker("w0", secret="") as source, a_worker("w1", secret="") as destination:
         async with Router(source, "") as router:
@@ -314,6 +319,7 @@ async def test_a_cancelled_request_ends_its_pull_and_frees_its_slots() -> None:
         await check_idle(source)
 
 
+@pytest.mark.fault(69)
 async def test_two_requests_for_one_prefix_wait_for_one_pull() -> None:
     async with a_worker("w0", secret="") as source, a_worker("w1", secret="") as destination:
         async with Router(source, "") as router:

@@ -100,6 +100,10 @@ class HostBlocks:
         """Return a slot's bytes, to be read or written. Unlike `save` and `load`, that waits for no device."""
         return self._place(slot).view(torch.uint8).numpy().data.cast("B")
 
+    def checksum_of(self, slot: HostSlot) -> int | None:
+        """Return the CRC-32 of what was saved in a slot, or None without `verify`."""
+        return None if self._checksums is None else self._checksums[slot]
+
     def received(self, slot: HostSlot, checksum: int) -> None:
         """Record that something wrote a slot's bytes, and their CRC-32."""
         if self._checksums is not None:

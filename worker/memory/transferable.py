@@ -36,6 +36,10 @@ class TransferableMemory(Protocol):
         """Return the bytes of a host slot, to be read or written."""
         ...
 
+    def checksum(self, slot: HostSlot) -> int | None:
+        """Return the CRC-32 of the bytes that were saved in a slot. None where none is kept."""
+        ...
+
     def received(self, slot: HostSlot, checksum: int) -> None:
         """Record that a slot was written. `checksum` is the CRC-32 of its bytes."""
         ...
@@ -75,6 +79,10 @@ class TorchMemory:
     def slot(self, slot: HostSlot) -> memoryview:
         assert self._host_blocks is not None, "there are no host slots"
         return self._host_blocks.bytes_of(slot)
+
+    def checksum(self, slot: HostSlot) -> int | None:
+        assert self._host_blocks is not None, "there are no host slots"
+        return self._host_blocks.checksum_of(slot)
 
     def received(self, slot: HostSlot, checksum: int) -> None:
         assert self._host_blocks is not None, "there are no host slots"

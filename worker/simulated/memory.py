@@ -22,5 +22,8 @@ class SimulatedMemory:
     def slot(self, slot: HostSlot) -> memoryview:
         return memoryview(self._bytes)
 
+    def checksum(self, slot: HostSlot) -> int | None:
+        return None
+
     def received(self, slot: HostSlot, checksum: int) -> None:
         pass

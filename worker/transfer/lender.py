@@ -163,6 +163,7 @@ class Lender:
             return accepted
         secured = self._context(True).wrap_socket(accepted, server_side=True)
         with self._lock:
+            self._connections.remove(accepted)  # it is empty now
             self._connections.add(secured)
             if self._is_stopping:
                 shut(secured)
@@ -196,7 +197,7 @@ class Lender:
         connection.send(PullReply(num_blocks=loan.num_unsent))
         fence()
         for index in range(len(loan) - loan.num_unsent, len(loan)):
-            connection.send_block(index, self._pieces(loan, index))
+            connection.send_block(index, *self._content(loan, index))
             loan.num_unsent -= 1
             loan.num_sent += 1
 
@@ -236,7 +237,9 @@ class Lender:
         if future.exception() is None:
             self._end_loan(future.result()[0])
 
-    def _pieces(self, loan: Loan, index: int) -> list[memoryview]:
+    def _content(self, loan: Loan, index: int) -> tuple[list[memoryview], int | None]:
+        """Return the bytes of a block, and the checksum that they had when they were saved, if that is known."""
         if index < len(loan.blocks):
-            return self._memory.block(loan.blocks[index])
-        return [self._memory.slot(loan.host_slots[index - len(loan.blocks)])]
+            return self._memory.block(loan.blocks[index]), None
+        slot = loan.host_slots[index - len(loan.blocks)]
+        return [self._memory.slot(slot)], self._memory.checksum(slot)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from blockyard.proto.security.tls import SESSION_NAME
-from blockyard.proto.v1.session_pb2 import PullEnd, PullReply, PullRequest
+from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
 from blockyard.worker.transfer.neighbours import Neighbours
@@ -40,6 +40,8 @@ AVOIDED_SECONDS = {
     PullEnd.PULL_END_UNREACHABLE: 5.0,
 }
 """Time for which nothing is fetched from a source after a pull that ended so."""
+MAX_IDLE = 64
+"""Connections kept open for later pulls. Restarted sources leave connections that nobody uses again."""
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
 MEASURED_SECONDS = 60.0
@@ -241,6 +243,8 @@ class Receiver:
                     or self._idle.setdefault(key, connection) is not connection
                 ):
                     connection.close()
+                elif len(self._idle) > MAX_IDLE:
+                    self._idle.pop(next(iter(self._idle))).close()
         return end
 
     def _exchange(self, connection: Connection, attempt: "_Attempt") -> PullEnd:
@@ -252,6 +256,9 @@ class Receiver:
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
         attempt.answered(connection)
         if reply.refusal:
+            if reply.refusal != PullRefusal.PULL_REFUSAL_BUSY:
+                reason = PullRefusal.Name(reply.refusal).removeprefix("PULL_REFUSAL_")
+                logger.warning("worker %s refuses to send blocks: %s differs", wanted.address, reason)
             return PullEnd.PULL_END_REFUSED
         if reply.num_blocks > wanted.num_blocks:
             raise ProtocolError(f"{reply.num_blocks} blocks where {wanted.num_blocks} were asked for")

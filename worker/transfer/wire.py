@@ -69,12 +69,14 @@ class Connection:
         data = message.SerializeToString()
         self._send([_LENGTH.pack(len(data)) + data])
 
-    def send_block(self, index: int, pieces: Iterable[memoryview]) -> None:
-        """Send a block whose bytes are those of `pieces`. Raises Late or Cut."""
+    def send_block(self, index: int, pieces: Iterable[memoryview], checksum: int | None = None) -> None:
+        """Send a block whose bytes are those of `pieces`, with the checksum that they must have. None: that which they
+        have. Raises Late or Cut."""
         pieces = tuple(pieces)
-        checksum = 0
-        for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
+        if checksum is None:
+            checksum = 0
+            for piece in pieces:
+                checksum = zlib.crc32(piece, checksum)
         self._send([_HEADER.pack(index, checksum), *pieces])
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
