@@ -15,6 +15,7 @@ from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.pull_rates import PullRates
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
@@ -92,6 +93,10 @@ class Engine:
         self._woken = threading.Event()
         self.start_pull: Callable[[Pull], object] | None = None
         """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
+        self.pull_rates = PullRates()
+        self._loans: set[Loan] = set()
+        self._num_lent_blocks = 0
+        """Blocks that loans which have ended brought to other workers."""
 
     @property
     def has_work(self) -> bool:
@@ -330,11 +335,17 @@ class Engine:
         """Cache the blocks of a pull that have arrived. Nothing may write to its slots any more."""
         self.scheduler.pulls.end(pull, num_blocks)
 
-    def lend(self, names: list[BlockName]) -> Loan:
-        """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch them."""
-        return self.scheduler.tables.lend(names, most_blocks=self.scheduler.config.most_lent_blocks)
+    def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
+        """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those
+        from index `first` on."""
+        loan = self.scheduler.tables.lend(names, most_blocks=self.scheduler.config.most_lent_blocks)
+        loan.num_unsent = max(0, len(loan) - first)
+        self._loans.add(loan)
+        return loan
 
     def end_loan(self, loan: Loan) -> None:
+        self._loans.remove(loan)
+        self._num_lent_blocks += loan.num_sent
         self.scheduler.tables.end_loan(loan)
 
     def flush(self) -> tuple[int, int]:
@@ -358,7 +369,7 @@ class Engine:
     def load(self) -> EngineLoad:
         counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         queued_tokens, queued_pairs = self.scheduler.queued_prefill()
-        work = self.mixed_steps.work
+        work, pulls = self.mixed_steps.work, self.scheduler.pulls
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -386,6 +397,13 @@ class Engine:
             step_decodes=work.decodes,
             step_context_tokens=work.context_tokens,
             step_pairs=work.pairs,
+            pull_setup_seconds=self.pull_rates.setup_seconds,
+            pull_bytes_per_second=self.pull_rates.bytes_per_second,
+            pulling_bytes=self.bytes_per_block * pulls.num_coming,
+            lending_bytes=self.bytes_per_block * sum(loan.num_unsent for loan in self._loans),
+            pulled_blocks=pulls.num_blocks,
+            lent_blocks=self._num_lent_blocks,
+            failed_pulls=pulls.num_failed,
         )
 
 
