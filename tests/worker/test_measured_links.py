@@ -8,12 +8,16 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.v1.session_pb2 import MeasureLink, PullEnd, PullRefusal, PullReply, PullRequest, ToWorker
+from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer.wire import MAX_REPLY_BYTES, TRIAL_BYTES, Connection
 
-from .test_session import Session
+from .test_session import ROOT, Session
 from .test_transfer import BLOCKS, LENGTH, Router, a_worker, check_idle, harmed, pull_from, transfer_port
 
 BLOCK_BYTES = 2 * 3 * 2 * 16 * 16 * 4
@@ -100,6 +104,28 @@ async def test_a_pull_is_a_measurement_and_counts_on_both_ends() -> None:
             assert await load_of(destination) == load, "no trial after a pull"
         load = await until(source, lambda load: load.lent_blocks == BLOCKS)
         assert load.lending_bytes == 0
+
+
+async def test_what_is_still_to_be_sent_is_load_of_the_source() -> None:
+    async with a_worker("w0", secret="") as source:
+        async with Router(source, "") as router:
+            await router.ask(1)
+        names = [BlockName(name) for name in chain(ROOT, [5] * LENGTH, 16)]
+
+        def lend(engine: Engine) -> tuple[Loan, EngineLoad]:
+            loan = engine.lend(names, first=2)
+            return loan, engine.load()
+
+        def end(engine: Engine) -> EngineLoad:
+            engine.end_loan(loan)
+            return engine.load()
+
+        loan, load = await asyncio.wrap_future(source._engine.call(lend))
+        assert load.lending_bytes == (BLOCKS - 2) * BLOCK_BYTES
+        loan.num_unsent, loan.num_sent = 7, BLOCKS - 2 - 7
+        assert (await load_of(source)).lending_bytes == 7 * BLOCK_BYTES
+        load = await asyncio.wrap_future(source._engine.call(end))
+        assert (load.lending_bytes, load.lent_blocks) == (0, BLOCKS - 2 - 7)
 
 
 async def test_a_pull_cut_short_by_its_deadline_makes_the_link_slower() -> None:

@@ -72,7 +72,7 @@ class Lender:
         neighbours: Neighbours | None,
     ) -> None:
         """`lend` and `end_loan` queue commands for the engine. `lend` takes names and the index of the first one
-        that is wanted. `context` makes TLS contexts, None means plaintext."""
+        that is wanted. `context` makes TLS contexts, None means plaintext. Without `neighbours` it takes TCP alone."""
         self._facts = facts
         self._memory = memory
         self._lend = lend
@@ -88,6 +88,7 @@ class Lender:
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError where that is not possible."""
+        host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=16)
         self._listeners.append(listener)

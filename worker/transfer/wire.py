@@ -78,8 +78,8 @@ class Connection:
             pieces = [b"".join(pieces)]  # each send would be a record of its own
         left = [memoryview(piece) for piece in pieces]
         while left:
-            self._wait_at_most(self._seconds_left())
             try:
+                self._wait_at_most(self._seconds_left())
                 left = _after(left, self._send_some(left[:MAX_PIECES]))
             except TimeoutError as error:
                 raise Late from error
