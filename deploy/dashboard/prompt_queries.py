@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from blockyard.deploy.views.explained import VERDICTS
 from blockyard.proto.v1 import cluster_pb2
 
 HEADER = "x-blockyard-question-"
@@ -33,6 +32,14 @@ REQUEST_STATES = {
     cluster_pb2.REQUEST_STATE_PLACED: "placed",
     cluster_pb2.REQUEST_STATE_STREAMING: "streaming",
 }
+
+VERDICTS = {
+    cluster_pb2.PULL_VERDICT_CHOSEN: "chosen",
+    cluster_pb2.PULL_VERDICT_TIE: "not chosen: it saves no more than a tie",
+    cluster_pb2.PULL_VERDICT_OTHER_SOURCE: "not chosen: the other source saves as much or more",
+    cluster_pb2.PULL_VERDICT_UNMEASURED: "not possible: no host cache, or its rates are not measured yet",
+}
+"""Why a source is chosen or not, for `blockyard explain` too."""
 
 
 def prompt_arguments(headers: Mapping[str, str]) -> dict[str, Any]:

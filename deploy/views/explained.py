@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from blockyard.deploy.dashboard.prompt_queries import VERDICTS
 from blockyard.deploy.views import views
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
@@ -27,13 +28,6 @@ _TERMS = {
 """Fields of a candidate: the estimated times, their sum `total_ms`, and the `cost` that the policy compares."""
 _OF_PULLS = frozenset({"pulled_tokens", "pull_ms"})
 """Fields that are left out where nothing can be pulled."""
-VERDICTS = {
-    cluster_pb2.PULL_VERDICT_CHOSEN: "chosen",
-    cluster_pb2.PULL_VERDICT_TIE: "not chosen: it saves no more than a tie",
-    cluster_pb2.PULL_VERDICT_OTHER_SOURCE: "not chosen: the other source saves as much or more",
-    cluster_pb2.PULL_VERDICT_UNMEASURED: "not possible: no host cache, or its rates are not measured yet",
-}
-"""Why a source is chosen or not."""
 
 
 def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:

@@ -85,9 +85,6 @@ async def test_a_real_pull_is_drawn_from_card_to_card_with_bytes_and_time_saved(
     await page.until(f"{ARROW}?.dataset.pull === {json.dumps(pair)}")
     await page.until(f"/MiB.* saves? about [\\d.,]+ ms/.test({LABEL}.textContent)")
     await keep_picture(page, "pull")
-    await page.dark(True)
-    await keep_picture(page, "pull-dark")
-    await page.dark(False)
     cells = (
         f"[...document.querySelectorAll('[data-number$=\" {pull.number}\"] td')].map((e) => e.textContent)"
     )
@@ -169,7 +166,6 @@ async def test_pulls_in_both_directions_have_arrows_of_their_own_and_old_or_fore
     assert set(await page.evaluate(pairs)) == {"worker-0 to worker-1", "worker-1 to worker-0"}
     boxes = "[...document.querySelectorAll('#yard > .pull')].map((e) => e.getBoundingClientRect())"
     assert await page.evaluate(f"(([a, b]) => a.bottom <= b.top || b.bottom <= a.top)({boxes})")
-    await keep_picture(page, "pulls-both-ways")
 
 
 async def test_with_reduced_motion_nothing_moves(page: Browser, monkeypatch: pytest.MonkeyPatch) -> None:

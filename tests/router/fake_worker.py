@@ -84,7 +84,7 @@ class Script:
     tokens: tuple[int, ...] = ()
     """Tokens of each output, in place of those that every worker generates."""
     pull_report: session_pb2.PullReport | None = None
-    """What it reports of the request's pull before the first token. None: it pulls nothing."""
+    """Report of the request's pull, sent before the first token. None: it pulls nothing."""
 
 
 @dataclass(slots=True, eq=False)
