@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -200,7 +201,8 @@ async def two_workers(script: Script) -> AsyncIterator[Rig]:
 async def run(made: Rig) -> Progress:
     progress = Progress()
     async with asyncio.timeout(10):
-        await made.relay.run(PROMPT, progress, lambda chunk: chunk.finish is not None)
+        fresh = replace(PROMPT, deadline=time.monotonic() + 30)
+        await made.relay.run(fresh, progress, lambda chunk: chunk.finish is not None)
     return progress
 
 
@@ -236,6 +238,25 @@ async def test_a_worker_that_needed_no_pull_leaves_no_trace_and_no_bytes_in_flig
         found = made.fleet.view.pull_source(source, 1, 100)
         assert found is not None
         assert found.lending_bytes == 0
+
+
+async def test_the_first_token_ends_the_bytes_in_flight_of_a_pull_that_is_not_reported() -> None:
+    async with two_workers(Script(hang_after=1, step_seconds=0.5)) as made:
+        view, (source, taker) = made.fleet.view, (worker.address for worker in made.workers)
+
+        def lending_bytes() -> int:
+            worker = view.at(source)
+            found = worker and view.pull_source(worker, 1, 100)
+            return found.lending_bytes if found else -1
+
+        running = asyncio.create_task(run(made))
+        await made.until(lambda: lending_bytes() > 0)
+        await made.until(lambda: lending_bytes() == 0)
+        booked = view.at(taker)
+        assert booked is not None
+        assert booked.booked, "the request still runs"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_request_that_leaves_before_its_first_token_cancels_its_pull() -> None:
