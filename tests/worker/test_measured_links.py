@@ -211,3 +211,15 @@ async def test_a_trial_is_bounded_and_refused_as_any_request() -> None:
             reply, sent = await asked(worker, **({"trial_bytes": TRIAL_BYTES} | changes))
             assert (reply, sent) == (PullReply(refusal=refusal), b"")
         await check_idle(worker)
+
+
+async def test_a_link_so_slow_that_no_block_arrives_in_time_is_measured_too() -> None:
+    async with (
+        a_worker("w0", secret="") as source,
+        a_worker("w1", secret="") as destination,
+        Session(destination.address, "") as session,
+        harmed(source, lambda data, _: data, delay_seconds=0.15) as address,
+    ):
+        await measure(session, source, address=address)
+        load = await until(destination, lambda load: load.pull_bytes_per_second > 0)
+        assert load.pull_bytes_per_second < BLOCK_BYTES, "a kilobyte each 0.15 s"

@@ -21,7 +21,7 @@ class PullRates:
         """Rate after the answer. Each transfer counts by its time, so a short one of a few blocks says little."""
         return self._bytes / self._seconds if self._seconds else 0.0
 
-    def answered(self, setup_seconds: float, num_bytes: int, transfer_seconds: float) -> None:
+    def answered(self, setup_seconds: float, num_bytes: float, transfer_seconds: float) -> None:
         """Add a pull that its source answered, and the bytes that have arrived. Time may have ended it."""
         if self.setup_seconds:
             setup_seconds = self.setup_seconds + (1 - KEPT_SHARE) * (setup_seconds - self.setup_seconds)

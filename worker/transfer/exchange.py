@@ -105,7 +105,7 @@ def _measure(result: PullResult, engine: Engine) -> None:
     if not result.is_measured:
         return
     if result.has_answer:
-        num_bytes = result.num_blocks * engine.bytes_per_block
+        num_bytes = result.num_arrived * engine.bytes_per_block
         engine.pull_rates.answered(result.setup_seconds, num_bytes, result.transfer_seconds)
     else:
         engine.pull_rates.unanswered(result.setup_seconds)

@@ -19,6 +19,7 @@ from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.wire import (
+    HEADER_BYTES,
     MAX_REPLY_BYTES,
     TRIAL_BYTES,
     TRIAL_SECONDS,
@@ -58,12 +59,14 @@ class PullResult:
     transfer_seconds: float = 0.0
     """Time from there to the last byte."""
     has_answer: bool = False
+    num_arrived: float = 0.0
+    """Blocks that have arrived, with the part of the last one."""
 
     @property
     def is_measured(self) -> bool:
         """Return whether it tells how fast blocks come from other workers."""
-        has_all = self.end in (PullEnd.PULL_END_WHOLE, PullEnd.PULL_END_FEWER) and self.num_blocks > 0
-        return has_all or self.end == PullEnd.PULL_END_LATE
+        is_done = self.end in (PullEnd.PULL_END_WHOLE, PullEnd.PULL_END_FEWER)
+        return (is_done and self.num_arrived > 0) or self.end == PullEnd.PULL_END_LATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +172,7 @@ class Receiver:
         self._on_trial_end(result)
 
     def _result(self, wanted: _Wanted, deadline: float, fence: Callable[[], object]) -> PullResult:
-        attempt = _Attempt(wanted, deadline)
+        attempt = _Attempt(wanted, deadline, self._memory.block_bytes)
         try:
             fence()
             end = self._fetch(attempt)
@@ -177,7 +180,7 @@ class Receiver:
             logger.exception("a pull failed")
             end = PullEnd.PULL_END_CUT
         result = attempt.result(end)
-        if result.is_measured and result.num_blocks:
+        if result.is_measured and result.num_arrived:
             with self._lock:
                 self._measured_at = time.monotonic()
         return result
@@ -247,7 +250,7 @@ class Receiver:
         request.seconds = attempt.deadline - time.monotonic()
         connection.send(request)
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
-        attempt.answered()
+        attempt.answered(connection)
         if reply.refusal:
             return PullEnd.PULL_END_REFUSED
         if reply.num_blocks > wanted.num_blocks:
@@ -256,7 +259,6 @@ class Receiver:
             checksum = connection.receive_block(request.first_block + number, wanted.place(number))
             wanted.arrived(number, checksum)
             attempt.num_blocks += 1
-            attempt.num_bytes += self._memory.block_bytes
         return PullEnd.PULL_END_WHOLE if reply.num_blocks == wanted.num_blocks else PullEnd.PULL_END_FEWER
 
     def _connect(self, wanted: _Wanted, deadline: float) -> Connection:
@@ -283,30 +285,35 @@ class Receiver:
 class _Attempt:
     """One pull's progress. Changed on the pull's thread."""
 
-    def __init__(self, wanted: _Wanted, deadline: float) -> None:
+    def __init__(self, wanted: _Wanted, deadline: float, block_bytes: int) -> None:
         self.wanted = wanted
         self.deadline = deadline
         """Time on the monotonic clock."""
         self.num_blocks = 0
-        self.num_bytes = 0
+        self._block_bytes = block_bytes
         self._began = time.monotonic()
-        self._answered: float | None = None
+        self._answered_at = self._began
+        self._answered_by: Connection | None = None
+        self._num_read = 0
 
     @property
     def has_answer(self) -> bool:
-        return self._answered is not None
+        return self._answered_by is not None
 
-    def answered(self) -> None:
-        self._answered = time.monotonic()
+    def answered(self, connection: Connection) -> None:
+        self._answered_at = time.monotonic()
+        self._answered_by, self._num_read = connection, connection.num_read
 
     def result(self, end: PullEnd) -> PullResult:
-        now = time.monotonic()
-        answered = now if self._answered is None else self._answered
+        now, source = time.monotonic(), self._answered_by
+        if source is None:
+            return PullResult(end=end, setup_seconds=now - self._began)
         return PullResult(
             end=end,
             num_blocks=self.num_blocks,
-            num_bytes=self.num_bytes,
-            setup_seconds=answered - self._began,
-            transfer_seconds=now - answered,
-            has_answer=self.has_answer,
+            num_bytes=self.num_blocks * self._block_bytes,
+            setup_seconds=self._answered_at - self._began,
+            transfer_seconds=now - self._answered_at,
+            has_answer=True,
+            num_arrived=(source.num_read - self._num_read) / (self._block_bytes + HEADER_BYTES),
         )

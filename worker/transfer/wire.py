@@ -17,6 +17,8 @@ from google.protobuf.message import DecodeError
 
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
+"""Bytes before those of each block."""
 POLL_SECONDS = 0.05
 """Longest wait of a read before it asks whether the bytes are still wanted."""
 MAX_REPLY_BYTES = 64
@@ -56,6 +58,8 @@ class Connection:
         """Time on the monotonic clock at which a read or a write raises Late."""
         self.is_wanted: Callable[[], bool] | None = None
         """Asked at each wait of a read, which raises NotWanted once it returns False."""
+        self.num_read = 0
+        """Bytes that have arrived."""
 
     def close(self) -> None:
         self._socket.close()
@@ -147,6 +151,7 @@ class Connection:
             if not received:
                 raise Cut
             filled += received
+            self.num_read += received
 
 
 def _after(pieces: list[memoryview], count: int) -> list[memoryview]:
