@@ -195,6 +195,7 @@ async def test_arrows_and_the_table_fit_a_screen_of_any_width(
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
         boxes = "[...document.querySelectorAll('#yard > .pull')].map((e) => e.getBoundingClientRect())"
         assert await page.evaluate(f"{boxes}.every((box) => box.left >= 0 && box.right <= innerWidth)")
+        assert await page.evaluate(f"(([a, b]) => a.bottom <= b.top || b.bottom <= a.top)({boxes})")
     finally:
         await page.call("Emulation.clearDeviceMetricsOverride")
 

@@ -207,7 +207,10 @@ async function look() {
       showCards(picture.workers);
       pulls.show(parameters());
       lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
-    } else showCards([]);
+    } else {
+      showCards([]);
+      pulls.clear();
+    }
     await Promise.all([details.refresh(), picture && showRequests(parameters()), picture && prefixes()]);
   } catch (error) {
     complain(error.message);
@@ -233,6 +236,7 @@ byId("prefixes").addEventListener("toggle", prefixes);
 byId("cluster").addEventListener("change", () => {
   details.close();
   showCards([]);
+  pulls.clear();
   look();
 });
 startAsking(parameters, (worker, blocks) => {

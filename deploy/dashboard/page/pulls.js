@@ -5,6 +5,7 @@ import { ask, bytes, count, counted, decimal, el, seconds, setText } from "./dom
 const FLOW_SECONDS = 3;
 const SHOWN_SECONDS = 12;
 const PALEST = 0.3;
+const LABEL_AT = 0.65; // of the way, so that the labels of both directions lie apart
 const SVG = "http://www.w3.org/2000/svg";
 const COLUMNS = ["to", "from", "end", "blocks", "bytes", "took", "expected", "saved", "ended"];
 const byId = (id) => document.getElementById(id);
@@ -39,30 +40,38 @@ export class Pulls {
     this.cards = cards;
     this.arrows = new Map();
     this.pulls = [];
-    this.isAsking = false;
+    this.asking = null;
     new ResizeObserver(() => this.draw()).observe(byId("yard"));
   }
 
   async show(parameters) {
-    if (this.isAsking) return;
-    this.isAsking = true;
+    if (this.asking) return;
+    const asking = (this.asking = {});
     let told;
+    let pulls = [];
     try {
-      const { pulls, silent } = await ask("pulls", parameters);
-      this.pulls = pulls;
+      let silent;
+      ({ pulls, silent } = await ask("pulls", parameters));
       const number = pulls.length ? counted(pulls.length, "pull") : "none";
       told = [`${number} now and in the last 30 s`, silent.length && `no answer from ${silent.join(", ")}`].filter(Boolean).join(" · ");
     } catch (error) {
-      this.pulls = [];
       told = error.message;
-    } finally {
-      this.isAsking = false;
     }
+    if (this.asking !== asking) return;
+    this.asking = null;
+    this.pulls = pulls;
     this.draw();
     if (!byId("pulls").open) return;
     setText(byId("pulls-told"), told);
     const head = el("tr", {}, ...COLUMNS.map((name) => el("th", { scope: "col" }, name)));
     byId("pulls-table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...this.pulls.map(row)));
+  }
+
+  // For another cluster: an answer that is still to come is not used.
+  clear() {
+    this.asking = null;
+    this.pulls = [];
+    this.draw();
   }
 
   draw() {
@@ -102,8 +111,8 @@ export class Pulls {
     for (const part of [group, told]) {
       part.classList.toggle("flows", age < FLOW_SECONDS);
       part.classList.toggle("failed", failed);
-      part.style.opacity = 1 - (1 - PALEST) * Math.max(0, (age - FLOW_SECONDS) / (SHOWN_SECONDS - FLOW_SECONDS));
     }
+    group.style.opacity = 1 - (1 - PALEST) * Math.max(0, (age - FLOW_SECONDS) / (SHOWN_SECONDS - FLOW_SECONDS));
     setText(told, label(pulls));
     this.place(group, told, pulls[0]);
   }
@@ -122,10 +131,11 @@ export class Pulls {
     const [halo, line, head] = group.children;
     for (const path of [halo, line]) path.setAttribute("d", `M${from.x} ${from.y}Q${bow.x} ${bow.y} ${to.x} ${to.y}`);
     head.setAttribute("d", `M${to.x} ${to.y}L${tip(0.45)}L${tip(-0.45)}Z`);
-    const top = { x: (from.x + to.x) / 4 + bow.x / 2, y: (from.y + to.y) / 4 + bow.y / 2 };
+    const [first, second, third] = [(1 - LABEL_AT) ** 2, 2 * LABEL_AT * (1 - LABEL_AT), LABEL_AT ** 2];
+    const along = (axis) => first * from[axis] + second * bow[axis] + third * to[axis];
     const half = told.offsetWidth / 2;
-    told.style.left = `${Math.max(half, Math.min(yard.width - half, top.x))}px`;
-    told.style.top = `${top.y}px`;
+    told.style.left = `${Math.max(half, Math.min(yard.width - half, along("x")))}px`;
+    told.style.top = `${along("y")}px`;
   }
 }
 
