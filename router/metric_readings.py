@@ -30,6 +30,7 @@ async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Hi
         parts.placer.index_watch.is_cut_off()  # logs a change also while no request comes
     return {
         **parts.metrics.readings(),
+        **parts.relay.pulls.readings(),
         **_requests(parts, config),
         **_fleet(parts),
         **_index(parts.placer.prefix_lookup, condition.state),

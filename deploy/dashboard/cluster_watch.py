@@ -91,6 +91,7 @@ class ClusterWatch:
         self._drawing: asyncio.Task[None] | None = None
         self._tasks = BackgroundTasks(on_failure=None)
         self._requests = _Shared(self._list_requests, FRESH_SECONDS, self._tasks)
+        self._pulls = _Shared(self._list_pulls, FRESH_SECONDS, self._tasks)
         self._prefixes = _Shared(self._build_prefixes, FRESH_TREE_SECONDS, self._tasks)
         self.history = History()
 
@@ -150,12 +151,19 @@ class ClusterWatch:
         """List every router's requests. All browsers share one list, renewed every FRESH_SECONDS at most."""
         return await self._requests.get()
 
+    async def pulls(self) -> dict[str, Any]:
+        """List the last pulls of all routers. All browsers share one list, renewed every FRESH_SECONDS at most."""
+        return await self._pulls.get()
+
     async def prefixes(self) -> dict[str, Any]:
         """Return the tree of cached prefixes. All browsers share one, renewed every FRESH_TREE_SECONDS at most."""
         return await self._prefixes.get()
 
     async def _list_requests(self) -> Requests:
         return await self.ask_each(lambda client: client.list_requests())
+
+    async def _list_pulls(self) -> dict[str, Any]:
+        return snapshot.pulls_dict(await self.ask_each(lambda client: client.cluster_info()))
 
     async def _build_prefixes(self) -> dict[str, Any]:
         workers = await self.ask(lambda client: client.list_workers())

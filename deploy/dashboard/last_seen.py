@@ -14,7 +14,7 @@ EXACT_SECONDS = 5.0
 RATE_WINDOW_SECONDS = 60.0
 MIN_RATE_SECONDS = 5.0
 """Shortest time over which a rate is computed."""
-COUNTERS = ("evictions", "preemptions", "generated_tokens")
+COUNTERS = ("evictions", "preemptions", "pulled_blocks", "lent_blocks", "generated_tokens")
 """Counters of a pool that the page shows. They only grow while the worker lives."""
 
 

@@ -44,6 +44,7 @@ FILES = {
     "charts.js": "text/javascript",
     "requests.js": "text/javascript",
     "prefixes.js": "text/javascript",
+    "pulls.js": "text/javascript",
     "dom.js": "text/javascript",
 }
 MAX_BLOCKS = 512
@@ -81,6 +82,7 @@ class LivePage:
             "api/placement": self._placement,
             "api/requests": self._requests,
             "api/prefixes": self._prefixes,
+            "api/pulls": self._pulls,
         }
 
     async def close(self) -> None:
@@ -188,6 +190,9 @@ class LivePage:
 
     async def _requests(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
         return requests_dict(await watch.requests())
+
+    async def _pulls(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
+        return await watch.pulls()
 
     async def _prefixes(self, watch: ClusterWatch, _query: Query, _headers: Query) -> dict[str, Any]:
         return await watch.prefixes()

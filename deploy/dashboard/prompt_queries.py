@@ -33,6 +33,16 @@ REQUEST_STATES = {
     cluster_pb2.REQUEST_STATE_STREAMING: "streaming",
 }
 
+UNPRICED = frozenset({cluster_pb2.PULL_VERDICT_UNMEASURED, cluster_pb2.PULL_VERDICT_MEMORY})
+VERDICTS = {
+    cluster_pb2.PULL_VERDICT_CHOSEN: "chosen",
+    cluster_pb2.PULL_VERDICT_TIE: "not chosen: it saves no more than a tie",
+    cluster_pb2.PULL_VERDICT_OTHER_SOURCE: "not chosen: the other source saves as much or more",
+    cluster_pb2.PULL_VERDICT_UNMEASURED: "not possible: no host cache, or its rates are not measured yet",
+    cluster_pb2.PULL_VERDICT_MEMORY: "not chosen: the worker's memory is short",
+}
+"""Why a source is chosen or not, for `blockyard explain` too."""
+
 
 def prompt_arguments(headers: Mapping[str, str]) -> dict[str, Any]:
     """Return a question's arguments for the client's lookup_prefix and explain_placement.
@@ -119,6 +129,8 @@ def _request_dict(router: str, request: cluster_pb2.RequestInfo) -> dict[str, An
         "state": REQUEST_STATES.get(request.state, "unknown"),
         "prompt_tokens": request.prompt_tokens,
         "cached_tokens": request.cached_tokens if request.HasField("cached_tokens") else None,
+        "pulled_blocks": request.pulled_blocks,
+        "pulled_from": request.pulled_from,
         "generated_tokens": request.generated_tokens,
         "age_seconds": round(request.age_seconds, 1),
     }
@@ -141,12 +153,27 @@ def prefix_dict(found: cluster_pb2.LookupPrefixResponse) -> dict[str, Any]:
 
 
 def placement_dict(explained: cluster_pb2.ExplainPlacementResponse) -> dict[str, Any]:
-    terms = [field.name for field in cluster_pb2.PlacementCandidate.DESCRIPTOR.fields]
+    fields = [field.name for field in cluster_pb2.PlacementCandidate.DESCRIPTOR.fields]
+    terms = [name for name in fields if name != "pull_options"]
     return {
         "policy": explained.policy,
         "chosen": explained.chosen_worker_id,
         "index_available": explained.index_available,
         "candidates": [
-            {name: getattr(candidate, name) for name in terms} for candidate in explained.candidates
+            {name: getattr(candidate, name) for name in terms}
+            | {"pull_options": [_option_dict(option) for option in candidate.pull_options]}
+            for candidate in explained.candidates
         ],
+    }
+
+
+def _option_dict(option: cluster_pb2.PullOption) -> dict[str, Any]:
+    return {
+        "source": option.source_id,
+        "verdict": VERDICTS.get(option.verdict, "unknown"),
+        "is_chosen": option.verdict == cluster_pb2.PULL_VERDICT_CHOSEN,
+        "is_priced": option.verdict not in UNPRICED,
+        "tokens": option.pulled_tokens,
+        "time_ms": option.time_ms,
+        "saved_ms": option.saved_ms,
     }

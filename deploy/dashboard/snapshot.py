@@ -13,6 +13,8 @@ from blockyard.proto.v1 import cluster_pb2
 
 MAX_CELLS = 1024
 """Limit on the cells of a pool. A larger pool has several blocks in each cell."""
+MAX_PULLS = 100
+"""Limit on the pulls that the page shows."""
 ANSWERING = frozenset(
     {
         cluster_pb2.WORKER_STATE_READY,
@@ -145,7 +147,40 @@ def pool_message(pool: cluster_pb2.BlockPool) -> dict[str, Any]:
         "evictions": pool.evictions,
         "preemptions": load.preemptions,
         "swaps": load.swaps,
+        "pulled_blocks": load.pulled_blocks,
+        "lent_blocks": load.lent_blocks,
         **cells(pool),
+    }
+
+
+def pulls_dict(infos: Mapping[str, cluster_pb2.ClusterInfo | None]) -> dict[str, Any]:
+    """Return the pulls of all routers that run or ended lately, newest first. None: the router does not answer."""
+    pulls = [
+        _pull_dict(router, pull) for router, info in infos.items() if info is not None for pull in info.pulls
+    ]
+    pulls.sort(
+        key=lambda pull: (bool(pull["end"]), pull["ended_seconds"] if pull["end"] else pull["elapsed_ms"])
+    )
+    return {
+        "silent": sorted(router for router, info in infos.items() if info is None),
+        "pulls": pulls[:MAX_PULLS],
+    }
+
+
+def _pull_dict(router: str, pull: cluster_pb2.RecentPull) -> dict[str, Any]:
+    return {
+        "router": router,
+        "number": pull.number,
+        "worker": pull.worker_id,
+        "source": pull.source_id,
+        "end": pull.end,
+        "planned_bytes": pull.planned_bytes,
+        "planned_ms": round(pull.planned_ms, 1),
+        "blocks": pull.num_blocks,
+        "bytes": pull.num_bytes,
+        "elapsed_ms": round(pull.elapsed_ms, 1),
+        "saved_ms": round(pull.saved_ms, 1),
+        "ended_seconds": round(pull.ended_seconds, 1),
     }
 
 

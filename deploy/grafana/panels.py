@@ -258,6 +258,43 @@ CACHE = Row(
     ),
 )
 
+PULLS = Row(
+    title="Pulls between workers",
+    panels=(
+        Panel(
+            title="Pulls by end",
+            description="Pulls that end each second. All but whole ones bring fewer blocks, and the rest is computed.",
+            unit="ops",
+            questions=((f"{_rate('blockyard_router_pulls', 'end')} > 0", "{{end}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Bytes pulled",
+            description="KV that workers fetch from one another, each second.",
+            unit="Bps",
+            questions=((_whole_rate("blockyard_router_pulled_bytes"), "all"),),
+        ),
+        Panel(
+            title="Time of a pull",
+            description="Mean time until the source answers, and from there to the last byte.",
+            unit="s",
+            questions=tuple(
+                (
+                    f"{_whole_rate(f'blockyard_router_pull_{part}_seconds')} / {_whole_rate('blockyard_router_pulls')}",
+                    part,
+                )
+                for part in ("setup", "transfer")
+            ),
+        ),
+        Panel(
+            title="Time saved by pulls",
+            description="Seconds of cost saved each second, by placement's estimate.",
+            unit="s",
+            questions=((_whole_rate("blockyard_router_pull_saved_seconds"), "saved"),),
+        ),
+    ),
+)
+
 ROUTERS = Row(
     title="Routers",
     panels=(
@@ -295,4 +332,4 @@ ROUTERS = Row(
     ),
 )
 
-ROWS = (CLIENTS, TENANTS, WORKERS, CACHE, ROUTERS)
+ROWS = (CLIENTS, TENANTS, WORKERS, CACHE, PULLS, ROUTERS)

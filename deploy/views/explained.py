@@ -1,21 +1,33 @@
-"""View of `blockyard explain`: each candidate worker with its estimated times and its cost."""
+"""View of `blockyard explain`: each candidate worker with its estimated times and its cost, and each possible pull."""
 
+from collections.abc import Iterable, Iterator
+
+from blockyard.deploy.dashboard.prompt_queries import UNPRICED, VERDICTS
 from blockyard.deploy.views import views
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-_TERMS = (
-    "queue_ms",
-    "prefill_ms",
-    "host_load_ms",
-    "decode_ms",
-    "memory_ms",
-    "interference_ms",
-    "total_ms",
-    "cost",
-)
+_TOKENS = {
+    "cached_tokens": "cached",
+    "host_cached_tokens": "host",
+    "pulled_tokens": "pulled",
+    "uncached_tokens": "uncached",
+}
+_TERMS = {
+    "queue_ms": "queue",
+    "prefill_ms": "prefill",
+    "host_load_ms": "host load",
+    "pull_ms": "pull",
+    "decode_ms": "decode",
+    "memory_ms": "memory",
+    "interference_ms": "interference",
+    "total_ms": "total",
+    "cost": "cost",
+}
 """Fields of a candidate: the estimated times, their sum `total_ms`, and the `cost` that the policy compares."""
+_OF_PULLS = frozenset({"pulled_tokens", "pull_ms"})
+"""Fields that are left out where nothing can be pulled."""
 
 
 def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:
@@ -24,22 +36,31 @@ def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> Renderabl
         return Text("no worker would take this request now", "red")
     index = "" if explained.index_available else "; the prefix index does not answer"
     heading = Text(f"{explained.chosen_worker_id}, by policy {explained.policy}{index}", "bold")
-    names = (*(term.removesuffix("_ms").replace("_", " ") for term in _TERMS[:-1]), "cost")
-    headings = ("worker", "cached", "host", "uncached", *names)
+    has_pulls = any(candidate.pull_options for candidate in explained.candidates)
+    tokens, terms = (
+        {field: name for field, name in fields.items() if has_pulls or field not in _OF_PULLS}
+        for fields in (_TOKENS, _TERMS)
+    )
     rows = [
         (
             candidate.worker_id,
-            *(
-                f"{tokens:,}"
-                for tokens in (
-                    candidate.cached_tokens,
-                    candidate.host_cached_tokens,
-                    candidate.uncached_tokens,
-                )
-            ),
-            *(f"{getattr(candidate, term):,.1f}" for term in _TERMS),
+            *(f"{getattr(candidate, field):,}" for field in tokens),
+            *(f"{getattr(candidate, field):,.1f}" for field in terms),
         )
         for candidate in explained.candidates
     ]
+    table = views.plain_table(("worker", *tokens.values(), *terms.values()), rows)
     legend = Text("tokens, and estimates in ms; the worker with the lowest cost is chosen", "dim")
-    return Group(heading, views.plain_table(headings, rows), legend)
+    return Group(heading, table, legend, *_pull_lines(explained.candidates))
+
+
+def _pull_lines(candidates: Iterable[cluster_pb2.PlacementCandidate]) -> Iterator[Text]:
+    """Yield a line for each way to pull a part of the prompt."""
+    for candidate in candidates:
+        for option in candidate.pull_options:
+            ends = f"{candidate.worker_id} could pull from {option.source_id}"
+            if option.verdict not in UNPRICED:
+                saves = "saves" if option.saved_ms >= 0 else "costs"
+                ends += f" {option.pulled_tokens:,} tokens in {option.time_ms:,.1f} ms"
+                ends += f", which {saves} {abs(option.saved_ms):,.1f} ms"
+            yield Text(f"{ends}; {VERDICTS.get(option.verdict, 'unknown')}")

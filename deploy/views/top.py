@@ -19,7 +19,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60
 """Number of last polls whose rates the sparkline shows."""
 WIDE_COLUMNS = 100
-"""Width of a terminal, in columns, from which the lag and the reasons of states are shown."""
+"""Width of a terminal, in columns, from which the lag, the reasons of states and pulls are shown."""
 BAR_CELLS = 8
 
 
@@ -50,6 +50,16 @@ class WorkerRow:
     prompt_tokens_per_second: float
     generated_tokens_per_second: float
     preemptions: int
+    pulled_blocks_per_second: float
+    """Blocks that arrive from other workers."""
+    lent_blocks_per_second: float
+    """Blocks that are sent to other workers."""
+    pulling_bytes: int
+    """Bytes still to arrive."""
+    lending_bytes: int
+    """Bytes still to be sent."""
+    failed_pulls: int
+    """Pulls that brought fewer blocks than they should have, since the worker's start."""
     index_lag_seconds: float | None
 
 
@@ -82,6 +92,11 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
         prompt_tokens_per_second=rate(load.prompt_tokens, base.prompt_tokens),
         generated_tokens_per_second=rate(load.generated_tokens, base.generated_tokens),
         preemptions=load.preemptions,
+        pulled_blocks_per_second=rate(load.pulled_blocks, base.pulled_blocks),
+        lent_blocks_per_second=rate(load.lent_blocks, base.lent_blocks),
+        pulling_bytes=load.pulling_bytes,
+        lending_bytes=load.lending_bytes,
+        failed_pulls=load.failed_pulls,
         index_lag_seconds=worker.index.lag_seconds if worker.HasField("index") else None,
     )
 
@@ -158,6 +173,12 @@ def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("lag s", justify="right", no_wrap=True)
+    # Most clusters pull nothing.
+    shows_pulls = is_wide and any(
+        worker.load.pulled_blocks or worker.load.lent_blocks for worker in now.workers
+    )
+    for heading in ("pull/s", "lend/s") if shows_pulls else ():
+        table.add_column(heading, justify="right", no_wrap=True)
     for worker, row in zip(now.workers, rows, strict=True):
         state = state_text(worker) if is_wide else Text(row.state, state_text(worker).style)
         cells: list[RenderableType] = [
@@ -172,5 +193,8 @@ def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
         ]
         if is_wide:
             cells.append(Text("-" if row.index_lag_seconds is None else f"{row.index_lag_seconds:.2f}"))
+        if shows_pulls:
+            rates = (row.pulled_blocks_per_second, row.lent_blocks_per_second)
+            cells += [Text(f"{rate:,.0f}") for rate in rates]
         table.add_row(*cells)
     return table

@@ -36,6 +36,9 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
     "host": lambda load: load.host_cached_blocks,
     "preempted": lambda load: load.preemptions,
     "swapped": lambda load: load.swaps,
+    "pulled": lambda load: load.pulled_blocks,
+    "lent": lambda load: load.lent_blocks,
+    "failed pulls": lambda load: load.failed_pulls,
 }
 
 
@@ -49,7 +52,7 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
     workers = list(workers)
     if not workers:
         return Text(NO_WORKER, "yellow")
-    # Most clusters have no host cache and no preemptions. Then these columns are left out.
+    # Most clusters have no host cache, no preemptions and no pulls. Then these columns are left out.
     extra = [
         (heading, count)
         for heading, count in _RARE_COUNTS.items()

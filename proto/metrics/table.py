@@ -39,6 +39,18 @@ OUTCOMES = (
     "WORKER_UNREACHABLE",
 )
 """How a request ends: in success, by its client's disconnect, or by the reason of an error (router/errors.py)."""
+PULL_ENDS = (
+    "whole",
+    "fewer",
+    "refused",
+    "unreachable",
+    "cut",
+    "corrupt",
+    "late",
+    "cancelled",
+    "avoided",
+)
+"""How a pull ends: PullEnd of proto/v1/session.proto."""
 MOST_TENANTS = 32
 """Most values of the label `tenant`: 31 names and OTHER_TENANTS."""
 OTHER_TENANTS = "other"
@@ -251,6 +263,29 @@ ROUTER_METRICS = (
     _counter("promised_blocks", "blocks", "Blocks that the chosen workers had cached, by the index."),
     _counter("stale_blocks", "blocks", "Promised blocks that were not reused."),
     _counter("reused_blocks", "blocks", "Blocks that the same requests reused, promised or not."),
+    Metric(
+        name="router_pulls",
+        kind=Kind.COUNTER,
+        unit="pulls",
+        meaning="Pulls of this router's requests that ended, by the way they ended.",
+        label="end",
+        values=PULL_ENDS,
+    ),
+    _counter("router_pulled_blocks", "blocks", "Blocks that these pulls brought from other workers."),
+    _counter("router_pulled_bytes", "bytes", "Bytes of those."),
+    _counter(
+        "router_pull_saved_seconds",
+        "seconds",
+        "Cost that whole pulls saved, by placement's estimate: without the pull less with it.",
+    ),
+    _counter(
+        "router_pull_setup_seconds",
+        "seconds",
+        "From the begin of each pull to its source's answer, added up.",
+    ),
+    _counter(
+        "router_pull_transfer_seconds", "seconds", "From there to the last byte of each pull, added up."
+    ),
     Metric(
         name="workers",
         kind=Kind.GAUGE,

@@ -38,6 +38,15 @@ class SequenceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATE_WAITING: _ClassVar[SequenceState]
     SEQUENCE_STATE_RUNNING: _ClassVar[SequenceState]
 
+class PullVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PULL_VERDICT_UNSPECIFIED: _ClassVar[PullVerdict]
+    PULL_VERDICT_CHOSEN: _ClassVar[PullVerdict]
+    PULL_VERDICT_TIE: _ClassVar[PullVerdict]
+    PULL_VERDICT_OTHER_SOURCE: _ClassVar[PullVerdict]
+    PULL_VERDICT_UNMEASURED: _ClassVar[PullVerdict]
+    PULL_VERDICT_MEMORY: _ClassVar[PullVerdict]
+
 class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
@@ -62,6 +71,12 @@ BLOCK_STATE_USED: BlockState
 SEQUENCE_STATE_UNSPECIFIED: SequenceState
 SEQUENCE_STATE_WAITING: SequenceState
 SEQUENCE_STATE_RUNNING: SequenceState
+PULL_VERDICT_UNSPECIFIED: PullVerdict
+PULL_VERDICT_CHOSEN: PullVerdict
+PULL_VERDICT_TIE: PullVerdict
+PULL_VERDICT_OTHER_SOURCE: PullVerdict
+PULL_VERDICT_UNMEASURED: PullVerdict
+PULL_VERDICT_MEMORY: PullVerdict
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_QUEUED: RequestState
 REQUEST_STATE_PLACED: RequestState
@@ -72,7 +87,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +103,7 @@ class ClusterInfo(_message.Message):
     REQUESTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -103,7 +119,34 @@ class ClusterInfo(_message.Message):
     requests_quarantined: int
     first_token: Latencies
     inter_token: Latencies
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ...) -> None: ...
+    pulls: _containers.RepeatedCompositeFieldContainer[RecentPull]
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ...) -> None: ...
+
+class RecentPull(_message.Message):
+    __slots__ = ("number", "worker_id", "source_id", "end", "planned_bytes", "planned_ms", "num_blocks", "num_bytes", "elapsed_ms", "saved_ms", "ended_seconds")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_MS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    worker_id: str
+    source_id: str
+    end: str
+    planned_bytes: int
+    planned_ms: float
+    num_blocks: int
+    num_bytes: int
+    elapsed_ms: float
+    saved_ms: float
+    ended_seconds: float
+    def __init__(self, number: _Optional[int] = ..., worker_id: _Optional[str] = ..., source_id: _Optional[str] = ..., end: _Optional[str] = ..., planned_bytes: _Optional[int] = ..., planned_ms: _Optional[float] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., elapsed_ms: _Optional[float] = ..., saved_ms: _Optional[float] = ..., ended_seconds: _Optional[float] = ...) -> None: ...
 
 class Latencies(_message.Message):
     __slots__ = ("bounds_seconds", "cumulative")
@@ -446,7 +489,7 @@ class ExplainPlacementRequest(_message.Message):
     def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms", "pulled_tokens", "pull_ms", "pulled_from")
+    __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms", "pulled_tokens", "pull_ms", "pulled_from", "pull_options")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +505,7 @@ class PlacementCandidate(_message.Message):
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULL_MS_FIELD_NUMBER: _ClassVar[int]
     PULLED_FROM_FIELD_NUMBER: _ClassVar[int]
+    PULL_OPTIONS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     cached_tokens: int
     uncached_tokens: int
@@ -477,7 +521,22 @@ class PlacementCandidate(_message.Message):
     pulled_tokens: int
     pull_ms: float
     pulled_from: str
-    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., interference_ms: _Optional[float] = ..., pulled_tokens: _Optional[int] = ..., pull_ms: _Optional[float] = ..., pulled_from: _Optional[str] = ...) -> None: ...
+    pull_options: _containers.RepeatedCompositeFieldContainer[PullOption]
+    def __init__(self, worker_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., memory_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., host_cached_tokens: _Optional[int] = ..., host_load_ms: _Optional[float] = ..., cost: _Optional[float] = ..., interference_ms: _Optional[float] = ..., pulled_tokens: _Optional[int] = ..., pull_ms: _Optional[float] = ..., pulled_from: _Optional[str] = ..., pull_options: _Optional[_Iterable[_Union[PullOption, _Mapping]]] = ...) -> None: ...
+
+class PullOption(_message.Message):
+    __slots__ = ("source_id", "verdict", "pulled_tokens", "time_ms", "saved_ms")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_MS_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    verdict: PullVerdict
+    pulled_tokens: int
+    time_ms: float
+    saved_ms: float
+    def __init__(self, source_id: _Optional[str] = ..., verdict: _Optional[_Union[PullVerdict, str]] = ..., pulled_tokens: _Optional[int] = ..., time_ms: _Optional[float] = ..., saved_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainPlacementResponse(_message.Message):
     __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available")
@@ -496,7 +555,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens")
+    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens", "pulled_blocks", "pulled_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +564,8 @@ class RequestInfo(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     worker_id: str
@@ -513,7 +574,9 @@ class RequestInfo(_message.Message):
     age_seconds: float
     tenant: str
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    pulled_blocks: int
+    pulled_from: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., pulled_from: _Optional[str] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)

@@ -256,6 +256,7 @@ class ClusterView:
         `cached_tokens` are the prompt tokens that the worker reused, to compare with the index's promise. None: do not
         compare.
         """
+        self.pull_ended(placed)  # A worker that needed no pull reports none.
         worker = self._workers.get(placed.address)
         if worker is None or placed.started or placed not in worker.booked:
             return

@@ -22,7 +22,8 @@ from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import Placement, PlacementRequest, place
-from blockyard.router.placement.pulls import PullSource
+from blockyard.router.placement.pulls import PullOption, PullSource
+from blockyard.router.placement.scoring import pull_options
 from blockyard.router.placement.sessions import SessionMemory
 
 RETRY_AFTER_SECONDS = 1.0
@@ -256,6 +257,13 @@ class Placer:
         found = await self._find(names)
         prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
         return self._choose(prompt, found, scores_all=True), found.result.available
+
+    def pull_options(self, placement: Placement, prompt_tokens: int) -> dict[str, list[PullOption]]:
+        """Return the ways to fetch a part of an explained prompt, by the address of the candidate."""
+        return {
+            candidate.address: pull_options(prompt_tokens, candidate, self._config, placement.sources)
+            for candidate in placement.candidates
+        }
 
     async def look_up(self, names: Sequence[bytes]) -> LookupResult:
         if self.prefix_lookup is None:

@@ -34,6 +34,7 @@ from blockyard.router.errors import (
 )
 from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
+from blockyard.router.generation.pulls import Pull, Pulls
 from blockyard.router.placement.config import PolicyName
 from blockyard.router.placement.pulls import PullPlan
 
@@ -109,6 +110,8 @@ class Progress:
     is_placed: bool = False
     sent_at: float | None = None
     """When it was first sent to a worker, on the relay's clock."""
+    pull: Pull | None = None
+    """Its last pull. None: no worker was to fetch blocks for it."""
 
 
 class Relay:
@@ -129,6 +132,7 @@ class Relay:
         self._clock = clock
         self._quarantine = Quarantine(clock)
         self._rng = rng or random.Random()
+        self.pulls = Pulls(clock)
         self.num_migrations = 0
         """Lost workers and failed steps after which a request was placed again."""
         self.num_lost = 0
@@ -185,13 +189,18 @@ class Relay:
         progress.sent_at = self._clock() if progress.sent_at is None else progress.sent_at
         key = (placed.address, worker.incarnation if worker else "")
         link = self._fleet.links[placed.address]
-        attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take)
+        pull = (
+            self.pulls.begin(generation.request_id, progress.worker_id, placed.pull) if placed.pull else None
+        )
+        progress.pull = pull or progress.pull
+        attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take, self.pulls, pull)
         attempt.submit(self._submit(generation, outputs, placed.pull))
         try:
             yield attempt
         finally:
             progress.is_placed = False
             attempt.cancel()
+            self.pulls.end(pull)
             self._placer.ended(placed, busy=attempt.found_busy)
 
     def _count_loss(
@@ -261,6 +270,8 @@ class _Attempt:
         worker: WorkerKey,
         outputs: Outputs,
         take: Take,
+        pulls: Pulls,
+        pull: Pull | None,
     ) -> None:
         self.worker = worker
         self.found_busy = False
@@ -275,6 +286,7 @@ class _Attempt:
         self._placed = placed
         self._progress = progress
         self._outputs, self._take = outputs, take
+        self._pulls, self._pull = pulls, pull
 
     def submit(self, submit: session_pb2.Submit) -> None:
         submitted = self._outputs.submitted(submit.continuations)
@@ -314,6 +326,7 @@ class _Attempt:
             return
         if isinstance(event, Pulled):
             self._placer.pull_ended(self._placed)
+            self._pulls.end(self._pull, event.report)
             return
         try:
             is_over = not isinstance(event, Tokens) or not self._outputs.follows(event)
@@ -340,6 +353,7 @@ class _Attempt:
 
     def _note_first(self, tokens: Tokens) -> None:
         self.brought_tokens = True
+        self._pulls.answered(self._pull)
         self._placer.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:
             self._progress.cached_tokens = tokens.cached_tokens

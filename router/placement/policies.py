@@ -50,6 +50,9 @@ class Placement:
     considered: Sequence[Score]
     costs: Sequence[float]
     """Costs that the policy compared, in its own unit, one per considered score."""
+    candidates: Sequence[Candidate] = ()
+    sources: Sequence[PullSource] = ()
+    """Workers from which the chosen one might fetch."""
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -76,7 +79,8 @@ def place(
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
     config = config or PlacementConfig()
-    scores = score_all(request.prompt_tokens, candidates, config, sources if policy == "prefix" else ())
+    sources = sources if policy == "prefix" else ()
+    scores = score_all(request.prompt_tokens, candidates, config, sources)
     match policy:
         case "prefix":
             chosen, costs = _prefix(request, scores, rng, config)
@@ -90,7 +94,13 @@ def place(
             chosen, costs = _session(request.session_key, scores, rng, config)
         case "dynamo":
             chosen, costs = _dynamo(scores, candidates, rng, config)
-    return Placement(chosen=scores[chosen]._replace(cost=costs[chosen]), considered=scores, costs=costs)
+    return Placement(
+        chosen=scores[chosen]._replace(cost=costs[chosen]),
+        considered=scores,
+        costs=costs,
+        candidates=candidates,
+        sources=sources,
+    )
 
 
 Choice = tuple[int, list[float]]

@@ -6,6 +6,7 @@ The rates are measured by the destination. Until they are known nothing is pulle
 the cost (scoring.py) or who has cached what (cluster/view.py).
 """
 
+from enum import Enum, auto
 from typing import NamedTuple
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
@@ -71,3 +72,28 @@ class PullPlan(NamedTuple):
     def patience_seconds(self) -> float:
         """Return the time after which the request should go on without the rest."""
         return PATIENCE * self.time_ms / 1000 + PATIENCE_SECONDS
+
+
+class PullVerdict(Enum):
+    """Whether a worker would fetch from a source, and why not."""
+
+    CHOSEN = auto()
+    TIE = auto()
+    """It saves no more than a tie."""
+    OTHER_SOURCE = auto()
+    """The chosen source saves as much, or more."""
+    UNMEASURED = auto()
+    """The worker has not measured its link or its host memory yet, or has no host memory for blocks."""
+    MEMORY = auto()
+    """The worker's memory is short: a copy would make others wait for room."""
+
+
+class PullOption(NamedTuple):
+    """One source for one worker, as ExplainPlacement shows it."""
+
+    source: PullSource
+    verdict: PullVerdict
+    pulled_tokens: int = 0
+    time_ms: float = 0.0
+    saved_ms: float = 0.0
+    """The cost without this pull, less the cost with it. Negative where the pull costs more."""

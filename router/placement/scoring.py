@@ -20,7 +20,14 @@ from typing import NamedTuple
 from blockyard.proto.index.contract import WorkerId
 from blockyard.proto.step_costs import pairs_of
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullPlan, PullSource
+from blockyard.router.placement.pulls import (
+    UNKNOWN_LINK,
+    Link,
+    PullOption,
+    PullPlan,
+    PullSource,
+    PullVerdict,
+)
 from blockyard.router.placement.rates import is_measured
 
 
@@ -128,19 +135,54 @@ def _best_score(
 ) -> Score:
     """Return the score without a pull, or that with the best one where it saves more than a tie."""
     alone = _score(prompt_tokens, candidate, config)
-    here = alone.cached_tokens + alone.host_cached_tokens
-    if not (is_measured(candidate.link.bytes_per_ms) and is_measured(candidate.host_tokens_per_second)):
+    if not _can_pull(candidate) or alone.memory_ms:
         return alone
     pulling = [
-        _score(prompt_tokens, candidate, config, source)
-        for source in sources
-        if source.cached_tokens > here and source.address != candidate.address and not alone.memory_ms
+        _score(prompt_tokens, candidate, config, source) for source in _richer(alone, candidate, sources)
     ]
     best = min(pulling, key=lambda score: score.cost, default=alone)
     saved_ms = alone.cost - best.cost
     if best.pull is None or saved_ms <= tie_ms(alone.cost, config):
         return alone
     return best._replace(pull=best.pull._replace(saved_ms=saved_ms))
+
+
+def _can_pull(candidate: Candidate) -> bool:
+    return is_measured(candidate.link.bytes_per_ms) and is_measured(candidate.host_tokens_per_second)
+
+
+def _richer(alone: Score, candidate: Candidate, sources: Sequence[PullSource]) -> list[PullSource]:
+    """Return the sources that have more of the prompt than the candidate."""
+    here = alone.cached_tokens + alone.host_cached_tokens
+    return [
+        source for source in sources if source.cached_tokens > here and source.address != candidate.address
+    ]
+
+
+def pull_options(
+    prompt_tokens: int, candidate: Candidate, config: PlacementConfig, sources: Sequence[PullSource]
+) -> list[PullOption]:
+    """Return each source that has more of the prompt than the candidate, with the reason why it is chosen or not."""
+    alone = _score(prompt_tokens, candidate, config)
+    richer = _richer(alone, candidate, sources)
+    if not _can_pull(candidate):
+        return [PullOption(source, PullVerdict.UNMEASURED) for source in richer]
+    if alone.memory_ms:
+        return [PullOption(source, PullVerdict.MEMORY) for source in richer]
+    chosen = _best_score(prompt_tokens, candidate, config, sources).pull
+    options = []
+    for source in richer:
+        score = _score(prompt_tokens, candidate, config, source)
+        saved_ms = alone.cost - score.cost
+        if chosen is not None and chosen.source == source:
+            verdict = PullVerdict.CHOSEN
+        elif chosen is None or saved_ms <= tie_ms(alone.cost, config):
+            verdict = PullVerdict.TIE
+        else:
+            verdict = PullVerdict.OTHER_SOURCE
+        time_ms = 0.0 if score.pull is None else score.pull.time_ms
+        options.append(PullOption(source, verdict, score.pulled_tokens, time_ms, saved_ms))
+    return options
 
 
 def tie_ms(cost: float, config: PlacementConfig) -> float:

@@ -24,6 +24,7 @@ from blockyard.router.services.interceptor import Context
 from blockyard.router.services.messages import (
     candidate_message,
     latencies_message,
+    pull_message,
     request_message,
     timeless,
     workers_message,
@@ -75,6 +76,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             requests_waiting=num_waiting,
             first_token=latencies_message(self._parts.metrics.first_token),
             inter_token=latencies_message(self._parts.metrics.gaps),
+            pulls=[pull_message(pull, relay.pulls.now()) for pull in relay.pulls.recent()],
         )
 
     async def GetIndexInfo(
@@ -175,10 +177,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             placement, index_available = await self._parts.placer.explain(
                 names, prompt_tokens, session_id=session_id
             )
+        options = self._parts.placer.pull_options(placement, prompt_tokens) if placement else {}
         return cluster_pb2.ExplainPlacementResponse(
             policy=self._policy,
             chosen_worker_id=placement.chosen.worker_id if placement else "",
-            candidates=[candidate_message(score) for score in placement.scores] if placement else [],
+            candidates=[candidate_message(score, options[score.address]) for score in placement.scores]
+            if placement
+            else [],
             index_available=index_available,
         )
 

@@ -3,11 +3,15 @@
 Pure. Does not own the calls that return them (cluster.py).
 """
 
+from collections.abc import Iterable
+
 from blockyard.proto.metrics.readings import Histogram
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.view import WorkerState, WorkerView
+from blockyard.router.generation.pulls import Pull
 from blockyard.router.generation.registry import RequestRecord, RequestState
+from blockyard.router.placement.pulls import PullOption, PullVerdict
 from blockyard.router.placement.scoring import Score
 
 WORKER_STATES = {
@@ -22,6 +26,14 @@ REQUEST_STATES = {
     RequestState.QUEUED: cluster_pb2.REQUEST_STATE_QUEUED,
     RequestState.PLACED: cluster_pb2.REQUEST_STATE_PLACED,
     RequestState.STREAMING: cluster_pb2.REQUEST_STATE_STREAMING,
+}
+
+PULL_VERDICTS = {
+    PullVerdict.CHOSEN: cluster_pb2.PULL_VERDICT_CHOSEN,
+    PullVerdict.TIE: cluster_pb2.PULL_VERDICT_TIE,
+    PullVerdict.OTHER_SOURCE: cluster_pb2.PULL_VERDICT_OTHER_SOURCE,
+    PullVerdict.UNMEASURED: cluster_pb2.PULL_VERDICT_UNMEASURED,
+    PullVerdict.MEMORY: cluster_pb2.PULL_VERDICT_MEMORY,
 }
 
 
@@ -66,7 +78,7 @@ def timeless(message: cluster_pb2.ListWorkersResponse) -> list[cluster_pb2.Worke
     return workers
 
 
-def candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
+def candidate_message(score: Score, options: Iterable[PullOption] = ()) -> cluster_pb2.PlacementCandidate:
     return cluster_pb2.PlacementCandidate(
         worker_id=score.worker_id,
         cached_tokens=score.cached_tokens,
@@ -83,6 +95,16 @@ def candidate_message(score: Score) -> cluster_pb2.PlacementCandidate:
         pulled_from=score.pull.source.worker_id if score.pull is not None else "",
         total_ms=score.total_ms,
         cost=score.cost,
+        pull_options=[
+            cluster_pb2.PullOption(
+                source_id=option.source.worker_id,
+                verdict=PULL_VERDICTS[option.verdict],
+                pulled_tokens=option.pulled_tokens,
+                time_ms=option.time_ms,
+                saved_ms=option.saved_ms,
+            )
+            for option in options
+        ],
     )
 
 
@@ -96,6 +118,24 @@ def request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInf
         age_seconds=now - record.arrival,
         tenant=record.tenant,
         cached_tokens=record.progress.cached_tokens,
+        pulled_blocks=0 if record.progress.pull is None else record.progress.pull.num_blocks,
+        pulled_from="" if record.progress.pull is None else record.progress.pull.plan.source.worker_id,
+    )
+
+
+def pull_message(pull: Pull, now: float) -> cluster_pb2.RecentPull:
+    return cluster_pb2.RecentPull(
+        number=pull.number,
+        worker_id=pull.worker_id,
+        source_id=pull.plan.source.worker_id,
+        end=pull.end,
+        planned_bytes=pull.plan.num_bytes,
+        planned_ms=pull.plan.time_ms,
+        num_blocks=pull.num_blocks,
+        num_bytes=pull.num_bytes,
+        elapsed_ms=1000 * pull.seconds(now),
+        saved_ms=pull.saved_ms,
+        ended_seconds=0.0 if pull.ended_at is None else now - pull.ended_at,
     )
 
 

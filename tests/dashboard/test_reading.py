@@ -18,7 +18,7 @@ from blockyard.deploy.dashboard.last_seen import MIN_RATE_SECONDS, RATE_WINDOW_S
 from blockyard.deploy.dashboard.live_page import MAX_ASKED_AT_ONCE, LivePage
 from blockyard.deploy.dashboard.prompt_queries import HEADER, MAX_REQUESTS, prompt_arguments, requests_dict
 from blockyard.deploy.dashboard.sign_in import with_link
-from blockyard.deploy.dashboard.snapshot import MAX_CELLS, cells, drawn, of_nothing
+from blockyard.deploy.dashboard.snapshot import MAX_CELLS, MAX_PULLS, cells, drawn, of_nothing, pulls_dict
 from blockyard.deploy.dashboard.start_hook import led_through, start_hook
 from blockyard.proto.v1 import cluster_pb2
 from hypothesis import given
@@ -50,6 +50,27 @@ def pool_of(*runs: tuple[cluster_pb2.BlockState, int, int]) -> cluster_pb2.Block
             cluster_pb2.BlockRun(state=state, length=length, references=held) for state, length, held in runs
         ],
     )
+
+
+def test_pulls_of_all_routers_are_listed_newest_first_and_a_silent_router_is_named() -> None:
+    pull = cluster_pb2.RecentPull
+    first = [pull(number=1, elapsed_ms=50.0), pull(number=2, end="cut", ended_seconds=9.0)]
+    second = [pull(number=1, elapsed_ms=20.0), pull(number=2, end="whole", ended_seconds=4.0, elapsed_ms=7.0)]
+    infos = {
+        "a": cluster_pb2.ClusterInfo(pulls=first),
+        "b": cluster_pb2.ClusterInfo(pulls=second),
+        "c": None,
+    }
+    listed = pulls_dict(infos)
+    assert listed["silent"] == ["c"]
+    assert [(told["router"], told["number"], told["end"]) for told in listed["pulls"]] == [
+        ("b", 1, ""),
+        ("a", 1, ""),
+        ("b", 2, "whole"),
+        ("a", 2, "cut"),
+    ]
+    many = cluster_pb2.ClusterInfo(pulls=first * MAX_PULLS)
+    assert len(pulls_dict({"a": many})["pulls"]) == MAX_PULLS
 
 
 def test_each_block_of_a_small_pool_is_a_cell() -> None:

@@ -97,13 +97,30 @@ def test_a_worker_that_served_nothing_has_no_hit_rate() -> None:
 @pytest.mark.parametrize("columns", [80, 100, 160])
 def test_the_screen_keeps_to_its_columns_and_a_line_a_worker(columns: int) -> None:
     workers = [
-        worker(name=f"worker-with-a-long-name-{number}", running=256, waiting=64, generated_tokens=10**9)
+        worker(
+            name=f"worker-with-a-long-name-{number}",
+            running=256,
+            waiting=64,
+            generated_tokens=10**9,
+            pulled_blocks=10**6,
+        )
         for number in range(5)
     ]
     workers[0].state, workers[0].state_reason = cluster_pb2.WORKER_STATE_REFUSED, "another model " * 5
     lines = lines_of(look(1.0, *workers), [float(number) for number in range(60)], columns)
     assert max(map(len, lines)) <= columns
     assert len(lines) == 4 + len(workers)
+
+
+def test_pulls_show_once_a_worker_has_some_and_the_terminal_is_wide() -> None:
+    before = look(1.0, worker(pulled_blocks=10, lent_blocks=5))
+    now = look(3.0, worker(pulled_blocks=110, lent_blocks=5, pulling_bytes=7, failed_pulls=2))
+    (row,) = rows_of(now, before)
+    assert (row.pulled_blocks_per_second, row.lent_blocks_per_second) == (50.0, 0.0)
+    assert (row.pulling_bytes, row.lending_bytes, row.failed_pulls) == (7, 0, 2)
+    wide, narrow = (lines_of(now, [0.0], columns)[3].split() for columns in (100, 80))
+    assert wide[-2:] == ["pull/s", "lend/s"]
+    assert "pull/s" not in narrow + lines_of(look(1.0, worker()), [0.0], 100)[3].split()
 
 
 def test_at_80_columns_every_number_of_a_worker_is_whole() -> None:

@@ -182,6 +182,15 @@ def test_only_what_is_asked_to_sign_in_shows_the_live_pages_key_never_rays_token
     assert "open --cluster c" in signing_in[1]
 
 
+def test_pulls_and_loans_have_columns_once_a_worker_has_some() -> None:
+    calm = cluster_pb2.WorkerLoad(used_blocks=3)
+    busy = cluster_pb2.WorkerLoad(used_blocks=3, pulled_blocks=40, lent_blocks=7, failed_pulls=1)
+    assert not {"pulled", "lent"} & set(lines_of(calm)[0])
+    told = printed(workers_table([cluster_pb2.Worker(worker_id="w", load=busy)])).splitlines()
+    assert "pulled  lent  failed pulls" in told[0]
+    assert told[1].split()[-4:-1] == ["40", "7", "1"]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120])
 def test_no_terminal_is_too_narrow_for_a_tables_numbers(width: int) -> None:
     headings = ("worker", "cached", "uncached", "queued prefill", "cost", "last error")
@@ -206,3 +215,49 @@ def test_explain_names_each_term_at_80_columns() -> None:
     assert told.count("12,345") == 2
     assert "cost 6.5" in told
     assert "cost 7.5" in told
+
+
+def test_explain_says_of_each_source_whether_it_is_chosen_and_why_not() -> None:
+    def option(
+        source: str, verdict: cluster_pb2.PullVerdict, saved_ms: float = 0.0
+    ) -> cluster_pb2.PullOption:
+        return cluster_pb2.PullOption(
+            source_id=source, verdict=verdict, pulled_tokens=4096, time_ms=12.25, saved_ms=saved_ms
+        )
+
+    pulling = cluster_pb2.PlacementCandidate(
+        worker_id="a",
+        pulled_tokens=4096,
+        pull_ms=12.25,
+        pulled_from="b",
+        pull_options=[
+            option("b", cluster_pb2.PULL_VERDICT_CHOSEN, 800.0),
+            option("c", cluster_pb2.PULL_VERDICT_OTHER_SOURCE, 799.0),
+        ],
+    )
+    computing = cluster_pb2.PlacementCandidate(
+        worker_id="d",
+        pull_options=[
+            option("b", cluster_pb2.PULL_VERDICT_TIE, -3.0),
+            cluster_pb2.PullOption(source_id="c", verdict=cluster_pb2.PULL_VERDICT_UNMEASURED),
+        ],
+    )
+    explained = cluster_pb2.ExplainPlacementResponse(
+        chosen_worker_id="a", policy="prefix", index_available=True, candidates=[pulling, computing]
+    )
+    told = printed(explained_view(explained)).splitlines()
+    assert told[1].split()[:5] == ["worker", "cached", "host", "pulled", "uncached"]
+    assert told[-4:] == [
+        "a could pull from b 4,096 tokens in 12.2 ms, which saves 800.0 ms; chosen",
+        "a could pull from c 4,096 tokens in 12.2 ms, which saves 799.0 ms; "
+        "not chosen: the other source saves as much or more",
+        "d could pull from b 4,096 tokens in 12.2 ms, which costs 3.0 ms; not chosen: it saves no more than a tie",
+        "d could pull from c; not possible: no host cache, or its rates are not measured yet",
+    ]
+
+
+def test_explain_has_no_column_for_pulls_where_nothing_can_be_pulled() -> None:
+    explained = cluster_pb2.ExplainPlacementResponse(
+        chosen_worker_id="a", candidates=[cluster_pb2.PlacementCandidate(worker_id="a")]
+    )
+    assert "pull" not in printed(explained_view(explained))

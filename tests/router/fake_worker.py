@@ -83,6 +83,8 @@ class Script:
     """Leaves out what was asked for."""
     tokens: tuple[int, ...] = ()
     """Tokens of each output, in place of those that every worker generates."""
+    pull_report: session_pb2.PullReport | None = None
+    """Report of the request's pull, sent before the first token. None: it pulls nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -320,6 +322,10 @@ class FakeWorker(EngineServiceServicer):
 
     async def _generate(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
         self.started.append(submit.request_id)
+        if script.pull_report is not None:
+            report = session_pb2.PullReport(handle=submit.handle)
+            report.MergeFrom(script.pull_report)
+            stream.send(step=session_pb2.StepOutput(pulls=[report]))
         rows = _rows(submit, script)
         while rows:
             await asyncio.sleep(script.step_seconds)

@@ -14,6 +14,7 @@ from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import CHANNEL_OPTIONS
 from blockyard.router.cluster.view import WorkerState
 from blockyard.router.dispatch.placer import Placer
+from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.generation.relay import Generation, Relay
 
 from .fake_worker import BLOCK_SIZE, SECRET, FakeWorker
@@ -58,6 +59,7 @@ async def rig(
     secret: str = SECRET,
     no_worker_seconds: float = 10.0,
     max_migrations: int = 3,
+    lookup: PrefixLookup | None = None,
 ) -> AsyncIterator[Rig]:
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -69,7 +71,7 @@ async def rig(
             lost_seconds=lost_seconds,
             stall_seconds=stall_seconds,
         )
-        placer = Placer(fleet, None, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds)
+        placer = Placer(fleet, lookup, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds)
         fleet.set_addresses([worker.address for worker in workers])
         made = Rig(fleet, placer, Relay(fleet, placer, max_migrations=max_migrations), list(workers))
         async with asyncio.TaskGroup() as tasks:

@@ -11,8 +11,8 @@ import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import PlacementRequest, place
-from blockyard.router.placement.pulls import Link, PullSource
-from blockyard.router.placement.scoring import Candidate, Score, score_all, tie_ms
+from blockyard.router.placement.pulls import Link, PullSource, PullVerdict
+from blockyard.router.placement.scoring import Candidate, Score, pull_options, score_all, tie_ms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +95,33 @@ def test_whatever_workers_report_one_is_chosen_and_every_cost_is_a_number(
     assert placement.chosen in scores
     assert all(isfinite(score.cost) and isfinite(score.total_ms) and score.cost >= 0 for score in scores)
     assert [score.cost for score in scores] == sorted(score.cost for score in scores)
+
+
+@given(st.integers(1, 2**32), CANDIDATE, SOURCES, CONFIGS)
+def test_the_explained_source_is_the_planned_one_and_each_other_one_has_its_reason(
+    prompt_tokens: int, candidate: Candidate, sources: list[PullSource], config: PlacementConfig
+) -> None:
+    (score,) = score_all(prompt_tokens, [candidate], config, sources)
+    (without,) = score_all(prompt_tokens, [candidate], config)
+    options = pull_options(prompt_tokens, candidate, config, sources)
+    chosen = [option for option in options if option.verdict is PullVerdict.CHOSEN]
+    assert [option.source for option in chosen] == ([] if score.pull is None else [score.pull.source])
+    for option in options:
+        assert option.source.cached_tokens > without.cached_tokens + without.host_cached_tokens
+        match option.verdict:
+            case PullVerdict.CHOSEN:
+                assert option.pulled_tokens == score.pulled_tokens
+            case PullVerdict.TIE:
+                assert not option.saved_ms > tie_ms(without.cost, config)
+            case PullVerdict.OTHER_SOURCE:
+                assert score.pull is not None
+                assert option.saved_ms <= score.pull.saved_ms
+            case PullVerdict.MEMORY:
+                assert score.pull is None
+                assert score.memory_ms > 0
+            case PullVerdict.UNMEASURED:
+                assert score.pull is None
+                assert option.pulled_tokens == 0
 
 
 @given(CANDIDATES, COUNTS, CONFIGS, SOURCES)

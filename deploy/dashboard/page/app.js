@@ -6,11 +6,13 @@ import { Details } from "./details.js";
 import { ask, bytes, count, el, percent, rate, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
 import { showPrefixes } from "./prefixes.js";
+import { Pulls } from "./pulls.js";
 import { showRequests } from "./requests.js";
 
 const TICK_MS = 1000;
 const STALE_SECONDS = 3;
-const COUNTERS = ["evictions", "preemptions", "generated_tokens"];
+const COUNTERS = ["evictions", "preemptions", "pulled_blocks", "lent_blocks", "generated_tokens"];
+const RARE = ["pulled_blocks", "lent_blocks"];
 const DAY_MS = 86_400_000;
 const AWAY = new Set(["dead", "stopped", "starting", "downloading", "connecting", "refused"]);
 
@@ -21,6 +23,8 @@ const TIPS = {
   hit_rate: "Share of prompt tokens that were found cached, since the worker's start",
   evictions: `Cached blocks that were evicted because no block was free. ${RATE_TIP}`,
   preemptions: `Sequences that lost their blocks because no block was free. ${RATE_TIP}`,
+  pulled_blocks: `Blocks that came from other workers instead of being computed. ${RATE_TIP}`,
+  lent_blocks: `Blocks that were sent to other workers. ${RATE_TIP}`,
   generated_tokens: `Tokens generated since the worker's start. ${RATE_TIP}`,
 };
 
@@ -37,6 +41,7 @@ function mark(worker, blocks) {
 }
 
 const details = new Details(parameters, mark);
+const pulls = new Pulls(cards);
 const charts = new Charts(byId("charts"));
 const prefixes = () => showPrefixes(parameters(), (worker, which) => details.block(worker, which));
 
@@ -67,7 +72,8 @@ function makeCard(name) {
       counted("free", "free", "free"), el("span", { className: "quiet" }, "of ", field("total"), " ", field("size"))),
     host,
     el("dl", { className: "figures" }, figure("running", "running"), figure("waiting", "waiting"), figure("hit_rate", "hit rate"),
-      counter("evictions", "evictions"), counter("preemptions", "preempted"), counter("generated_tokens", "tokens out")),
+      counter("evictions", "evictions"), counter("preemptions", "preempted"),
+      counter("pulled_blocks", "blocks pulled"), counter("lent_blocks", "blocks lent"), counter("generated_tokens", "tokens out")),
     form);
   pool.className = "content";
   const element = el("article", { className: "card", "data-worker": name, ariaLabel: `Worker ${name}` },
@@ -107,6 +113,7 @@ function showPool(card, pool) {
   const { fields } = card;
   card.pool.hidden = false;
   for (const key of ["used", "cached", "free", "total", "running", "waiting", ...COUNTERS]) setText(fields[key], count(pool[key]));
+  for (const key of RARE) fields[key].closest("div").hidden = !pool[key];
   const cell = pool.scale > 1 ? `; a cell is ${pool.scale} blocks` : "";
   setText(fields.size, `blocks of ${pool.block_size} tokens (${bytes(pool.total * pool.bytes_per_block)})${cell}`);
   setText(fields.hit_rate, percent(pool.cached_tokens, pool.prompt_tokens));
@@ -198,8 +205,12 @@ async function look() {
       showTiles(picture);
       charts.show(picture.history);
       showCards(picture.workers);
+      pulls.show(parameters());
       lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
-    } else showCards([]);
+    } else {
+      showCards([]);
+      pulls.clear();
+    }
     await Promise.all([details.refresh(), picture && showRequests(parameters()), picture && prefixes()]);
   } catch (error) {
     complain(error.message);
@@ -220,10 +231,12 @@ byId("pause").addEventListener("click", () => {
   showPulse(0);
 });
 byId("requests").addEventListener("toggle", () => showRequests(parameters()));
+byId("pulls").addEventListener("toggle", () => pulls.show(parameters()));
 byId("prefixes").addEventListener("toggle", prefixes);
 byId("cluster").addEventListener("change", () => {
   details.close();
   showCards([]);
+  pulls.clear();
   look();
 });
 startAsking(parameters, (worker, blocks) => {

@@ -6,7 +6,7 @@ import { table } from "./details.js";
 const HEADER_CHARS = 7000;
 const MOST_HEADERS = 24;
 const TERMS = [
-  ["queue", "queue_ms"], ["prefill", "prefill_ms"], ["from host", "host_load_ms"], ["decode", "decode_ms"],
+  ["queue", "queue_ms"], ["prefill", "prefill_ms"], ["from host", "host_load_ms"], ["pull", "pull_ms"], ["decode", "decode_ms"],
   ["memory", "memory_ms"], ["interference", "interference_ms"], ["total ms", "total_ms"], ["cost", "cost"],
 ];
 
@@ -76,6 +76,22 @@ function reason({ candidates, chosen, policy }) {
     : "It costs least.";
 }
 
+// The ways to pull a part of the prompt, and why each is taken or not.
+function options({ candidates }) {
+  const rows = candidates.flatMap((candidate) => candidate.pull_options.map((option) => {
+    const priced = (text) => (option.is_priced ? text : "-");
+    return el("tr", { className: option.is_chosen ? "chosen" : "", "data-option": `${option.source} to ${candidate.worker_id}` },
+      el("td", {}, candidate.worker_id),
+      el("td", {}, option.source),
+      el("td", {}, priced(count(option.tokens))),
+      el("td", {}, priced(decimal(option.time_ms))),
+      el("td", {}, priced(decimal(option.saved_ms))),
+      el("td", {}, option.verdict));
+  }));
+  if (!rows.length) return [];
+  return [el("h3", {}, "What each could pull from another worker"), table(["to", "from", "tokens", "takes ms", "saves ms", "verdict"], rows)];
+}
+
 function placement(found) {
   const cached = (candidate) => `${count(candidate.cached_tokens)} + ${count(candidate.host_cached_tokens)}`;
   const rows = found.candidates.map((candidate) => {
@@ -83,10 +99,11 @@ function placement(found) {
     return el("tr", { className: chosen ? "chosen" : "", "data-candidate": candidate.worker_id },
       el("td", {}, candidate.worker_id + (chosen ? " (chosen)" : "")),
       el("td", {}, cached(candidate)),
+      el("td", { "data-field": "pulled" }, candidate.pulled_from ? `${count(candidate.pulled_tokens)} from ${candidate.pulled_from}` : "-"),
       el("td", {}, count(candidate.uncached_tokens)),
       ...TERMS.map(([, name]) => el("td", { "data-term": name }, decimal(candidate[name]))));
   });
   const head = el("p", { "data-field": "chosen" }, `Policy ${found.policy}: ` + (found.chosen
     ? `it would run on ${found.chosen}. ${reason(found)}` : "no worker can take it now."));
-  return [head, table(["worker", "cached + host tokens", "to compute", ...TERMS.map(([label]) => label)], rows)];
+  return [head, table(["worker", "cached + host tokens", "pulled tokens", "to compute", ...TERMS.map(([label]) => label)], rows), ...options(found)];
 }
