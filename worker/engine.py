@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
@@ -92,6 +93,8 @@ class Engine:
         self._woken = threading.Event()
         self.start_pull: Callable[[Pull], object] | None = None
         """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
+        self.lends_all = False
+        """Whether all blocks may be lent at once, because nothing runs here any more."""
 
     @property
     def has_work(self) -> bool:
@@ -332,7 +335,8 @@ class Engine:
 
     def lend(self, names: list[BlockName]) -> Loan:
         """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch them."""
-        return self.scheduler.tables.lend(names, most_blocks=self.scheduler.config.most_lent_blocks)
+        most_blocks = inf if self.lends_all else self.scheduler.config.most_lent_blocks
+        return self.scheduler.tables.lend(names, most_blocks=most_blocks)
 
     def end_loan(self, loan: Loan) -> None:
         self.scheduler.tables.end_loan(loan)

@@ -1,4 +1,4 @@
-"""Receiver: fetches the blocks of pulls into host slots, each pull on a thread.
+"""Receiver: fetches the blocks of pulls into host slots, each pull on a thread, a few at once.
 
 Nothing that a source does can harm. A block counts only once its bytes agree with their checksum. Every wait ends
 at the pull's deadline, or soon after its cancellation. A source that has failed is avoided for a while.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from blockyard.proto.security.tls import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
-from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
+from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.transfer.wire import (
     MAX_REPLY_BYTES,
     Connection,
@@ -35,6 +35,8 @@ AVOIDED_SECONDS = {
     PullEnd.PULL_END_UNREACHABLE: 5.0,
 }
 """Time for which nothing is fetched from a source after a pull that ended so."""
+MAX_AT_ONCE = 4
+"""Pulls served at once. They share one link, so more would only end later. Others wait for their turn."""
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
 
@@ -70,7 +72,7 @@ class Receiver:
         self._memory = memory
         self._context = context
         self._on_end = on_end
-        self._threads = ThreadPoolExecutor(MAX_PULLS, thread_name_prefix="pull")
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="pull")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
@@ -79,7 +81,7 @@ class Receiver:
         self._is_stopping = False
 
     def start(self, pull: Pull, fence: Callable[[], object]) -> None:
-        """Begin a pull, and return at once. `fence` waits until the device no longer uses the slots."""
+        """Queue a pull, and return at once. `fence` waits until the device no longer uses the slots."""
         deadline = time.monotonic() + pull.order.seconds
         self._threads.submit(self._run, pull, fence, deadline)
 
@@ -102,6 +104,10 @@ class Receiver:
 
     def _fetch(self, attempt: "_Attempt") -> PullEnd:
         source = attempt.pull.order.address
+        if attempt.pull.is_cancelled or self._is_stopping:
+            return PullEnd.PULL_END_CANCELLED
+        if time.monotonic() >= attempt.deadline:
+            return PullEnd.PULL_END_LATE  # its turn came too late, which is not the source's fault
         if time.monotonic() < self._avoided.get(source, 0.0):
             return PullEnd.PULL_END_AVOIDED
         end = self._tried(attempt)
