@@ -111,7 +111,8 @@ class EngineConfig:
     )
     host_cache_gib: float = setting(
         0.0,
-        help="Host memory in GiB for prefixes that the KV cache evicts. 0: none.",
+        help="Host memory in GiB for prefixes that the KV cache evicts, and for those fetched from other workers. "
+        "0: none, and nothing is fetched.",
         minimum=0,
         below=math.inf,
         group=MEMORY,

@@ -16,6 +16,7 @@ from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.pull_rates import PullRates
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
@@ -95,6 +96,10 @@ class Engine:
         """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
         self.lends_all = False
         """Whether all blocks may be lent at once, because nothing runs here any more."""
+        self.pull_rates = PullRates()
+        self._loans: set[Loan] = set()
+        self._num_lent_blocks = 0
+        """Blocks that loans which have ended brought to other workers."""
 
     @property
     def has_work(self) -> bool:
@@ -333,12 +338,18 @@ class Engine:
         """Cache the blocks of a pull that have arrived. Nothing may write to its slots any more."""
         self.scheduler.pulls.end(pull, num_blocks)
 
-    def lend(self, names: list[BlockName]) -> Loan:
-        """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch them."""
+    def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
+        """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those
+        from index `first` on."""
         most_blocks = inf if self.lends_all else self.scheduler.config.most_lent_blocks
-        return self.scheduler.tables.lend(names, most_blocks=most_blocks)
+        loan = self.scheduler.tables.lend(names, most_blocks=most_blocks)
+        loan.num_unsent = max(0, len(loan) - first)
+        self._loans.add(loan)
+        return loan
 
     def end_loan(self, loan: Loan) -> None:
+        self._loans.remove(loan)
+        self._num_lent_blocks += loan.num_sent
         self.scheduler.tables.end_loan(loan)
 
     def flush(self) -> tuple[int, int]:
@@ -362,7 +373,7 @@ class Engine:
     def load(self) -> EngineLoad:
         counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         queued_tokens, queued_pairs = self.scheduler.queued_prefill()
-        work = self.mixed_steps.work
+        work, pulls = self.mixed_steps.work, self.scheduler.pulls
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -390,6 +401,13 @@ class Engine:
             step_decodes=work.decodes,
             step_context_tokens=work.context_tokens,
             step_pairs=work.pairs,
+            pull_setup_seconds=self.pull_rates.setup_seconds,
+            pull_bytes_per_second=self.pull_rates.bytes_per_second,
+            pulling_bytes=self.bytes_per_block * pulls.num_coming,
+            lending_bytes=self.bytes_per_block * sum(loan.num_unsent for loan in self._loans),
+            pulled_blocks=pulls.num_blocks,
+            lent_blocks=self._num_lent_blocks,
+            failed_pulls=pulls.num_failed,
         )
 
 

@@ -115,3 +115,13 @@ class EngineLoad:
     step_decodes: int
     step_context_tokens: int
     step_pairs: int
+    pull_setup_seconds: float
+    """Time from a pull's begin to its source's answer, and the rate at which its bytes arrive after that. Averages of
+    the last pulls. 0 is unknown."""
+    pull_bytes_per_second: float
+    pulling_bytes: int
+    """Bytes still to arrive from other workers, and still to be sent to them."""
+    lending_bytes: int
+    pulled_blocks: int
+    lent_blocks: int
+    failed_pulls: int

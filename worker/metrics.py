@@ -19,6 +19,13 @@ FROM_LOAD = (
     "generated_tokens",
     "preemptions",
     "swaps",
+    "pulled_blocks",
+    "lent_blocks",
+    "failed_pulls",
+    "pulling_bytes",
+    "lending_bytes",
+    "pull_setup_seconds",
+    "pull_bytes_per_second",
 )
 """Figures with the same name in the load and in the table."""
 

@@ -40,6 +40,7 @@ from blockyard.worker.session.session import SessionService
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from blockyard.worker.startup.warm_up import try_out
 from blockyard.worker.transfer.exchange import Exchange
+from blockyard.worker.transfer.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class WorkerServer:
         self._service.attach(self._engine, self._loaded.engine.load())
         self._administration = Administration(service=self._service, engine=self._engine)
         self._exchange = self._make_exchange()
+        self._service.measure_link = self._exchange.measure
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
@@ -151,6 +153,7 @@ class WorkerServer:
             incarnation=self.incarnation,
             layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}",
             context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
+            neighbours=None if config.session_tls else Neighbours(config.cluster_secret, config.cluster),
             on_pull_end=self._service.pull_ended,
         )
 
@@ -207,6 +210,7 @@ class WorkerServer:
             model_fingerprint=loaded.model_fingerprint,
             tokenizer_fingerprint=loaded.tokenizer_fingerprint,
             block_size=loaded.kv_size.block_size,
+            block_bytes=loaded.kv_size.block_bytes,
             kv_dtype=loaded.kv_dtype,
             total_blocks=loaded.kv_size.num_blocks,
             max_model_len=loaded.max_model_len,

@@ -246,6 +246,15 @@ CACHE = Row(
                 ("blockyard_router_index_state", "{{router}} state"),
             ),
         ),
+        Panel(
+            title="Blocks between workers",
+            description="Blocks that workers fetched from one another instead of computing them, each second.",
+            unit="short",
+            questions=(
+                (_rate("blockyard_pulled_blocks", "worker"), "{{worker}} fetched"),
+                (_rate("blockyard_lent_blocks", "worker"), "{{worker}} sent"),
+            ),
+        ),
     ),
 )
 

@@ -115,6 +115,19 @@ WORKER_METRICS = (
     ),
     _counter("swaps", "sequences", "Preemptions that moved blocks to host memory."),
     _counter("evictions", "blocks", "Cached blocks that were evicted because a sequence needed a block."),
+    _counter("pulled_blocks", "blocks", "Blocks that came from other workers instead of being computed."),
+    _counter("lent_blocks", "blocks", "Blocks that were sent to other workers."),
+    _counter("failed_pulls", "pulls", "Pulls that brought fewer blocks than they should have."),
+    _gauge("pulling_bytes", "bytes", "Bytes still to arrive from other workers."),
+    _gauge("lending_bytes", "bytes", "Bytes still to be sent to other workers."),
+    _gauge(
+        "pull_setup_seconds", "seconds", "Time until the source of a pull answers, averaged. 0 is unknown."
+    ),
+    _gauge(
+        "pull_bytes_per_second",
+        "bytes per second",
+        "Rate at which blocks come from other workers, averaged over the last pulls. 0 is unknown.",
+    ),
     _gauge("stalled_seconds", "seconds", "How long the current step has run."),
     _gauge("draining", "0 or 1", "1 while the worker takes no new requests."),
     _gauge(

@@ -30,7 +30,7 @@ class Hits:
         return len(self.blocks) + len(self.host_names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Loan:
     """Leading blocks of a prefix that are kept for a reader, first on the GPU, then in host memory.
 
@@ -40,6 +40,9 @@ class Loan:
     blocks: list[BlockId]
     host_names: list[BlockName]
     host_slots: list[HostSlot]
+    num_unsent: int = 0
+    """Blocks that the reader still waits for. After it has the loan, only the thread that sends changes the numbers."""
+    num_sent: int = 0
 
     def __len__(self) -> int:
         return len(self.blocks) + len(self.host_names)

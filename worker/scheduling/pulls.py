@@ -38,7 +38,7 @@ class PullOrder:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One transfer under way. Its receiver reads it and changes nothing."""
+    """One transfer under way. Its receiver changes nothing but `num_arrived`."""
 
     order: PullOrder
     request_id: RequestId
@@ -52,6 +52,8 @@ class Pull:
     """The blocks that are here. They are kept until the pull ends."""
     deadline: float
     """Time on the engine's clock."""
+    num_arrived: int = 0
+    """Blocks that have arrived intact so far."""
     is_cancelled: bool = False
     """Whether nobody waits for it any more. Its receiver then ends it soon."""
 
@@ -79,6 +81,11 @@ class Pulls:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_coming(self) -> int:
+        """Return how many blocks are still to arrive."""
+        return sum(len(pull.slots) - pull.num_arrived for pull in self._waiting)
 
     def begin(self, sequences: Iterable[Sequence], order: PullOrder, now: float) -> Pull | None:
         """Let a request's new sequences, which have one prompt, wait for the blocks that `order` names.

@@ -90,6 +90,8 @@ class SessionService:
         self.on_changes: Callable[[StepResult], None] = lambda result: None
         self.index_part: Callable[[], WorkerIndex | None] = lambda: None
         """Returns what routers see of this worker's part of the prefix index."""
+        self.measure_link: Callable[[str, str], object] = lambda address, incarnation: None
+        """Measures the link from the worker with this transfer address and incarnation."""
         self.is_draining = False
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
@@ -295,6 +297,8 @@ class SessionService:
                         is_draining=self.is_draining,
                     )
                     link.has_news.set()
+                case "measure_link":
+                    self.measure_link(message.measure_link.address, message.measure_link.incarnation)
                 case None if not data:
                     raise _BadMessage("the message is empty")
                 case None:

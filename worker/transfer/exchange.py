@@ -13,6 +13,7 @@ from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.transfer.lender import Fence, Lender, LenderFacts
+from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.receiver import PullResult, Receiver
 
 
@@ -28,10 +29,12 @@ class Exchange:
         incarnation: str,
         layout: str,
         context: Callable[[bool], ssl.SSLContext] | None,
+        neighbours: Neighbours | None,
         on_pull_end: Callable[[RequestId, PullReport], object],
     ) -> None:
         """`engine` does not run yet. `on_pull_end` is called on the engine's thread. `context` makes TLS contexts, None
-        means plaintext."""
+        means plaintext. Without `neighbours` all connections are TCP."""
+        self._can_pull = engine.scheduler.host_cache is not None
         self._thread = thread
         self._memory = memory
         self._on_pull_end = on_pull_end
@@ -47,8 +50,16 @@ class Exchange:
             lend=self._lend,
             end_loan=lambda loan: self._thread.call(lambda engine: engine.end_loan(loan)),
             context=context,
+            neighbours=neighbours,
         )
-        self._receiver = Receiver(layout, memory, context=context, on_end=self._end_pull)
+        self._receiver = Receiver(
+            layout,
+            memory,
+            context=context,
+            neighbours=neighbours,
+            on_end=self._end_pull,
+            on_trial_end=lambda result: self._thread.call(partial(_measure, result)),
+        )
         engine.start_pull = self._start_pull
 
     def start(self, host: str, port: int) -> int:
@@ -65,8 +76,13 @@ class Exchange:
         self._lender.stop()
         self._receiver.stop()
 
-    def _lend(self, names: list[BlockName]) -> "Future[tuple[Loan, Fence]]":
-        return self._thread.call(lambda engine: (engine.lend(names), self._memory.fence()))
+    def measure(self, address: str, incarnation: str) -> None:
+        """Measure the link from a worker, unless that is known. An engine without host memory can fetch nothing."""
+        if self._can_pull:
+            self._receiver.measure(address, incarnation)
+
+    def _lend(self, names: list[BlockName], first: int) -> "Future[tuple[Loan, Fence]]":
+        return self._thread.call(lambda engine: (engine.lend(names, first=first), self._memory.fence()))
 
     def _start_pull(self, pull: Pull) -> None:
         self._receiver.start(pull, self._memory.fence())
@@ -76,6 +92,7 @@ class Exchange:
 
     def _take(self, pull: Pull, result: PullResult, engine: Engine) -> None:
         engine.end_pull(pull, result.num_blocks)
+        _measure(result, engine)
         self._on_pull_end(
             pull.request_id,
             PullReport(
@@ -86,3 +103,14 @@ class Exchange:
                 transfer_seconds=result.transfer_seconds,
             ),
         )
+
+
+def _measure(result: PullResult, engine: Engine) -> None:
+    """Count a pull or a trial in the engine's averages, if it tells anything about the link."""
+    if not result.is_measured:
+        return
+    if result.has_answer:
+        num_bytes = result.num_arrived * engine.bytes_per_block
+        engine.pull_rates.answered(result.setup_seconds, num_bytes, result.transfer_seconds)
+    else:
+        engine.pull_rates.unanswered(result.setup_seconds)

@@ -5,6 +5,7 @@ loan). A loan ends when they are sent, when the connection ends, or when nobody 
 first. A request for blocks that are not here is answered with those that are.
 """
 
+import contextlib
 import logging
 import socket
 import ssl
@@ -12,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
@@ -20,7 +20,16 @@ from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.sequences.identifiers import BlockName
-from blockyard.worker.transfer.wire import Connection, Cut, Late, ProtocolError, shut
+from blockyard.worker.transfer.neighbours import Neighbours, is_neighbour
+from blockyard.worker.transfer.wire import (
+    TRIAL_SECONDS,
+    Connection,
+    Cut,
+    Late,
+    ProtocolError,
+    shut,
+    trial_blocks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +68,20 @@ class Lender:
         facts: LenderFacts,
         memory: TransferableMemory,
         *,
-        lend: Callable[[list[BlockName]], Future[tuple[Loan, Fence]]],
+        lend: Callable[[list[BlockName], int], Future[tuple[Loan, Fence]]],
         end_loan: Callable[[Loan], object],
         context: Callable[[bool], ssl.SSLContext] | None,
+        neighbours: Neighbours | None,
     ) -> None:
-        """`lend` and `end_loan` queue commands for the engine. `context` makes TLS contexts, None means plaintext."""
+        """`lend` and `end_loan` queue commands for the engine. `lend` takes names and the index of the first one
+        that is wanted. `context` makes TLS contexts, None means plaintext. Without `neighbours` it takes TCP alone."""
         self._facts = facts
         self._memory = memory
         self._lend = lend
         self._end_loan = end_loan
         self._context = context
-        self._listener: socket.socket
+        self._neighbours = neighbours
+        self._listeners: list[socket.socket] = []
         self._connections: set[socket.socket] = set()
         """Changed under the lock, as `_is_stopping` is."""
         self._lock = threading.Lock()
@@ -87,26 +99,33 @@ class Lender:
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError where that is not possible."""
+        host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=16)
-        threading.Thread(target=self._accept, name="lender", daemon=True).start()
-        return int(self._listener.getsockname()[1])
+        listener = socket.create_server((host, port), family=family, backlog=16)
+        self._listeners.append(listener)
+        port = int(listener.getsockname()[1])
+        if self._neighbours is not None:
+            with contextlib.suppress(OSError):  # workers of this machine take TCP then
+                self._listeners.append(self._neighbours.listen(self._facts.incarnation, port))
+        for each in self._listeners:
+            threading.Thread(target=self._accept, args=(each,), name="lender", daemon=True).start()
+        return port
 
     def stop(self) -> None:
         """Close the port and all connections. Their loans end."""
         with self._lock:
             self._is_stopping = True
-            open_sockets = (self._listener, *self._connections)
+            open_sockets = (*self._listeners, *self._connections)
         for sock in open_sockets:
             shut(sock)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 if self._is_stopping:
-                    self._listener.close()
+                    listener.close()
                     return
                 time.sleep(0.1)  # too many open files, for example
                 continue
@@ -146,6 +165,10 @@ class Lender:
 
     def _secured(self, accepted: socket.socket) -> socket.socket:
         """Return the connection after its handshake, if there is one."""
+        if accepted.family == socket.AF_UNIX:
+            if not is_neighbour(accepted):
+                raise ProtocolError("its credentials: it belongs to another account or container")
+            return accepted
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.settimeout(HANDSHAKE_SECONDS)
         if self._context is None:
@@ -161,7 +184,7 @@ class Lender:
     def _max_request_bytes(self) -> int:
         return NAME_BYTES * self._facts.max_blocks + 1024
 
-    @contextmanager
+    @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         with self._lock:
             self._num_answering += 1
@@ -173,7 +196,8 @@ class Lender:
                 self._answered_at = time.monotonic()
 
     def _answer(self, connection: Connection, request: PullRequest) -> None:
-        seconds = min(request.seconds, MAX_SECONDS) if request.seconds > 0 else 0.0
+        longest = TRIAL_SECONDS if request.trial_bytes else MAX_SECONDS
+        seconds = min(request.seconds, longest) if request.seconds > 0 else 0.0
         connection.deadline = time.monotonic() + seconds
         refusal = self._refusal(request)
         if refusal:
@@ -184,28 +208,42 @@ class Lender:
             return
         try:
             with self._loan(request, seconds) as (loan, fence):
-                first = min(request.first_block, len(loan))
-                connection.send(PullReply(num_blocks=len(loan) - first))
-                fence()
-                for index in range(first, len(loan)):
-                    connection.send_block(index, self._pieces(loan, index))
+                if request.trial_bytes:
+                    self._send_trial(connection, request.trial_bytes)
+                else:
+                    self._send_blocks(connection, loan, fence)
         finally:
             self._loans.release()
+
+    def _send_blocks(self, connection: Connection, loan: Loan, fence: Fence) -> None:
+        connection.send(PullReply(num_blocks=loan.num_unsent))
+        fence()
+        for index in range(len(loan) - loan.num_unsent, len(loan)):
+            connection.send_block(index, self._pieces(loan, index))
+            loan.num_unsent -= 1
+            loan.num_sent += 1
+
+    def _send_trial(self, connection: Connection, num_bytes: int) -> None:
+        block = memoryview(b"\x55" * self._memory.block_bytes)
+        count = trial_blocks(num_bytes, len(block))
+        connection.send(PullReply(num_blocks=count))
+        for index in range(count):
+            connection.send_block(index, [block])
 
     def _refusal(self, request: PullRequest) -> PullRefusal:
         if request.incarnation != self._facts.incarnation:
             return PullRefusal.PULL_REFUSAL_INCARNATION
         if request.layout != self._facts.layout:
             return PullRefusal.PULL_REFUSAL_LAYOUT
-        if not request.names or len(request.names) % NAME_BYTES:
+        if bool(request.names) is bool(request.trial_bytes) or len(request.names) % NAME_BYTES:
             return PullRefusal.PULL_REFUSAL_INVALID
         return PullRefusal.PULL_REFUSAL_UNSPECIFIED
 
-    @contextmanager
+    @contextlib.contextmanager
     def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
-        """Keep the blocks of a request. Raises Late where the engine does not answer in time."""
+        """Keep the blocks of a request, none for a trial. Raises Late where the engine does not answer in time."""
         names = [BlockName(name) for name in split_names(request.names)]
-        future = self._lend(names)
+        future = self._lend(names, request.first_block)
         try:
             loan, fence = future.result(min(seconds, ENGINE_SECONDS))
         except TimeoutError as error:

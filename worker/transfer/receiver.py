@@ -17,13 +17,18 @@ from blockyard.proto.security.tls import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
+from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.wire import (
+    HEADER_BYTES,
     MAX_REPLY_BYTES,
+    TRIAL_BYTES,
+    TRIAL_SECONDS,
     Connection,
     Cut,
     Late,
     NotWanted,
     ProtocolError,
+    trial_blocks,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,8 @@ MAX_AT_ONCE = 4
 """Pulls served at once. They share one link, so more would only end later. Others wait for their turn."""
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
+MEASURED_SECONDS = 60.0
+"""Time for which a measurement is fresh, so that no trial is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,31 @@ class PullResult:
     """Time until the source's answer."""
     transfer_seconds: float = 0.0
     """Time from there to the last byte."""
+    has_answer: bool = False
+    num_arrived: float = 0.0
+    """Blocks that have arrived, with the part of the last one."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether it tells how fast blocks come from other workers."""
+        is_done = self.end in (PullEnd.PULL_END_WHOLE, PullEnd.PULL_END_FEWER)
+        return (is_done and self.num_arrived > 0) or self.end == PullEnd.PULL_END_LATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """Blocks to fetch from one source, for a pull or a trial."""
+
+    address: str
+    incarnation: str
+    request: PullRequest
+    """It lacks the time that is left."""
+    num_blocks: int
+    place: Callable[[int], memoryview]
+    """Returns the memory for the block of this number, counted from 0."""
+    arrived: Callable[[int, int], None]
+    """Takes the number of a block that has arrived intact, and its checksum."""
+    is_cancelled: Callable[[], bool] = lambda: False
 
 
 class Receiver:
@@ -64,47 +96,99 @@ class Receiver:
         memory: TransferableMemory,
         *,
         context: Callable[[bool], ssl.SSLContext] | None,
+        neighbours: Neighbours | None,
         on_end: Callable[[Pull, PullResult], object],
+        on_trial_end: Callable[[PullResult], object],
     ) -> None:
-        """`on_end` takes each pull's result, on the pull's thread. Then nothing writes to its slots any more. `context`
-        makes TLS contexts, None means plaintext."""
+        """`on_end` takes each pull's result, on the pull's thread. Then nothing writes to its slots any more.
+        `on_trial_end` takes those of trials. `context` makes TLS contexts, None means plaintext."""
         self._layout = layout
         self._memory = memory
         self._context = context
+        self._neighbours = neighbours
         self._on_end = on_end
+        self._on_trial_end = on_trial_end
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="pull")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
         self._avoided: dict[str, float] = {}
         """Times until which sources are avoided, by address."""
+        self._measured_at = -MEASURED_SECONDS
+        """Time of the last measurement. Changed under the lock, as the next two are."""
+        self._is_in_trial = False
         self._is_stopping = False
 
     def start(self, pull: Pull, fence: Callable[[], object]) -> None:
         """Queue a pull, and return at once. `fence` waits until the device no longer uses the slots."""
         deadline = time.monotonic() + pull.order.seconds
-        self._threads.submit(self._run, pull, fence, deadline)
+        self._threads.submit(self._run_pull, pull, fence, deadline)
+
+    def measure(self, address: str, incarnation: str) -> None:
+        """Begin a trial of the link from a worker, unless one runs or a measurement is fresh."""
+        with self._lock:
+            is_fresh = time.monotonic() < self._measured_at + MEASURED_SECONDS
+            if is_fresh or self._is_in_trial or self._is_stopping:
+                return
+            self._is_in_trial = True
+            self._threads.submit(self._run_trial, address, incarnation)
 
     def stop(self) -> None:
         """End all pulls, and wait for that."""
-        self._is_stopping = True
+        with self._lock:
+            self._is_stopping = True
         self._threads.shutdown()
         for connection in self._idle.values():
             connection.close()
 
-    def _run(self, pull: Pull, fence: Callable[[], object], deadline: float) -> None:
-        attempt = _Attempt(pull, deadline)
+    def _run_pull(self, pull: Pull, fence: Callable[[], object], deadline: float) -> None:
+        def arrived(number: int, checksum: int) -> None:
+            self._memory.received(pull.slots[number], checksum)
+            pull.num_arrived += 1
+
+        wanted = _Wanted(
+            address=pull.order.address,
+            incarnation=pull.order.incarnation,
+            request=PullRequest(names=b"".join(pull.prefix), first_block=len(pull.head)),
+            num_blocks=len(pull.slots),
+            place=lambda number: self._memory.slot(pull.slots[number]),
+            arrived=arrived,
+            is_cancelled=lambda: pull.is_cancelled,
+        )
+        self._on_end(pull, self._result(wanted, deadline, fence))
+
+    def _run_trial(self, address: str, incarnation: str) -> None:
+        block = memoryview(bytearray(self._memory.block_bytes))
+        wanted = _Wanted(
+            address=address,
+            incarnation=incarnation,
+            request=PullRequest(trial_bytes=TRIAL_BYTES),
+            num_blocks=trial_blocks(TRIAL_BYTES, len(block)),
+            place=lambda number: block,
+            arrived=lambda number, checksum: None,
+        )
+        result = self._result(wanted, time.monotonic() + TRIAL_SECONDS, lambda: None)
+        with self._lock:
+            self._is_in_trial = False
+        self._on_trial_end(result)
+
+    def _result(self, wanted: _Wanted, deadline: float, fence: Callable[[], object]) -> PullResult:
+        attempt = _Attempt(wanted, deadline, self._memory.block_bytes)
         try:
             fence()
             end = self._fetch(attempt)
         except Exception:
             logger.exception("a pull failed")
             end = PullEnd.PULL_END_CUT
-        self._on_end(pull, attempt.result(end))
+        result = attempt.result(end)
+        if result.is_measured and result.num_arrived:
+            with self._lock:
+                self._measured_at = time.monotonic()
+        return result
 
     def _fetch(self, attempt: "_Attempt") -> PullEnd:
-        source = attempt.pull.order.address
-        if attempt.pull.is_cancelled or self._is_stopping:
+        wanted, source = attempt.wanted, attempt.wanted.address
+        if wanted.is_cancelled() or self._is_stopping:
             return PullEnd.PULL_END_CANCELLED
         if time.monotonic() >= attempt.deadline:
             return PullEnd.PULL_END_LATE  # its turn came too late, which is not the source's fault
@@ -116,7 +200,7 @@ class Receiver:
         return end
 
     def _tried(self, attempt: "_Attempt") -> PullEnd:
-        source = attempt.pull.order.address
+        source = attempt.wanted.address
         try:
             return self._talk(attempt)
         except ProtocolError as error:
@@ -134,8 +218,8 @@ class Receiver:
 
     def _talk(self, attempt: "_Attempt") -> PullEnd:
         """Fetch on a connection that is open, or else on a new one. An open one may have ended meanwhile."""
-        pull = attempt.pull
-        key = pull.order.address, pull.order.incarnation
+        wanted = attempt.wanted
+        key = wanted.address, wanted.incarnation
         with self._lock:
             connection = self._idle.pop(key, None)
         if connection is not None:
@@ -144,12 +228,12 @@ class Receiver:
             except Cut:
                 if attempt.has_answer:
                     raise
-        return self._ask(self._connect(pull.order.address, attempt.deadline), key, attempt)
+        return self._ask(self._connect(wanted, attempt.deadline), key, attempt)
 
     def _ask(self, connection: Connection, key: tuple[str, str], attempt: "_Attempt") -> PullEnd:
         """Fetch on this connection. Keep it for the next pull where nothing is left on it, and close it otherwise."""
         connection.deadline = attempt.deadline
-        connection.is_wanted = lambda: not (attempt.pull.is_cancelled or self._is_stopping)
+        connection.is_wanted = lambda: not (attempt.wanted.is_cancelled() or self._is_stopping)
         is_clear = False
         try:
             end = self._exchange(connection, attempt)
@@ -165,36 +249,33 @@ class Receiver:
         return end
 
     def _exchange(self, connection: Connection, attempt: "_Attempt") -> PullEnd:
-        pull = attempt.pull
-        first, num_wanted = len(pull.head), len(pull.slots)
-        connection.send(
-            PullRequest(
-                incarnation=pull.order.incarnation,
-                layout=self._layout,
-                names=b"".join(pull.prefix),
-                first_block=first,
-                seconds=attempt.deadline - time.monotonic(),
-            )
-        )
+        wanted, request = attempt.wanted, PullRequest()
+        request.CopyFrom(wanted.request)
+        request.incarnation, request.layout = wanted.incarnation, self._layout
+        request.seconds = attempt.deadline - time.monotonic()
+        connection.send(request)
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
-        attempt.answered()
+        attempt.answered(connection)
         if reply.refusal:
             return PullEnd.PULL_END_REFUSED
-        if reply.num_blocks > num_wanted:
-            raise ProtocolError(f"{reply.num_blocks} blocks where {num_wanted} were asked for")
-        for index, slot in enumerate(pull.slots[: reply.num_blocks], start=first):
-            checksum = connection.receive_block(index, self._memory.slot(slot))
-            self._memory.received(slot, checksum)
+        if reply.num_blocks > wanted.num_blocks:
+            raise ProtocolError(f"{reply.num_blocks} blocks where {wanted.num_blocks} were asked for")
+        for number in range(reply.num_blocks):
+            checksum = connection.receive_block(request.first_block + number, wanted.place(number))
+            wanted.arrived(number, checksum)
             attempt.num_blocks += 1
-            attempt.num_bytes += self._memory.block_bytes
-        return PullEnd.PULL_END_WHOLE if reply.num_blocks == num_wanted else PullEnd.PULL_END_FEWER
+        return PullEnd.PULL_END_WHOLE if reply.num_blocks == wanted.num_blocks else PullEnd.PULL_END_FEWER
 
-    def _connect(self, address: str, deadline: float) -> Connection:
+    def _connect(self, wanted: _Wanted, deadline: float) -> Connection:
         """Raises OSError, or ValueError for an address that is none."""
-        host, _, port = address.rpartition(":")
+        host, _, port = wanted.address.rpartition(":")
         seconds = min(CONNECT_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
             raise Late
+        if self._neighbours is not None:
+            near = self._neighbours.connect(wanted.incarnation, int(port), seconds)
+            if near is not None:
+                return Connection(near)
         sock = socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -209,28 +290,35 @@ class Receiver:
 class _Attempt:
     """One pull's progress. Changed on the pull's thread."""
 
-    def __init__(self, pull: Pull, deadline: float) -> None:
-        self.pull = pull
+    def __init__(self, wanted: _Wanted, deadline: float, block_bytes: int) -> None:
+        self.wanted = wanted
         self.deadline = deadline
         """Time on the monotonic clock."""
         self.num_blocks = 0
-        self.num_bytes = 0
+        self._block_bytes = block_bytes
         self._began = time.monotonic()
-        self._answered: float | None = None
+        self._answered_at = self._began
+        self._answered_by: Connection | None = None
+        self._num_read = 0
 
     @property
     def has_answer(self) -> bool:
-        return self._answered is not None
+        return self._answered_by is not None
 
-    def answered(self) -> None:
-        self._answered = time.monotonic()
+    def answered(self, connection: Connection) -> None:
+        self._answered_at = time.monotonic()
+        self._answered_by, self._num_read = connection, connection.num_read
 
     def result(self, end: PullEnd) -> PullResult:
-        answered = time.monotonic() if self._answered is None else self._answered
+        now, source = time.monotonic(), self._answered_by
+        if source is None:
+            return PullResult(end=end, setup_seconds=now - self._began)
         return PullResult(
             end=end,
             num_blocks=self.num_blocks,
-            num_bytes=self.num_bytes,
-            setup_seconds=answered - self._began,
-            transfer_seconds=time.monotonic() - answered,
+            num_bytes=self.num_blocks * self._block_bytes,
+            setup_seconds=self._answered_at - self._began,
+            transfer_seconds=now - self._answered_at,
+            has_answer=True,
+            num_arrived=(source.num_read - self._num_read) / (self._block_bytes + HEADER_BYTES),
         )

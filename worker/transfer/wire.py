@@ -5,6 +5,7 @@ Reads never trust the other side: every length has a bound, and every wait ends.
 
 import contextlib
 import socket
+import ssl
 import struct
 import time
 import zlib
@@ -16,9 +17,17 @@ from google.protobuf.message import DecodeError
 
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
+"""Bytes before those of each block."""
 POLL_SECONDS = 0.05
 """Longest wait of a read before it asks whether the bytes are still wanted."""
 MAX_REPLY_BYTES = 64
+MAX_PIECES = 512
+"""Pieces of one send. Linux takes 1,024."""
+TRIAL_BYTES = 4 << 20
+MAX_TRIAL_BLOCKS = 512
+"""Bounds of a trial, which measures a link. Its bytes come in blocks, at least one."""
+TRIAL_SECONDS = 1.0
 
 Message = TypeVar("Message", PullRequest, PullReply)
 
@@ -44,10 +53,13 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._timeout = sock.gettimeout()
         self.deadline = time.monotonic()
         """Time on the monotonic clock at which a read or a write raises Late."""
         self.is_wanted: Callable[[], bool] | None = None
         """Asked at each wait of a read, which raises NotWanted once it returns False."""
+        self.num_read = 0
+        """Bytes that have arrived."""
 
     def close(self) -> None:
         self._socket.close()
@@ -65,15 +77,29 @@ class Connection:
             checksum = zlib.crc32(piece, checksum)
         self._send([_HEADER.pack(index, checksum), *pieces])
 
-    def _send(self, pieces: Iterable[bytes | memoryview]) -> None:
-        for piece in pieces:
+    def _send(self, pieces: list[bytes | memoryview]) -> None:
+        if isinstance(self._socket, ssl.SSLSocket):
+            pieces = [b"".join(pieces)]  # each send would be a record of its own
+        left = [memoryview(piece) for piece in pieces]
+        while left:
             try:
-                self._socket.settimeout(self._seconds_left())
-                self._socket.sendall(piece)
+                self._wait_at_most(self._seconds_left())
+                left = _after(left, self._send_some(left[:MAX_PIECES]))
             except TimeoutError as error:
                 raise Late from error
             except OSError as error:
                 raise Cut from error
+
+    def _send_some(self, pieces: list[memoryview]) -> int:
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._socket.send(pieces[0])
+        return self._socket.sendmsg(pieces)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Bound the next read or write. Each change of a socket's limit is a call of the system."""
+        if seconds != self._timeout:
+            self._timeout = seconds
+            self._socket.settimeout(seconds)
 
     def _seconds_left(self) -> float:
         left = self.deadline - time.monotonic()
@@ -116,7 +142,7 @@ class Connection:
                 raise NotWanted
             try:
                 left = self._seconds_left()
-                self._socket.settimeout(left if self.is_wanted is None else min(left, POLL_SECONDS))
+                self._wait_at_most(left if self.is_wanted is None else min(left, POLL_SECONDS))
                 received = self._socket.recv_into(into[filled:])
             except TimeoutError:
                 continue
@@ -125,6 +151,21 @@ class Connection:
             if not received:
                 raise Cut
             filled += received
+            self.num_read += received
+
+
+def _after(pieces: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of the pieces after their first `count` bytes."""
+    for index, piece in enumerate(pieces):
+        if count < len(piece):
+            return [piece[count:], *pieces[index + 1 :]]
+        count -= len(piece)
+    return []
+
+
+def trial_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks a trial of so many bytes has."""
+    return min(-(-min(num_bytes, TRIAL_BYTES) // block_bytes), MAX_TRIAL_BLOCKS)
 
 
 def shut(sock: socket.socket) -> None:
