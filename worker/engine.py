@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
@@ -93,6 +94,8 @@ class Engine:
         self._woken = threading.Event()
         self.start_pull: Callable[[Pull], object] | None = None
         """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
+        self.lends_all = False
+        """Whether all blocks may be lent at once, because nothing runs here any more."""
         self.pull_rates = PullRates()
         self._loans: set[Loan] = set()
         self._num_lent_blocks = 0
@@ -338,7 +341,8 @@ class Engine:
     def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
         """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those
         from index `first` on."""
-        loan = self.scheduler.tables.lend(names, most_blocks=self.scheduler.config.most_lent_blocks)
+        most_blocks = inf if self.lends_all else self.scheduler.config.most_lent_blocks
+        loan = self.scheduler.tables.lend(names, most_blocks=most_blocks)
         loan.num_unsent = max(0, len(loan) - first)
         self._loans.add(loan)
         return loan

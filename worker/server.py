@@ -62,6 +62,10 @@ LAST_WORDS_SECONDS = 1.0
 """Time for routers to take what still waits for them."""
 HAND_OVER_SECONDS = 10.0
 """Time for the current step to end when the grace is over. An engine that hangs must not keep its worker alive."""
+FETCH_SECONDS = 3.0
+"""Longest wait until other workers have fetched the blocks of the requests that were handed over."""
+QUIET_SECONDS = 0.25
+"""Time without such a fetch after which no more are expected."""
 NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
@@ -306,8 +310,21 @@ class WorkerServer:
                 logger.error(
                     "the engine did not hand over its requests in time: routers will count them as lost"
                 )
+            has_moved = drained.done() and not drained.exception() and drained.result() > 0
         if self._service.has_routers:
             await asyncio.sleep(LINGER_SECONDS)
+            if has_moved:
+                await self._until_fetched()
+
+    async def _until_fetched(self) -> None:
+        """Wait, for a limited time, until no other worker fetches blocks from this one."""
+        loop = asyncio.get_running_loop()
+        begun_at = loop.time()
+        while (waited := loop.time() - begun_at) < FETCH_SECONDS:
+            left = QUIET_SECONDS - min(waited, self._exchange.lends_nothing_for_seconds)
+            if left <= 0:
+                return
+            await asyncio.sleep(left)
 
     def stats(self) -> Readings:
         """Return the value of every metric by its name. The load is that of the last step. Any thread may call this."""

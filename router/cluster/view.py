@@ -25,7 +25,7 @@ from blockyard.router.cluster.loads import LoadTable
 from blockyard.router.cluster.shortlist import SHORTLIST, shortlist
 from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullPlan, PullSource
+from blockyard.router.placement.pulls import UNKNOWN_LINK, Holder, Link, PullPlan, PullSource
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
 
@@ -615,6 +615,21 @@ class ClusterView:
             cached_tokens=usable_cached_tokens(blocks, prompt_tokens, hello.block_size),
             lending_bytes=max(worker.load.lending_bytes, self._lending[worker.address]),
         )
+
+    def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:
+        """Return the worker that has handed a request over as a source for it, or None where it is gone or silent.
+
+        It takes no new requests, so neither the index nor `ready` has it.
+        """
+        worker = self._workers.get(holder.address)
+        if (
+            worker is None
+            or worker.hello is None
+            or worker.incarnation != holder.incarnation
+            or self.silence_seconds(worker) >= self._suspect_seconds
+        ):
+            return None
+        return self.pull_source(worker, holder.tokens // worker.hello.block_size, prompt_tokens)
 
     def check_invariants(self) -> None:
         self._arrivals.check_invariants()

@@ -22,7 +22,7 @@ from blockyard.router.dispatch.waiting_line import WaitingLine
 from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import Placement, PlacementRequest, place
-from blockyard.router.placement.pulls import PullOption, PullSource
+from blockyard.router.placement.pulls import Holder, PullOption, PullSource
 from blockyard.router.placement.scoring import pull_options
 from blockyard.router.placement.sessions import SessionMemory
 
@@ -35,8 +35,10 @@ CHANCE_POLICIES = frozenset({"round_robin", "two_choices"})
 class _Prompt:
     names: Sequence[bytes]
     tokens: int
+    """Tokens of the prompt, and those that a replay adds to it."""
     session_id: str
     policy: PolicyName
+    holder: Holder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,12 @@ class Placer:
         session_id: str = "",
         deadline: float = inf,
         policy: PolicyName | None = None,
+        holder: Holder | None = None,
     ) -> Placed:
         """Choose a worker, book the request on it, and wait until it has room.
+
+        `names` are those of the prompt's full blocks. `prompt_tokens` include the generated tokens that a replay
+        repeats. The worker may fetch blocks of both from the `holder`.
 
         While it waits, its load and its prefix count for the chosen worker. It moves to another worker as soon as that
         is cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
@@ -143,7 +149,7 @@ class Placer:
         line. Raises DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected
         long after it.
         """
-        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy)
+        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder)
         found = await self._find(names)
         while True:
             placement = self._choose(prompt, found)
@@ -309,11 +315,12 @@ class Placer:
 
     def _sources(self, prompt: _Prompt, result: LookupResult) -> list[PullSource]:
         """Return the workers from which the chosen one may fetch a part of the prompt."""
-        if not self._pulls or prompt.policy != "prefix" or not result.depth_by_worker:
+        if not self._pulls or prompt.policy != "prefix":
             return []
-        return self._fleet.view.pull_sources(
-            result.depth_by_worker, prompt.tokens, salt=self._rng.getrandbits(32)
-        )
+        view, depths = self._fleet.view, result.depth_by_worker
+        holder = None if prompt.holder is None else view.holding_source(prompt.holder, prompt.tokens)
+        cached = view.pull_sources(depths, prompt.tokens, salt=self._rng.getrandbits(32)) if depths else []
+        return cached if holder is None else [holder, *cached]
 
     def _refuse_hopeless(
         self, placement: Placement, prompt: _Prompt, found: _Found, seconds_left: float

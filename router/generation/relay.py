@@ -1,7 +1,8 @@
 """Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
 A replay submits the prompt with the tokens of the unfinished outputs and the same seed. New tokens are joined by offset
-(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. Passes on tokens, never text. Does not
+(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. If a draining worker has handed the
+request over, the next one may fetch the blocks from it. Passes on tokens, never text. Does not
 own the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
 
 Tokens go to the caller in the callback of the link that read them. A switch of tasks would cost as much as the token's
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 
+from blockyard.proto.index.contract import Incarnation
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.bookings import Placed
@@ -36,7 +38,7 @@ from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
 from blockyard.router.generation.pulls import Pull, Pulls
 from blockyard.router.placement.config import PolicyName
-from blockyard.router.placement.pulls import PullPlan
+from blockyard.router.placement.pulls import Holder, PullPlan
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,7 @@ class Relay:
         losses = Losses(max_migrations=self._max_migrations)
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
+        holder: Holder | None = None
         ticket = self._placer.ticket(
             generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
@@ -162,14 +165,19 @@ class Relay:
             reusable = [] if outputs.wants_prompt_logprobs else names
             placed = await self._placer.place(
                 reusable,
-                generation.prompt_tokens,
+                generation.prompt_tokens + outputs.num_repeated,
                 ticket,
                 session_id=generation.session_id,
                 deadline=generation.deadline,
                 policy=generation.policy,
+                holder=holder,
             )
             with self._submitted(generation, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
+            if attempt.was_handed_over:
+                address, incarnation = attempt.worker
+                computed_tokens = generation.prompt_tokens + outputs.num_computed
+                holder = Holder(address, Incarnation(incarnation), computed_tokens)
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
@@ -278,6 +286,8 @@ class _Attempt:
         self.was_lost = False
         self.saw_death = False
         self.has_failed = False
+        self.was_handed_over = False
+        """True if the worker gave the request back in the middle, and still has its blocks."""
         self.brought_tokens = False
         self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
         """Why the attempt is over. None if no output runs any more."""
@@ -363,6 +373,7 @@ class _Attempt:
             case session_pb2.REJECT_REASON_BUSY:
                 self.found_busy = True
             case session_pb2.REJECT_REASON_DRAINING:
+                self.was_handed_over = self.brought_tokens
                 self._placer.draining(self._placed.address)
             case session_pb2.REJECT_REASON_INTERNAL:
                 self.has_failed = True

@@ -32,6 +32,16 @@ class PullSource(NamedTuple):
     """Bytes that it still has to send."""
 
 
+class Holder(NamedTuple):
+    """A worker that has handed a request over. It still has the blocks that it computed for it."""
+
+    address: str
+    """Its session address."""
+    incarnation: Incarnation
+    tokens: int
+    """Leading tokens, prompt and output, that it has computed."""
+
+
 class Link(NamedTuple):
     """Measured way by which blocks reach one worker."""
 

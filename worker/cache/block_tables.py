@@ -246,10 +246,7 @@ class BlockTables:
         full = min(sequence.num_scheduled, len(sequence.tokens)) // size
         if full <= sequence.num_named:
             return
-        known = len(sequence.names) - 1
-        if full > known:
-            tail = sequence.tokens[known * size : full * size]
-            sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
+        self._extend_names(sequence, full)
         owner, table = self._owner(sequence), sequence.block_table
         for index in range(sequence.num_named, full):
             block, name = table[index], sequence.names[index + 1]
@@ -260,6 +257,16 @@ class BlockTables:
                 block, name, owner, is_indexed=is_indexed, parent=parent, is_generated=is_generated
             )
         sequence.num_named = full
+
+    def name_known_tokens(self, sequence: Sequence) -> None:
+        """Compute the names of all full blocks of a sequence's known tokens, so that they can be found elsewhere."""
+        self._extend_names(sequence, len(sequence.tokens) // self.block_size)
+
+    def _extend_names(self, sequence: Sequence, full: int) -> None:
+        size, known = self.block_size, len(sequence.names) - 1
+        if full > known:
+            tail = sequence.tokens[known * size : full * size]
+            sequence.names.extend(BlockName(name) for name in chain(sequence.names[known], tail, size))
 
     def _owner(self, sequence: Sequence) -> TenantId:
         """Return the tenant that the sequence's blocks are accounted to: the owner of its first block.

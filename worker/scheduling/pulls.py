@@ -16,22 +16,22 @@ from blockyard.worker.cache.host_memory import HostCache
 from blockyard.worker.sequences.identifiers import BlockName, HostSlot, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.sequence import Sequence
 
-MAX_PULLS = 4
-"""Pulls at once. They share one link, so more would only end later."""
+MAX_PULLS = 64
+"""Pulls that are under way or wait for their turn, such as those of all sequences that a worker hands over."""
 LATE_SECONDS = 0.25
 """Time after its deadline in which a pull must end. After it, its sequences go on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """Order of a router to fetch a prompt's leading blocks from another worker."""
+    """Order of a router to fetch the leading blocks of a prompt, or of a replay, from another worker."""
 
     address: str
     """The source's transfer address "host:port"."""
     incarnation: str
     """The source's incarnation. Another one at that address has nothing of what the router knows."""
     num_blocks: int
-    """Leading blocks of the prompt that the source has. Those that are here already are not fetched."""
+    """Leading blocks that the source has. Those that are here already are not fetched."""
     seconds: float
     """Time from now after which the request goes on with what has arrived."""
 
@@ -45,7 +45,7 @@ class Pull:
     """The request that began it."""
     tenant: TenantId
     prefix: list[BlockName]
-    """Names of the prompt's leading blocks, up to the last one that is fetched."""
+    """Names of the leading blocks, up to the last one that is fetched."""
     slots: list[HostSlot]
     """Slots for the last of these blocks. The others are here."""
     head: Loan
@@ -90,6 +90,9 @@ class Pulls:
     def begin(self, sequences: Iterable[Sequence], order: PullOrder, now: float) -> Pull | None:
         """Let a request's new sequences, which have one prompt, wait for the blocks that `order` names.
 
+        A replay may fetch blocks of generated tokens too. Those of several outputs differ, so only their prompt is
+        fetched.
+
         Return the pull to start. Return None where there is nothing to fetch or no room. Where another pull fetches the
         next block already, the sequences wait for that one, and the result is None too.
         """
@@ -97,7 +100,8 @@ class Pulls:
         sequence, host_cache = sequences[0], self._tables.host_cache
         if host_cache is None or sequence.wants_whole_prompt or order.seconds <= 0:
             return None
-        usable = min(order.num_blocks, (sequence.prompt_length - 1) // self._tables.block_size)
+        shared = len(sequence.tokens) - 1 if len(sequences) == 1 else sequence.prompt_length
+        usable = min(order.num_blocks, shared // self._tables.block_size)
         prefix = sequence.names[1 : 1 + usable]
         head = self._tables.lend(prefix)
         following = prefix[len(head) :]

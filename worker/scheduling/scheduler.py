@@ -180,6 +180,8 @@ class Scheduler:
             raise CapacityError(f"more outputs than max_num_seqs {self.config.max_num_seqs}")
         if most_blocks(sequence, self.tables) > self.pool.num_blocks:
             raise CapacityError("the beams can never fit the KV cache together")
+        if sequence.num_generated:
+            self.tables.name_known_tokens(sequence)
         sequence.cached_at_submit = self._expected_blocks(sequence) * self.config.block_size
         self._queues.wait(sequence)
 

@@ -138,6 +138,8 @@ class SessionService:
         if is_draining is self.is_draining:
             return
         self.is_draining = self._hello.is_draining = is_draining
+        if not is_draining:
+            self._engine.call(partial(_lend_all, False))
         for link in self._links:
             link.tell_draining(is_draining)
             for handle in link.compiling.cancel_all() if is_draining else ():
@@ -154,7 +156,10 @@ class SessionService:
                     await self._has_stepped.wait()
 
     async def hand_over(self) -> int:
-        """End all requests as DRAINING, each after its tokens so far. Return how many: routers place them elsewhere."""
+        """End all requests as DRAINING, each after its tokens so far. Return how many: routers place them elsewhere.
+
+        Other workers may fetch the blocks of all of them at once.
+        """
         return await asyncio.wrap_future(self._engine.call(self._end_all))
 
     def _end_all(self, engine: Engine) -> int:
@@ -162,6 +167,7 @@ class SessionService:
         for key, route in ended:
             engine.cancel(key)
             self._forget(route.link, route.handle, key)
+        _lend_all(True, engine)
         # Queued behind the results of the last step, which take the same way.
         self._on_loop(self._give_back, [route for _, route in ended])
         return len(ended)
@@ -418,3 +424,7 @@ class SessionService:
     def _cancel_all(self, link: Link, engine: Engine) -> None:
         for handle in tuple(link.requests):
             self._cancel(link, handle, None, engine)
+
+
+def _lend_all(is_on: bool, engine: Engine) -> None:
+    engine.lends_all = is_on

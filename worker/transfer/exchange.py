@@ -66,6 +66,11 @@ class Exchange:
         """Listen for other workers, and return the port. Raises OSError where that is not possible."""
         return self._lender.start(host, port)
 
+    @property
+    def lends_nothing_for_seconds(self) -> float:
+        """Seconds since another worker was last answered. 0 while one is."""
+        return self._lender.quiet_seconds
+
     def stop(self) -> None:
         """End all transfers. The engine still runs."""
         self._lender.stop()

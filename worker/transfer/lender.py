@@ -37,6 +37,8 @@ MAX_CONNECTIONS = 64
 """Each worker that pulls from this one has a few. Further ones are closed at once."""
 MAX_LOANS = 4
 """Pulls served at once. They share one link, so more would only end later."""
+QUEUE_SHARE = 0.5
+"""Share of a request's time in which it may wait for its turn. After that it is refused."""
 MAX_SECONDS = 60.0
 """Longest loan, whatever a request says."""
 HANDSHAKE_SECONDS = 5.0
@@ -85,6 +87,15 @@ class Lender:
         self._lock = threading.Lock()
         self._loans = threading.BoundedSemaphore(MAX_LOANS)
         self._is_stopping = False
+        self._num_answering = 0
+        """Requests that are being answered. Changed under the lock, as the next is."""
+        self._answered_at = time.monotonic()
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last request was answered. 0 while one is."""
+        with self._lock:
+            return 0.0 if self._num_answering else time.monotonic() - self._answered_at
 
     def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raises OSError where that is not possible."""
@@ -138,7 +149,8 @@ class Lender:
             while True:
                 connection.deadline = time.monotonic() + IDLE_SECONDS
                 request = connection.receive(PullRequest, self._max_request_bytes)
-                self._answer(connection, request)
+                with self._busy():
+                    self._answer(connection, request)
         except ProtocolError as error:
             logger.warning("a connection to the transfer port was closed: it sent %s", error)
         except (Cut, Late, OSError):
@@ -173,6 +185,17 @@ class Lender:
     def _max_request_bytes(self) -> int:
         return NAME_BYTES * self._facts.max_blocks + 1024
 
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        with self._lock:
+            self._num_answering += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_answering -= 1
+                self._answered_at = time.monotonic()
+
     def _answer(self, connection: Connection, request: PullRequest) -> None:
         longest = TRIAL_SECONDS if request.trial_bytes else MAX_SECONDS
         seconds = min(request.seconds, longest) if request.seconds > 0 else 0.0
@@ -181,7 +204,7 @@ class Lender:
         if refusal:
             connection.send(PullReply(refusal=refusal))
             return
-        if not self._loans.acquire(blocking=False):
+        if not self._loans.acquire(timeout=QUEUE_SHARE * seconds):
             connection.send(PullReply(refusal=PullRefusal.PULL_REFUSAL_BUSY))
             return
         try:

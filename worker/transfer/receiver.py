@@ -1,4 +1,4 @@
-"""Receiver: fetches the blocks of pulls into host slots, each pull on a thread.
+"""Receiver: fetches the blocks of pulls into host slots, each pull on a thread, a few at once.
 
 Nothing that a source does can harm. A block counts only once its bytes agree with their checksum. Every wait ends
 at the pull's deadline, or soon after its cancellation. A source that has failed is avoided for a while.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from blockyard.proto.security.tls import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
-from blockyard.worker.scheduling.pulls import MAX_PULLS, Pull
+from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.wire import (
     HEADER_BYTES,
@@ -42,6 +42,8 @@ AVOIDED_SECONDS = {
 """Time for which nothing is fetched from a source after a pull that ended so."""
 MAX_IDLE = 64
 """Connections kept open for later pulls. Restarted sources leave connections that nobody uses again."""
+MAX_AT_ONCE = 4
+"""Pulls served at once. They share one link, so more would only end later. Others wait for their turn."""
 CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
 MEASURED_SECONDS = 60.0
@@ -108,8 +110,7 @@ class Receiver:
         self._neighbours = neighbours
         self._on_end = on_end
         self._on_trial_end = on_trial_end
-        self._threads = ThreadPoolExecutor(MAX_PULLS + 1, thread_name_prefix="pull")
-        """One for each pull, and one for a trial."""
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="pull")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
@@ -121,7 +122,7 @@ class Receiver:
         self._is_stopping = False
 
     def start(self, pull: Pull, fence: Callable[[], object]) -> None:
-        """Begin a pull, and return at once. `fence` waits until the device no longer uses the slots."""
+        """Queue a pull, and return at once. `fence` waits until the device no longer uses the slots."""
         deadline = time.monotonic() + pull.order.seconds
         self._threads.submit(self._run_pull, pull, fence, deadline)
 
@@ -188,7 +189,11 @@ class Receiver:
         return result
 
     def _fetch(self, attempt: "_Attempt") -> PullEnd:
-        source = attempt.wanted.address
+        wanted, source = attempt.wanted, attempt.wanted.address
+        if wanted.is_cancelled() or self._is_stopping:
+            return PullEnd.PULL_END_CANCELLED
+        if time.monotonic() >= attempt.deadline:
+            return PullEnd.PULL_END_LATE  # its turn came too late, which is not the source's fault
         if time.monotonic() < self._avoided.get(source, 0.0):
             return PullEnd.PULL_END_AVOIDED
         end = self._tried(attempt)
