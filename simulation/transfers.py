@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
+from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.scheduling.pulls import Pull
@@ -55,6 +56,20 @@ class VirtualExchange:
         engine.pull_rates.answered(network.setup_seconds, int(network.bytes_per_second), 1.0)
         engine.start_pull = self._start_pull
 
+    async def lend(self, pull: Pull) -> Loan:
+        """Return the loan of this worker's blocks for a pull of another worker."""
+        first = len(pull.head)
+        future = self.thread.call(lambda engine: engine.lend(pull.prefix, first=first))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancel():
+                future.add_done_callback(lambda lent: self._end_loan(lent.result()))
+            raise
+
+    def _end_loan(self, loan: Loan) -> None:
+        self.thread.call(lambda engine: engine.end_loan(loan))
+
     def _start_pull(self, pull: Pull) -> None:
         assert isinstance(self._process, Process)
         self._process.start(self._run(pull))
@@ -68,7 +83,6 @@ class VirtualExchange:
                 await self._fetch(pull, report, began)
         except TimeoutError:
             pass
-        pull.num_arrived = report.num_blocks
         self.thread.call(lambda engine: self._end(engine, pull, report))
 
     def _end(self, engine: Engine, pull: Pull, report: PullReport) -> None:
@@ -85,17 +99,20 @@ class VirtualExchange:
         if source is None or source.incarnation != pull.order.incarnation:
             report.end = PullEnd.PULL_END_REFUSED
             return
-        loan = await asyncio.wrap_future(source.thread.call(lambda engine: engine.lend(pull.prefix)))
+        loan = await source.lend(pull)
         answered = loop.time()
         report.setup_seconds = answered - began
         try:
             block_seconds = self._engine.bytes_per_block / network.bytes_per_second
-            num_blocks = max(0, min(len(loan), len(pull.prefix)) - len(pull.head))
+            num_blocks = loan.num_unsent
             for _ in range(num_blocks):
                 free_at = max(self._free_at, source._free_at, loop.time()) + block_seconds
                 self._free_at = source._free_at = free_at
                 await asyncio.sleep(free_at - loop.time())
                 report.num_blocks += 1
+                loan.num_unsent -= 1
+                loan.num_sent += 1
+                pull.num_arrived += 1
                 report.num_bytes += self._engine.bytes_per_block
                 report.transfer_seconds = loop.time() - answered
                 if pull.is_cancelled:
@@ -104,4 +121,4 @@ class VirtualExchange:
             is_whole = num_blocks == len(pull.slots)
             report.end = PullEnd.PULL_END_WHOLE if is_whole else PullEnd.PULL_END_FEWER
         finally:
-            source.thread.call(lambda engine: engine.end_loan(loan))
+            source._end_loan(loan)
