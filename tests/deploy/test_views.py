@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.commands.printing import console
+from blockyard.deploy.dashboard.prompt_queries import VERDICTS
 from blockyard.deploy.dashboard.sign_in import page_key
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray.nodes import RayNode
@@ -240,6 +241,7 @@ def test_explain_says_of_each_source_whether_it_is_chosen_and_why_not() -> None:
         pull_options=[
             option("b", cluster_pb2.PULL_VERDICT_TIE, -3.0),
             cluster_pb2.PullOption(source_id="c", verdict=cluster_pb2.PULL_VERDICT_UNMEASURED),
+            cluster_pb2.PullOption(source_id="c", verdict=cluster_pb2.PULL_VERDICT_MEMORY),
         ],
     )
     explained = cluster_pb2.ExplainPlacementResponse(
@@ -247,13 +249,19 @@ def test_explain_says_of_each_source_whether_it_is_chosen_and_why_not() -> None:
     )
     told = printed(explained_view(explained)).splitlines()
     assert told[1].split()[:5] == ["worker", "cached", "host", "pulled", "uncached"]
-    assert told[-4:] == [
+    assert told[-5:] == [
         "a could pull from b 4,096 tokens in 12.2 ms, which saves 800.0 ms; chosen",
         "a could pull from c 4,096 tokens in 12.2 ms, which saves 799.0 ms; "
         "not chosen: the other source saves as much or more",
         "d could pull from b 4,096 tokens in 12.2 ms, which costs 3.0 ms; not chosen: it saves no more than a tie",
         "d could pull from c; not possible: no host cache, or its rates are not measured yet",
+        "d could pull from c; not chosen: the worker's memory is short",
     ]
+
+
+def test_explain_has_words_for_each_verdict() -> None:
+    values = cluster_pb2.PullOption.DESCRIPTOR.fields_by_name["verdict"].enum_type.values
+    assert {value.number for value in values} - {0} == set(VERDICTS)
 
 
 def test_explain_has_no_column_for_pulls_where_nothing_can_be_pulled() -> None:

@@ -19,7 +19,7 @@ from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupCo
 from blockyard.router.generation.pulls import MOST_RECENT, RECENT_SECONDS, Pulls
 from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.pulls import PullPlan, PullSource, PullVerdict
-from blockyard.router.services.messages import candidate_message, pull_message
+from blockyard.router.services.messages import PULL_VERDICTS, candidate_message, pull_message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +55,11 @@ def test_there_is_a_word_for_each_end_on_the_wire() -> None:
     values = session_pb2.PullReport.DESCRIPTOR.fields_by_name["end"].enum_type.values
     names = {value.name.removeprefix("PULL_END_").lower() for value in values}
     assert names - {"unspecified"} == set(PULL_ENDS)
+
+
+def test_each_verdict_has_its_value_on_the_wire() -> None:
+    assert set(PULL_VERDICTS) == set(PullVerdict)
+    assert len(set(PULL_VERDICTS.values())) == len(PullVerdict)
 
 
 def test_a_whole_pull_counts_its_blocks_bytes_times_and_the_estimated_saving() -> None:
