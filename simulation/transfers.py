@@ -88,7 +88,8 @@ class VirtualExchange:
     def _end(self, engine: Engine, pull: Pull, report: PullReport) -> None:
         engine.end_pull(pull, report.num_blocks)
         if report.setup_seconds:
-            engine.pull_rates.answered(report.setup_seconds, report.num_bytes, report.transfer_seconds)
+            setup_seconds = engine.seconds_since(pull.began) - report.transfer_seconds
+            engine.pull_rates.answered(setup_seconds, report.num_bytes, report.transfer_seconds)
         self._service.pull_ended(pull.request_id, report)
 
     async def _fetch(self, pull: Pull, report: PullReport, began: float) -> None:

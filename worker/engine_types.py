@@ -116,8 +116,10 @@ class EngineLoad:
     step_context_tokens: int
     step_pairs: int
     pull_setup_seconds: float
-    """Time from a pull's begin to its source's answer, and the rate at which its bytes arrive after that. Averages of
-    the last pulls. 0 is unknown."""
+    """Time of a pull without that of its bytes, and the rate at which its bytes arrive.
+
+    Averages of the last pulls. 0 is unknown.
+    """
     pull_bytes_per_second: float
     pulling_bytes: int
     """Bytes still to arrive from other workers, and still to be sent to them."""

@@ -133,7 +133,7 @@ WORKER_METRICS = (
     _gauge("pulling_bytes", "bytes", "Bytes still to arrive from other workers."),
     _gauge("lending_bytes", "bytes", "Bytes still to be sent to other workers."),
     _gauge(
-        "pull_setup_seconds", "seconds", "Time until the source of a pull answers, averaged. 0 is unknown."
+        "pull_setup_seconds", "seconds", "Time of a pull without that of its bytes, averaged. 0 is unknown."
     ),
     _gauge(
         "pull_bytes_per_second",

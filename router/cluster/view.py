@@ -31,6 +31,10 @@ from blockyard.router.placement.scoring import Candidate
 
 MAX_SOURCES = 2
 """Workers from which a prompt's blocks may be fetched: those that have most of them."""
+STEP_SHARE = 0.3
+"""Weight of the newest load report in a worker's average time of a step."""
+MAX_STEP_SECONDS = 60.0
+"""A report of longer steps is not believed."""
 MAX_SETUP_SECONDS = 60.0
 """A worker that reports a longer time to begin a pull is not believed, and nothing is pulled to it."""
 
@@ -68,10 +72,22 @@ class WorkerView:
     last_heard: float | None = None
     is_draining: bool = False
     """True if the worker has announced that it takes no new requests."""
+    _step_ms: float = 0.0
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
     incarnation: Incarnation = field(init=False)
+
+    def note_steps(self, load: cluster_pb2.WorkerLoad) -> None:
+        """Count the steps between the last load report and this one in their average time."""
+        steps, seconds = load.steps - self.load.steps, load.step_seconds - self.load.step_seconds
+        if steps > 0 and 0 <= seconds <= MAX_STEP_SECONDS * steps:
+            self._step_ms += STEP_SHARE * (1000 * seconds / steps - self._step_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Return the average time of the last steps. 0 while the worker has nothing to do."""
+        return self._step_ms if self.load.running or self.load.waiting else 0.0
 
     def __post_init__(self) -> None:
         self.worker_id = WorkerId(self.hello.worker_id if self.hello else "")
@@ -185,6 +201,7 @@ class ClusterView:
             self._ready = None
         worker.last_heard = now
         if load is not None:
+            worker.note_steps(load)
             worker.load = load
             self.speeds.report(worker.speed, load, now)
             worker.booked.reported(last_handle)
@@ -586,6 +603,7 @@ class ClusterView:
             bytes_per_ms=load.pull_bytes_per_second / 1000,
             token_bytes=hello.block_bytes / hello.block_size,
             pulling_bytes=max(load.pulling_bytes, self._pulling[worker.address]),
+            step_ms=worker.step_ms,
         )
 
     def pull_sources(
@@ -614,6 +632,7 @@ class ClusterView:
             transfer_address=f"{host}:{hello.transfer_port}",
             cached_tokens=usable_cached_tokens(blocks, prompt_tokens, hello.block_size),
             lending_bytes=max(worker.load.lending_bytes, self._lending[worker.address]),
+            step_ms=worker.step_ms,
         )
 
     def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:

@@ -36,6 +36,7 @@ class Columns(NamedTuple):
     pull_bytes_per_ms: Column
     token_bytes: Column
     pulling_bytes: Column
+    step_ms: Column
     slowness: Column
 
 
@@ -94,7 +95,8 @@ def costs_of(
         pulled = np.where(can_pull, np.maximum(pulled, 0), 0)
         moved = pulled * workers.token_bytes + workers.pulling_bytes + source.lending_bytes
         rate = np.where(can_pull, workers.pull_bytes_per_ms, 1)
-        pull_time_ms = np.where(pulled > 0, workers.pull_setup_ms + moved / rate, 0)
+        setup_ms = np.maximum(workers.pull_setup_ms, (workers.step_ms + source.step_ms) / 2)
+        pull_time_ms = np.where(pulled > 0, setup_ms + moved / rate, 0)
         computed, loaded_tokens = computed - pulled, host_tokens + pulled
     pairs = computed * (2 * prompt_tokens - computed) // 2
     prefill_ms = (computed + costs.pair_tokens * pairs) / per_ms

@@ -1,6 +1,7 @@
 """Pulls: the price of fetching a prefix from another worker instead of computing it.
 
     time_ms = setup_ms + bytes / bytes_per_ms,   bytes = those of the tokens + those that both ends still move
+    setup_ms = the measured one, or half a step of each end if that is longer: both engines act between two steps
 
 The rates are measured by the destination. Until they are known nothing is pulled. Pure. Does not own the other terms of
 the cost (scoring.py) or who has cached what (cluster/view.py).
@@ -30,6 +31,8 @@ class PullSource(NamedTuple):
     """Leading prompt tokens that it has on its GPU or in host memory."""
     lending_bytes: int = 0
     """Bytes that it still has to send."""
+    step_ms: float = 0.0
+    """Average time of its steps. 0 while it is idle."""
 
 
 class Holder(NamedTuple):
@@ -53,13 +56,13 @@ class Link(NamedTuple):
     """Bytes of a token's KV."""
     pulling_bytes: int = 0
     """Bytes that are still to arrive."""
+    step_ms: float = 0.0
+    """Average time of the worker's own steps. 0 while it is idle."""
 
-    def time_ms(self, tokens: int, lending_bytes: int) -> float:
-        """Return the time to fetch this many tokens from a source that still has `lending_bytes` to send."""
-        return (
-            self.setup_ms
-            + (tokens * self.token_bytes + self.pulling_bytes + lending_bytes) / self.bytes_per_ms
-        )
+    def time_ms(self, tokens: int, source: PullSource) -> float:
+        """Return the time to fetch this many tokens from a source."""
+        num_bytes = tokens * self.token_bytes + self.pulling_bytes + source.lending_bytes
+        return max(self.setup_ms, (self.step_ms + source.step_ms) / 2) + num_bytes / self.bytes_per_ms
 
 
 UNKNOWN_LINK = Link()
@@ -76,7 +79,7 @@ class PullPlan(NamedTuple):
     time_ms: float
     """Estimated time."""
     saved_ms: float
-    """Cost of the same placement without a pull, less its cost with it."""
+    """Estimated time to the first token on this worker without a pull, less that with it."""
 
     @property
     def patience_seconds(self) -> float:
@@ -106,4 +109,4 @@ class PullOption(NamedTuple):
     pulled_tokens: int = 0
     time_ms: float = 0.0
     saved_ms: float = 0.0
-    """The cost without this pull, less the cost with it. Negative where the pull costs more."""
+    """Estimated time to the first token without this pull, less that with it. Negative where the pull takes longer."""

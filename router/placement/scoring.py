@@ -8,7 +8,8 @@ on the worker, and to requests that come later. With its full weight (`others_fr
 of all requests together, not only its own.
 
 A worker may fetch a prefix from another one that has more of it. Its score is the lower one of both ways, and fetching
-must save more than a tie. A worker whose memory is short fetches nothing: the copy would make others wait for room.
+must save the request itself more than a tie: a pull that only spares others a prefill would delay its own first token.
+A worker whose memory is short fetches nothing: the copy would make others wait for room.
 
 Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the state of workers
 (cluster/view.py).
@@ -140,11 +141,16 @@ def _best_score(
     pulling = [
         _score(prompt_tokens, candidate, config, source) for source in _richer(alone, candidate, sources)
     ]
-    best = min(pulling, key=lambda score: score.cost, default=alone)
-    saved_ms = alone.cost - best.cost
+    best = min(pulling, key=_own_ms, default=alone)
+    saved_ms = _own_ms(alone) - _own_ms(best)
     if best.pull is None or saved_ms <= tie_ms(alone.cost, config):
         return alone
     return best._replace(pull=best.pull._replace(saved_ms=saved_ms))
+
+
+def _own_ms(score: Score) -> float:
+    """Return the part of the cost that delays the request itself."""
+    return score.cost - score.interference_ms
 
 
 def _can_pull(candidate: Candidate) -> bool:
@@ -173,7 +179,7 @@ def pull_options(
     options = []
     for source in richer:
         score = _score(prompt_tokens, candidate, config, source)
-        saved_ms = alone.cost - score.cost
+        saved_ms = _own_ms(alone) - _own_ms(score)
         if chosen is not None and chosen.source == source:
             verdict = PullVerdict.CHOSEN
         elif chosen is None or saved_ms <= tie_ms(alone.cost, config):
@@ -243,7 +249,7 @@ def _plan(candidate: Candidate, source: PullSource, pulled_tokens: int) -> PullP
         source=source,
         num_blocks=source.cached_tokens // block_size,
         num_bytes=int(pulled_tokens * link.token_bytes),
-        time_ms=link.time_ms(pulled_tokens, source.lending_bytes),
+        time_ms=link.time_ms(pulled_tokens, source),
         saved_ms=0.0,
     )
 

@@ -42,6 +42,7 @@ CANDIDATE = st.builds(
         bytes_per_ms=RATES,
         token_bytes=st.floats(0, 2**40),
         pulling_bytes=st.integers(0, 2**64),
+        step_ms=st.floats(0, 60_000),
     ),
 )
 SOURCES = st.lists(
@@ -53,6 +54,7 @@ SOURCES = st.lists(
         transfer_address=st.just("t"),
         cached_tokens=COUNTS,
         lending_bytes=st.integers(0, 2**64),
+        step_ms=st.floats(0, 60_000),
     ),
     max_size=2,
 )
@@ -134,7 +136,9 @@ def test_a_pull_is_planned_only_where_it_saves_more_than_a_tie(
         if score.pull is None:
             assert score == without
             continue
-        assert score.pull.saved_ms == without.cost - score.cost > tie_ms(without.cost, config)
+        own, own_without = (one.cost - one.interference_ms for one in (score, without))
+        assert score.pull.saved_ms == own_without - own > tie_ms(without.cost, config)
+        assert score.cost < without.cost
         assert score.pull.source in sources
         assert 0 < score.pulled_tokens <= score.pull.source.cached_tokens - candidate.cached_tokens
         assert score.pull.time_ms >= candidate.link.setup_ms

@@ -96,7 +96,7 @@ async def test_a_pull_is_a_measurement_and_counts_on_both_ends() -> None:
             report = router.reports[1]
             assert report.end == PullEnd.PULL_END_WHOLE
             load = await load_of(destination)
-            assert load.pull_setup_seconds == pytest.approx(report.setup_seconds)
+            assert report.setup_seconds <= load.pull_setup_seconds
             assert load.pull_bytes_per_second == pytest.approx(report.num_bytes / report.transfer_seconds)
             assert (load.pulled_blocks, load.pulling_bytes, load.failed_pulls) == (BLOCKS, 0, 0)
             await measure(router, source)

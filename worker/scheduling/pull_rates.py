@@ -12,7 +12,10 @@ class PullRates:
 
     def __init__(self) -> None:
         self.setup_seconds = 0.0
-        """Time from a pull's begin to its source's answer."""
+        """Time of a pull without that of its bytes: until its source answers, and until the engine takes the blocks.
+
+        Both engines do that between two steps.
+        """
         self._bytes = 0.0
         self._seconds = 0.0
 

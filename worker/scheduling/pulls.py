@@ -50,8 +50,9 @@ class Pull:
     """Slots for the last of these blocks. The others are here."""
     head: Loan
     """The blocks that are here. They are kept until the pull ends."""
+    began: float
+    """Time on the engine's clock, as `deadline`."""
     deadline: float
-    """Time on the engine's clock."""
     num_arrived: int = 0
     """Blocks that have arrived intact so far."""
     is_cancelled: bool = False
@@ -119,6 +120,7 @@ class Pulls:
             prefix=prefix[: len(head) + len(slots)],
             slots=slots,
             head=head,
+            began=now,
             deadline=now + order.seconds,
         )
         self._waiting[pull] = []

@@ -58,7 +58,7 @@ class Exchange:
             context=context,
             neighbours=neighbours,
             on_end=self._end_pull,
-            on_trial_end=lambda result: self._thread.call(partial(_measure, result)),
+            on_trial_end=self._end_trial,
         )
         engine.start_pull = self._start_pull
 
@@ -90,9 +90,14 @@ class Exchange:
     def _end_pull(self, pull: Pull, result: PullResult) -> None:
         self._thread.call(partial(self._take, pull, result))
 
+    def _end_trial(self, result: PullResult) -> None:
+        self._thread.call(partial(_measure, result, setup_seconds=result.setup_seconds))
+
     def _take(self, pull: Pull, result: PullResult, engine: Engine) -> None:
         engine.end_pull(pull, result.num_blocks)
-        _measure(result, engine)
+        # The engine takes blocks between two steps. Until then no request has them.
+        taken_seconds = engine.seconds_since(pull.began) - result.transfer_seconds
+        _measure(result, engine, setup_seconds=max(result.setup_seconds, taken_seconds))
         self._on_pull_end(
             pull.request_id,
             PullReport(
@@ -105,12 +110,13 @@ class Exchange:
         )
 
 
-def _measure(result: PullResult, engine: Engine) -> None:
-    """Count a pull or a trial in the engine's averages, if it tells anything about the link."""
+def _measure(result: PullResult, engine: Engine, *, setup_seconds: float) -> None:
+    """Count a pull or a trial in the engine's averages, if it tells anything about the link. `setup_seconds` is its
+    time without that of the bytes."""
     if not result.is_measured:
         return
     if result.has_answer:
         num_bytes = result.num_arrived * engine.bytes_per_block
-        engine.pull_rates.answered(result.setup_seconds, num_bytes, result.transfer_seconds)
+        engine.pull_rates.answered(setup_seconds, num_bytes, result.transfer_seconds)
     else:
-        engine.pull_rates.unanswered(result.setup_seconds)
+        engine.pull_rates.unanswered(setup_seconds)
