@@ -16,9 +16,9 @@ MUTANTS = (
         "a pull that was cut counts as whole",
         "transfers.py::test_a_source_killed_at_any_byte_costs_only_what_it_had_not_sent",
         (
-            "worker:_Attempt.result",
-            "self.num_blocks",
-            "len(self.pull.slots)",
+            "worker:Exchange._take",
+            "engine.end_pull(pull, result.num_blocks)",
+            "engine.end_pull(pull, len(pull.slots))",
         ),
     ),
     mutant(
