@@ -16,9 +16,9 @@ MUTANTS = (
         "a pull that was cut counts as whole",
         "transfers.py::test_a_source_killed_at_any_byte_costs_only_what_it_had_not_sent",
         (
-            "worker:_Attempt.result",
-            "self.num_blocks",
-            "len(self.pull.slots)",
+            "worker:Exchange._take",
+            "engine.end_pull(pull, result.num_blocks)",
+            "engine.end_pull(pull, len(pull.slots))",
         ),
     ),
     mutant(
@@ -47,7 +47,7 @@ MUTANTS = (
         62,
         "more blocks are accepted than were asked for",
         NONSENSE,
-        ("worker:Receiver._exchange", "reply.num_blocks > num_wanted", "False"),
+        ("worker:Receiver._exchange", "reply.num_blocks > wanted.num_blocks", "False"),
     ),
     mutant(
         62,

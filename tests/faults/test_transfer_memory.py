@@ -368,6 +368,16 @@ def _block(index: int, *, content: bytes = bytes(FRAME_BYTES - 8)) -> bytes:
         (b"\x02\0\0\0\xff\xff", 0),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", 0),
     ],
+    ids=[
+        "one too many",
+        "billions",
+        "out of order",
+        "doubled",
+        "one left out",
+        "length",
+        "no message",
+        "HTTP",
+    ],
 )
 async def test_a_source_that_answers_nonsense_is_found_out_and_avoided(
     answer: bytes, num_blocks: int

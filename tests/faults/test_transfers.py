@@ -175,12 +175,13 @@ async def test_the_loans_of_a_killed_destination_end_at_once(
 ) -> None:
     async with Peer(source) as there:
         await there.ask(1, token=50)
-        reached = asyncio.Event()
+        reached, killed = asyncio.Event(), asyncio.Event()
         async with Peer(destination) as here:
             # The destination freezes in the middle, so the source waits with its loan until the kill.
             async def freeze() -> None:
                 destination.signal(signal.SIGSTOP)
                 reached.set()
+                await killed.wait()  # its buffers would take the rest
 
             async with tapped(there.hello.transfer_port, PREFIX_BYTES // 3, freeze) as tap:
                 order = there.order(address=tap.address, seconds=50.0)
@@ -189,6 +190,7 @@ async def test_the_loans_of_a_killed_destination_end_at_once(
                 await asyncio.sleep(0.5)
                 assert await there.used_blocks() == BLOCKS, "they are lent"
                 destination.kill()
+                killed.set()
                 took = await until_unused(there)
     assert took < HUNDREDS_MS
     measured.update(failed=0, recovery_seconds=took)
