@@ -243,7 +243,7 @@ class Storm:
         self._leaders[sequence.request_id] = sequence
         self._know(sequence)
         order = PullOrder(address="", incarnation="", num_blocks=pulled, seconds=1.0)
-        pull = self.scheduler.pulls.begin([sequence], order, now=0.0)
+        pull = self.scheduler.pulls.begin(sequence, order, now=0.0)
         if pull is not None:
             self._transfers.append((pull, [list(self._content[name]) for name in pull.names]))
 
