@@ -28,7 +28,7 @@ from .rig import MODEL, READY, Router, running_router, until
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_TOKENS * 4
 NUM_BLOCKS = 1200
-PROMPT_TOKENS = 150
+PROMPT_TOKENS = 100
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 async def ask(client: AsyncClient, seed: int, **changes: Any) -> Any:
     wanted = {
-        "max_tokens": 250,
+        "max_tokens": 150,
         "ignore_eos": True,
         "seed": seed,
         "prompt_token_ids": prompt(seed, PROMPT_TOKENS + 7 * seed),
@@ -173,12 +173,12 @@ async def undisturbed(here: Cluster, asked: list[dict[str, Any]]) -> list[Any]:
 
 
 async def test_a_drain_moves_running_sequences_with_their_blocks() -> None:
-    asked = [{"seed": seed} for seed in range(8)]
+    asked = [{"seed": seed} for seed in range(4)]
     async with cluster() as here:
         expected = await undisturbed(here, asked)
         answers = await moved(here, asked)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 8
+        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
         assert here.starts[1].num_recomputed == 0
         assert {answer.finish.cached_tokens for answer in answers} == {0}, "as the first worker found"
 
@@ -213,7 +213,7 @@ async def test_several_outputs_move_with_the_blocks_of_each() -> None:
 
 
 async def test_beams_begin_again() -> None:
-    asked = [{"seed": 3, "beam_width": 3, "n": 2, "max_tokens": 120}]
+    asked = [{"seed": 3, "beam_width": 3, "n": 2, "max_tokens": 80}]
     async with cluster() as here:
         (expected,) = await undisturbed(here, asked)
         async with asyncio.TaskGroup() as tasks:
@@ -239,17 +239,17 @@ async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(
 
 
 async def test_a_worker_that_ends_waits_until_its_sequences_have_moved() -> None:
-    asked = [{"seed": seed} for seed in range(8)]
+    asked = [{"seed": seed} for seed in range(4)]
     async with cluster() as here:
         expected = await undisturbed(here, asked)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(ask(here.client, **changes)) for changes in asked]
-            await here.until_generating(8, 20)
+            await here.until_generating(4, 20)
             await here.client.resume_worker("worker-1")
             tasks.create_task(here.stop(0))
         assert [task.result().token_ids for task in running] == [answer.token_ids for answer in expected]
         assert {task.result().finish.migrations for task in running} == {0}
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 8
+        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
         assert here.starts[1].num_recomputed == 0
 
 
@@ -264,7 +264,7 @@ async def test_a_source_that_lends_no_more_costs_only_the_computing() -> None:
 
 
 async def test_a_sequence_that_comes_back_finds_the_blocks_that_it_left() -> None:
-    asked = {"seed": 3, "max_tokens": 500}
+    asked = {"seed": 3, "max_tokens": 300}
     async with cluster() as here:
         (expected,) = await undisturbed(here, [asked])
         async with asyncio.TaskGroup() as tasks:
