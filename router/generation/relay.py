@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 
+from blockyard.proto.index.contract import Incarnation
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.bookings import Placed
@@ -170,7 +171,9 @@ class Relay:
             with self._submitted(generation, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
             if attempt.was_handed_over:
-                holder = Holder(*attempt.worker, generation.prompt_tokens + outputs.num_computed)
+                address, incarnation = attempt.worker
+                tokens = generation.prompt_tokens + outputs.num_computed
+                holder = Holder(address, Incarnation(incarnation), tokens)
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
