@@ -123,8 +123,9 @@ class Engine:
             self.scheduler.cancel_request(request_id)
             raise
         self._next_request += 1
-        for sequence in sequences if request.pull is not None else ():
-            self._pull(sequence, request.pull)
+        if request.pull is not None:
+            for sequence in sequences:
+                self._pull(sequence, request.pull)
         beams = request.sampling.beam_width > 0
         self._requests[request_id] = _Request(
             num_outputs=1 if beams else sum(sequence.num_outputs for sequence in sequences),
