@@ -39,9 +39,9 @@ class Round:
     known: int = 0
     """Tokens of all sequences, prompt and output, when they moved."""
     computed: int = 0
-    """Those that the second worker computed again."""
+    """Tokens of them that the second worker computed again."""
     tails: int = 0
-    """Those of them that lie in blocks that are not full, the last token included."""
+    """Tokens in blocks that are not full, and each last token. They must be computed again."""
     pulled_blocks: int = 0
     pauses: list[float]
     """Longest time between two tokens of each stream, from the drain on."""

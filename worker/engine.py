@@ -7,7 +7,7 @@ deadlines, and their outputs. Does not choose what runs (the scheduler).
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from blockyard.worker.cache.block_tables import Loan
@@ -17,7 +17,7 @@ from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.pull_rates import PullRates
-from blockyard.worker.scheduling.pulls import Pull
+from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
@@ -123,10 +123,9 @@ class Engine:
             self.scheduler.cancel_request(request_id)
             raise
         self._next_request += 1
-        if request.pull is not None and self.start_pull is not None:
-            pull = self.scheduler.pulls.begin(sequences, request.pull, self._clock())
-            if pull is not None:
-                self.start_pull(pull)
+        if request.pull is not None:
+            for sequence in sequences:
+                self._pull(sequence, request.pull)
         beams = request.sampling.beam_width > 0
         self._requests[request_id] = _Request(
             num_outputs=1 if beams else sum(sequence.num_outputs for sequence in sequences),
@@ -336,7 +335,16 @@ class Engine:
 
     def end_pull(self, pull: Pull, num_blocks: int) -> None:
         """Cache the blocks of a pull that have arrived. Nothing may write to its slots any more."""
-        self.scheduler.pulls.end(pull, num_blocks)
+        now = self._clock()
+        for sequence, order, deadline in self.scheduler.pulls.end(pull, num_blocks):
+            self._pull(sequence, replace(order, seconds=deadline - now))
+
+    def _pull(self, sequence: Sequence, order: PullOrder) -> None:
+        """Let a sequence that is not admitted wait for blocks from another worker, if this engine fetches any."""
+        if self.start_pull is not None:
+            pull = self.scheduler.pulls.begin(sequence, order, self._clock())
+            if pull is not None:
+                self.start_pull(pull)
 
     def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
         """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those

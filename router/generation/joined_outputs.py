@@ -7,7 +7,7 @@ Pure. Owns which outputs still run and what a replay asks for again. Does not ow
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from blockyard.proto.naming.block_hash import TOKEN_BYTES, pack_tokens
+from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.cluster.events import Tokens
 
@@ -115,15 +115,18 @@ class Outputs:
     @property
     def num_repeated(self) -> int:
         """Return the number of generated tokens that the next submit repeats."""
-        if len(self._tokens) == 1:
-            return len(self._tokens[0])
-        return sum(len(part.token_ids) for part in self.continuations()) // TOKEN_BYTES
+        return sum(map(len, self._repeated()))
 
     @property
     def num_computed(self) -> int:
-        """Return the number of leading generated tokens that all outputs share and their worker has computed. A token
-        is computed in the step after the one that chose it."""
-        return max(len(self._tokens[0]) - 1, 0) if len(self._tokens) == 1 else 0
+        """Return the number of those tokens that their worker has computed. It computes a token in the step after the
+        one that chose it."""
+        return sum(max(len(tokens) - 1, 0) for tokens in self._repeated())
+
+    def _repeated(self) -> list[list[int]]:
+        if len(self._tokens) == 1:
+            return self._tokens
+        return [self._tokens[part.index] for part in self.continuations()]
 
     def submitted(self, continuations: Sequence[session_pb2.Continuation]) -> Set[int]:
         """Return the indexes of the outputs that a worker runs for a submit with these continuations.

@@ -42,7 +42,7 @@ class Holder(NamedTuple):
     """Its session address."""
     incarnation: Incarnation
     tokens: int
-    """Leading tokens, prompt and output, that it has computed."""
+    """Tokens of the prompt and of all outputs that it has computed."""
 
 
 class Link(NamedTuple):

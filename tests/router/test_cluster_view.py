@@ -3,13 +3,14 @@
 from random import Random
 
 import pytest
-from blockyard.proto.index.contract import WorkerId
+from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.view import ClusterView, WorkerState, usable_cached_tokens
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
+from blockyard.router.placement.pulls import Holder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -384,3 +385,24 @@ def test_sums_and_speculative_names_always_add_up(events: list[tuple[str, int]])
     worker = view.candidates(NAMES, PROMPT_TOKENS, {})[0]
     assert (worker.cached_tokens, worker.sequences, worker.queued_prefill_tokens) == (0, 0, 0)
     view.check_invariants()
+
+
+def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_incarnation_is_heard() -> None:
+    view, clock = view_of("a")
+    view.accepted(
+        "b:1",
+        session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7, is_draining=True),
+    )
+    holder = Holder("b:1", Incarnation("b1"), 100)
+    source = view.holding_source(holder, 101)
+    assert source is not None
+    assert (source.transfer_address, source.cached_tokens) == ("b:7", 96)
+    assert [candidate.worker_id for candidate in view.candidates([], 10, {})] == ["a"]
+    assert view.holding_source(holder._replace(incarnation=Incarnation("b0")), 101) is None
+    assert view.holding_source(holder._replace(address="a"), 101) is None
+    clock.now += 2.0
+    assert view.holding_source(holder, 101) is None
+    view.heard("b:1")
+    assert view.holding_source(holder, 101) == source
+    view.disconnected("b:1", "it has ended")
+    assert view.holding_source(holder, 101) is None

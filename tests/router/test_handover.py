@@ -28,7 +28,7 @@ from .rig import MODEL, READY, Router, running_router, until
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_TOKENS * 4
 NUM_BLOCKS = 1200
-PROMPT_TOKENS = 150
+PROMPT_TOKENS = 100
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +100,7 @@ def worker(number: int, **engine: Any) -> WorkerServer:
         "tokenizer": str(MODEL),
         "device": "cpu",
         "deterministic": True,
+        "lend_share": 0.005,
         "kv_cache_memory": NUM_BLOCKS * BLOCK_BYTES,
         "host_cache_gib": NUM_BLOCKS * BLOCK_BYTES / 2**30,
     }
@@ -140,7 +141,7 @@ def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 async def ask(client: AsyncClient, seed: int, **changes: Any) -> Any:
     wanted = {
-        "max_tokens": 60,
+        "max_tokens": 150,
         "ignore_eos": True,
         "seed": seed,
         "prompt_token_ids": prompt(seed, PROMPT_TOKENS + 7 * seed),
@@ -166,18 +167,18 @@ async def moved(here: Cluster, asked: list[dict[str, Any]], num_tokens: int = 20
 async def undisturbed(here: Cluster, asked: list[dict[str, Any]]) -> list[Any]:
     """Return the answers of worker-0 alone, which then forgets them. Worker-1 is drained."""
     await here.drain(1)
-    answers = [await ask(here.client, **changes) for changes in asked]
+    answers = await asyncio.gather(*(ask(here.client, **changes) for changes in asked))
     await here.client.flush_cache()
     return answers
 
 
 async def test_a_drain_moves_running_sequences_with_their_blocks() -> None:
-    asked = [{"seed": seed} for seed in range(8)]
+    asked = [{"seed": seed} for seed in range(4)]
     async with cluster() as here:
         expected = await undisturbed(here, asked)
         answers = await moved(here, asked)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 8
+        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
         assert here.starts[1].num_recomputed == 0
         assert {answer.finish.cached_tokens for answer in answers} == {0}, "as the first worker found"
 
@@ -188,7 +189,7 @@ async def test_a_sequence_moves_with_its_blocks_whatever_it_asked_for() -> None:
         {"temperature": 1.3, "top_p": 0.9},
         {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
         {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 1.0, "regex": "[a-z]{200}", "ignore_eos": False},
+        {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
         {"temperature": 1.0, "logit_bias": {500: 5.0}, "bad_token_ids": [501]},
     ]
     asked = [{"seed": seed, **changes} for seed, changes in enumerate(asked)]
@@ -200,15 +201,15 @@ async def test_a_sequence_moves_with_its_blocks_whatever_it_asked_for() -> None:
         assert here.starts[1].num_recomputed == 0
 
 
-async def test_several_outputs_move_with_the_blocks_of_their_prompt() -> None:
+async def test_several_outputs_move_with_the_blocks_of_each() -> None:
     asked = [{"seed": 3, "n": 3}]
     async with cluster() as here:
         (expected,) = await undisturbed(here, asked)
-        (answer,) = await moved(here, asked, num_tokens=60)
+        (answer,) = await moved(here, asked, num_tokens=90)
         assert outputs(answer) == outputs(expected)
         assert len(here.starts[1].computed) == 3
-        for known, computed in here.starts[1].computed:
-            assert known - computed == answer.finish.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 3
+        assert here.starts[1].num_recomputed == 0
 
 
 async def test_beams_begin_again() -> None:
@@ -238,17 +239,17 @@ async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(
 
 
 async def test_a_worker_that_ends_waits_until_its_sequences_have_moved() -> None:
-    asked = [{"seed": seed} for seed in range(8)]
+    asked = [{"seed": seed} for seed in range(4)]
     async with cluster() as here:
         expected = await undisturbed(here, asked)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(ask(here.client, **changes)) for changes in asked]
-            await here.until_generating(8, 20)
+            await here.until_generating(4, 20)
             await here.client.resume_worker("worker-1")
             tasks.create_task(here.stop(0))
         assert [task.result().token_ids for task in running] == [answer.token_ids for answer in expected]
         assert {task.result().finish.migrations for task in running} == {0}
-        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 8
+        assert [report.end for report in here.starts[1].reports] == [PullEnd.PULL_END_WHOLE] * 4
         assert here.starts[1].num_recomputed == 0
 
 
@@ -263,7 +264,7 @@ async def test_a_source_that_lends_no_more_costs_only_the_computing() -> None:
 
 
 async def test_a_sequence_that_comes_back_finds_the_blocks_that_it_left() -> None:
-    asked = {"seed": 3, "max_tokens": 120}
+    asked = {"seed": 3, "max_tokens": 300}
     async with cluster() as here:
         (expected,) = await undisturbed(here, [asked])
         async with asyncio.TaskGroup() as tasks:

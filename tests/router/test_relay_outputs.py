@@ -265,3 +265,16 @@ async def test_a_prompt_that_is_computed_whole_is_placed_as_if_nobody_had_it(wan
         await made.relay.run(request, Progress(), take)
         (candidate,) = seen
         assert (candidate.cached_tokens == 0) == wants_prompt
+
+
+def test_a_replay_repeats_the_tokens_of_running_outputs_and_all_but_the_last_of_each_are_computed() -> None:
+    single = Outputs(session_pb2.EngineSampling())
+    assert (single.num_repeated, single.num_computed) == (0, 0)
+    single.take(row(0))
+    assert (single.num_repeated, single.num_computed) == (2, 1)
+    several = Outputs(session_pb2.EngineSampling(n=3))
+    several.take(row(0))
+    assert (several.num_repeated, several.num_computed) == (0, 0), "all begin again"
+    several.take(row(1))
+    several.take(row(2, is_last=True))
+    assert (several.num_repeated, several.num_computed) == (4, 2)

@@ -242,8 +242,10 @@ class Storm:
             return
         self._leaders[sequence.request_id] = sequence
         self._know(sequence)
-        order = PullOrder(address="", incarnation="", num_blocks=pulled, seconds=1.0)
-        pull = self.scheduler.pulls.begin([sequence], order, now=0.0)
+        self._pull(sequence, PullOrder(address="", incarnation="", num_blocks=pulled, seconds=1.0))
+
+    def _pull(self, sequence: Sequence, order: PullOrder) -> None:
+        pull = self.scheduler.pulls.begin(sequence, order, now=0.0)
         if pull is not None:
             self._transfers.append((pull, [list(self._content[name]) for name in pull.names]))
 
@@ -267,8 +269,10 @@ class Storm:
             self.moved["cut"] += bool(coming) and not pull.is_cancelled
             self.moved["cancelled"] += pull.is_cancelled
             before = self.scheduler.pulls.num_blocks
-            self.scheduler.pulls.end(pull, num_received)
+            following = self.scheduler.pulls.end(pull, num_received)
             self.moved["pulled"] += self.scheduler.pulls.num_blocks - before
+            for sequence, order, _ in following:
+                self._pull(sequence, order)
 
     def late(self) -> None:
         """No sequence waits for its pull any longer."""

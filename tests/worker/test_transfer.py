@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from blockyard.proto.naming.block_hash import chain
+from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.worker.config import EngineConfig, WorkerConfig
@@ -418,3 +418,47 @@ def test_a_neighbour_is_found_by_secret_cluster_incarnation_and_port() -> None:
         ):
             assert other.connect(incarnation, port, 5.0) is None
     assert neighbours.connect("incarnation", 1, 5.0) is None, "it has ended"
+
+
+async def test_a_replay_fetches_blocks_of_generated_tokens_and_publishes_each_stride() -> None:
+    async with (
+        a_worker("w0", lend_share=0.5) as source,
+        a_worker("w1", index_stride_tokens=32) as destination,
+    ):
+        published: set[bytes] = set()
+        destination._service.on_changes = lambda result: published.update(result.changes.anywhere_stored)
+        async with Router(source) as router:
+            generated = await router.ask(1, max_tokens=60)
+        tokens = [5] * LENGTH + generated[:40]
+        async with Router(destination) as router:
+            pull = await pull_from(source, num_blocks=(len(tokens) - 1) // 16)
+            following = await router.ask(1, max_tokens=60, token_ids=pack_tokens(tokens), pull=pull)
+            assert following[-20:] == generated[40:]
+            assert router.reports[1].num_blocks == 14
+            assert router.cached == {1: LENGTH}, "generated tokens are no tokens of the prompt"
+        assert published == set(chain(ROOT, [5] * LENGTH + generated[:-1], 16)[1::2])
+        await check_idle(destination)
+
+
+async def test_a_request_that_waits_for_the_pull_of_another_then_fetches_its_own_blocks() -> None:
+    async with (
+        a_worker("w0", secret="", lend_share=0.5) as source,
+        a_worker("w1", secret="") as destination,
+        Router(source, "") as there,
+        Router(destination, "") as here,
+        harmed(source, lambda data, _: data, delay_seconds=0.002) as address,
+    ):
+        other = [5] * 96 + [6] * 104
+        names = b"".join((ROOT, *chain(ROOT, other, 16)))
+        changes: dict[int, dict[str, Any]] = {
+            1: {},
+            2: {"token_ids": pack_tokens(other), "block_names": names},
+        }
+        expected = {handle: await there.ask(handle, **changes[handle]) for handle in changes}
+        pull = await pull_from(source, "", address=address)
+        for handle in changes:
+            await here.submit(handle, length=LENGTH, sampling={"seed": 7}, pull=pull, **changes[handle])
+        assert await here.tokens_of(1, 2) == expected
+        assert {handle: report.num_blocks for handle, report in here.reports.items()} == {1: 12, 2: 6}
+        assert here.cached == {1: BLOCKS * 16, 2: BLOCKS * 16}
+        await check_idle(destination)

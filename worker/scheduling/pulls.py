@@ -75,6 +75,8 @@ class Pulls:
         self._waiting: dict[Pull, list[Sequence]] = {}
         """The sequences that wait for each pull, of any request."""
         self._pull_of: dict[SequenceId, Pull] = {}
+        self._behind: dict[SequenceId, tuple[PullOrder, float]] = {}
+        """Orders, with their deadlines, of sequences that wait for another one's pull. Those may want more blocks."""
         self.num_blocks = 0
         """Blocks that have arrived since the engine's start."""
         self.num_failed = 0
@@ -88,27 +90,23 @@ class Pulls:
         """Return how many blocks are still to arrive."""
         return sum(len(pull.slots) - pull.num_arrived for pull in self._waiting)
 
-    def begin(self, sequences: Iterable[Sequence], order: PullOrder, now: float) -> Pull | None:
-        """Let a request's new sequences, which have one prompt, wait for the blocks that `order` names.
-
-        A replay may fetch blocks of generated tokens too. Those of several outputs differ, so only their prompt is
-        fetched.
+    def begin(self, sequence: Sequence, order: PullOrder, now: float) -> Pull | None:
+        """Let a new sequence wait for the blocks that `order` names. A replay may fetch blocks of generated tokens too.
 
         Return the pull to start. Return None where there is nothing to fetch or no room. Where another pull fetches the
-        next block already, the sequences wait for that one, and the result is None too.
+        next block already, the sequence waits for that one, and the result is None too.
         """
-        sequences = list(sequences)
-        sequence, host_cache = sequences[0], self._tables.host_cache
+        host_cache = self._tables.host_cache
         if host_cache is None or sequence.wants_whole_prompt or order.seconds <= 0:
             return None
-        shared = len(sequence.tokens) - 1 if len(sequences) == 1 else sequence.prompt_length
-        usable = min(order.num_blocks, shared // self._tables.block_size)
+        usable = min(order.num_blocks, (len(sequence.tokens) - 1) // self._tables.block_size)
         prefix = sequence.names[1 : 1 + usable]
         head = self._tables.lend(prefix)
         following = prefix[len(head) :]
         other = self._under_way.get(following[0]) if following else None
         if other is not None and not other.is_cancelled:
-            self._wait(sequences, other)
+            self._wait(sequence, other)
+            self._behind[sequence.sequence_id] = order, now + order.seconds
         slots = self._reserve(following, host_cache) if other is None else []
         if not slots:
             self._tables.end_loan(head)
@@ -125,7 +123,7 @@ class Pulls:
         )
         self._waiting[pull] = []
         self._under_way.update(dict.fromkeys(pull.names, pull))
-        self._wait(sequences, pull)
+        self._wait(sequence, pull)
         return pull
 
     def _reserve(self, names: list[BlockName], host_cache: HostCache) -> list[HostSlot]:
@@ -135,19 +133,19 @@ class Pulls:
         known = (index for index, name in enumerate(names) if name in self._under_way)
         return host_cache.reserve(next(known, len(names)))
 
-    def _wait(self, sequences: list[Sequence], pull: Pull) -> None:
+    def _wait(self, sequence: Sequence, pull: Pull) -> None:
+        sequence.is_pulling = True
         expected = len(pull.prefix) * self._tables.block_size
-        for sequence in sequences:
-            sequence.is_pulling = True
-            sequence.cached_at_submit = max(sequence.cached_at_submit, expected)
-            self._pull_of[sequence.sequence_id] = pull
-        self._waiting[pull] += sequences
+        sequence.cached_at_submit = max(sequence.cached_at_submit, expected)
+        self._pull_of[sequence.sequence_id] = pull
+        self._waiting[pull].append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Let a sequence that has ended no longer wait. A pull for which nobody waits is cancelled."""
         pull = self._pull_of.pop(sequence.sequence_id, None)
         if pull is not None:
             sequence.is_pulling = False
+            self._behind.pop(sequence.sequence_id, None)
             self._waiting[pull].remove(sequence)
             pull.is_cancelled = not self._waiting[pull]
 
@@ -157,10 +155,11 @@ class Pulls:
             if now >= pull.deadline + LATE_SECONDS:
                 self._go_on(pull)
 
-    def end(self, pull: Pull, num_received: int) -> None:
+    def end(self, pull: Pull, num_received: int) -> list[tuple[Sequence, PullOrder, float]]:
         """Cache the leading blocks that have arrived intact, free the other slots, and let the sequences go on.
 
-        The receiver must not write to the slots any more.
+        The receiver must not write to the slots any more. Return the sequences that may begin a pull of their own now,
+        with its order and deadline: they only waited for this one.
         """
         host_cache, first = self._tables.host_cache, len(pull.head)
         assert host_cache is not None, "a pull needs host memory"
@@ -180,10 +179,16 @@ class Pulls:
         host_cache.done(pull.names[:num_received])
         self._tables.end_loan(pull.head)
         self.num_blocks += num_received
+        following = [
+            (sequence, *self._behind[sequence.sequence_id])
+            for sequence in self._waiting[pull]
+            if sequence.sequence_id in self._behind
+        ]
         self._go_on(pull)
         del self._waiting[pull]
         for name in pull.names:
             del self._under_way[name]
+        return following
 
     def _go_on(self, pull: Pull) -> None:
         pull.is_cancelled = True
@@ -191,12 +196,14 @@ class Pulls:
             sequence.is_pulling = False
             sequence.cached_at_submit = len(self._tables.match(sequence)) * self._tables.block_size
             del self._pull_of[sequence.sequence_id]
+            self._behind.pop(sequence.sequence_id, None)
         self._waiting[pull].clear()
 
     def check_invariants(self, waiting: Iterable[Sequence]) -> None:
         """Raise AssertionError where pulls, names and waiting sequences disagree."""
         pulling = [sequence.sequence_id for sequence in waiting if sequence.is_pulling]
         assert sorted(pulling) == sorted(self._pull_of)
+        assert self._behind.keys() <= self._pull_of.keys()
         assert {id(pull) for pull in self._pull_of.values()} <= {id(pull) for pull in self._waiting}
         assert all(bool(waiters) is not pull.is_cancelled for pull, waiters in self._waiting.items())
         fetched = [name for pull in self._waiting for name in pull.names]
