@@ -276,7 +276,7 @@ ROUTER_METRICS = (
     _counter(
         "router_pull_saved_seconds",
         "seconds",
-        "Cost that whole pulls saved, by placement's estimate: without the pull less with it.",
+        "Time to the first token that whole pulls saved, by placement's estimate: without the pull less with it.",
     ),
     _counter(
         "router_pull_setup_seconds",
