@@ -197,7 +197,8 @@ class Receiver:
         if time.monotonic() < self._avoided.get(source, 0.0):
             return PullEnd.PULL_END_AVOIDED
         end = self._tried(attempt)
-        if end in AVOIDED_SECONDS:
+        is_only_slow = end == PullEnd.PULL_END_LATE and attempt.has_answer
+        if end in AVOIDED_SECONDS and not is_only_slow:  # the measured rate tells routers of a slow one
             self._avoided[source] = time.monotonic() + AVOIDED_SECONDS[end]
         return end
 
