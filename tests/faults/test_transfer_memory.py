@@ -230,7 +230,7 @@ def test_blocks_whose_prefix_was_flushed_in_the_pull_are_not_kept() -> None:
     sequence = make_sequence(2, list(range(1, 100)))
     scheduler.submit(sequence)
     order = PullOrder(address="", incarnation="", num_blocks=6, seconds=1.0)
-    pull = scheduler.pulls.begin([sequence], order, now=0.0)
+    pull = scheduler.pulls.begin(sequence, order, now=0.0)
     assert pull is not None
     assert (len(pull.head.host_names), len(pull.slots)) == (2, 4), "its beginning is in host memory"
     host_cache.clear()
