@@ -44,7 +44,11 @@ NOT_OF_MODULES = {
 }
 """Number of uses of `re` in functions, by module."""
 NO_USES = ("Pattern", "Match", "escape", "DOTALL")
-SEARCHED = {"worker.grammar.refusals._QUOTED", "proto.index.scripts._INCLUDE"}
+SEARCHED = {
+    "worker.grammar.refusals._QUOTED",
+    "proto.index.scripts._INCLUDE",
+    "proto.index.shards._BETWEEN",
+}
 SIZES = (2**10, 2**14, 2**17)
 """Sizes in characters, the smaller ones first: an expression of exponential time fails there."""
 MAX_CPU_SECONDS = 1.0

@@ -25,7 +25,7 @@ from .scheduling import make_scheduler, make_sequence, run
 from .storm import Device, Storm
 from .test_storm import WEATHERS, blow
 
-ACTIONS = 1500
+ACTIONS = 3000
 CPU = torch.device("cpu")
 
 
