@@ -127,7 +127,7 @@ MATRIX = (
     ),
     _fault(66, "destination of a pull SIGKILL", "its loans end at once"),
     _fault(67, "source with another model, data type, block size or secret", "refused, in words"),
-    _fault(68, "many pulls from one source, or a slow one", "four at once; nobody waits for the others"),
+    _fault(68, "many pulls from one source, or a slow one", "four at once; others wait a part of their time"),
     _fault(
         69,
         "two requests want one prefix; two workers pull from each other",
