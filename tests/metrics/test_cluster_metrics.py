@@ -138,10 +138,12 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
 ) -> None:
     listed = set(watched.prometheus.ask("label/__name__/values"))
     ours = {name for name in listed if "blockyard" in name}
-    # A counter of Ray appears with the first event: nothing was preempted, no worker was lost, no call of Redis failed.
+    # A counter of Ray appears with the first event: nothing was preempted or pulled, no worker was lost, no call of
+    # Redis failed.
     silent = {
         *("preemptions", "swaps", "evictions", "migrations", "stale_blocks"),
         *("tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
+        *(metric.name for metric in ROUTER_METRICS if metric.name.startswith("router_pull")),
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),
     }
     known = {name for metric in METRICS for name in metric.series}
@@ -199,7 +201,16 @@ def test_every_question_of_the_dashboard_is_answered(watched: Watched, answers: 
         for panel in row.panels
         for expression, _ in panel.queries
     }
-    silent = ("preemptions", "evictions", "stale_blocks", "migrations", "tenant_refusals", "pulled", "lent")
+    silent = (
+        "preemptions",
+        "evictions",
+        "stale_blocks",
+        "migrations",
+        "tenant_refusals",
+        "pulled",
+        "lent",
+        "router_pull",
+    )
     wanted = {expression for expression in asked if not any(name in expression for name in silent)}
 
     def empty() -> set[str]:
