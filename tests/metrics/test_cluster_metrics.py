@@ -249,8 +249,12 @@ def test_rays_metrics_tab_embeds_our_dashboard_and_finds_prometheus(watched: Wat
 
 
 def test_a_dead_worker_shows_as_lost_and_its_return_as_ready(watched: Watched) -> None:
-    place = watched.cluster.command.place("worker-0")
-    os.kill(place["pid"], signal.SIGKILL)
     fewer = 'min_over_time(blockyard_workers{state="ready"}[1m])'
-    assert eventually(lambda: watched.prometheus.number(fewer) < 2, seconds=SCRAPED_SECONDS)
+
+    def dies_and_is_missed() -> bool:
+        os.kill(watched.cluster.command.place("worker-0")["pid"], signal.SIGKILL)
+        return eventually(lambda: watched.prometheus.number(fewer) < 2, seconds=SCRAPED_SECONDS / 4)
+
+    # It is back after two seconds, and a scrape may come before and after that.
+    assert any(dies_and_is_missed() for _ in range(4))
     assert watched.settles('sum(blockyard_workers{state="ready"})', 2)
