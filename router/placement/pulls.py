@@ -1,7 +1,9 @@
 """Pulls: the price of fetching a prefix from another worker instead of computing it.
 
-    time_ms = setup_ms + bytes / bytes_per_ms,   bytes = those of the tokens + those that both ends still move
-    setup_ms = the measured one, or half a step of each end if that is longer: both engines act between two steps
+    time_ms = setup_ms + (pulled_tokens * token_bytes + moving_bytes) / bytes_per_ms
+
+Both ends still have `moving_bytes` to move. `setup_ms` is the measured one, or half a step of each end if that is
+longer, since both engines act between two steps.
 
 The rates are measured by the destination. Until they are known nothing is pulled. Pure. Does not own the other terms of
 the cost (scoring.py) or who has cached what (cluster/view.py).

@@ -7,9 +7,9 @@ check each of them (ExplainPlacement shows them). The last term is the delay tha
 on the worker, and to requests that come later. With its full weight (`others_fraction=1`), a choice minimises the cost
 of all requests together, not only its own.
 
-A worker may fetch a prefix from another one that has more of it. Its score is the lower one of both ways, and fetching
-must save the request itself more than a tie: a pull that only spares others a prefill would delay its own first token.
-A worker whose memory is short fetches nothing: the copy would make others wait for room.
+A worker may fetch a prefix from another one that has more of it. Fetching must save the request itself more than a tie.
+A pull that only spares others a prefill would delay its own first token. A worker whose memory is short fetches
+nothing, since the copy would make others wait for room.
 
 Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the state of workers
 (cluster/view.py).
