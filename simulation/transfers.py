@@ -5,6 +5,7 @@ the bytes, which do not exist here: what arrives is decided by time alone.
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
@@ -78,11 +79,9 @@ class VirtualExchange:
         loop = asyncio.get_running_loop()
         began, deadline = loop.time(), loop.time() + pull.order.seconds
         report = PullReport(end=PullEnd.PULL_END_LATE)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._fetch(pull, report, began)
-        except TimeoutError:
-            pass
         self.thread.call(lambda engine: self._end(engine, pull, report))
 
     def _end(self, engine: Engine, pull: Pull, report: PullReport) -> None:

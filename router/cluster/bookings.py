@@ -109,7 +109,7 @@ class Bookings:
         self.prefixes = Speculation()
         self._open: set[Placed] = set()
         self._unreported: dict[Placed, None] = {}
-        """In the order in which they were sent."""
+        """The requests in `unreported`, in the order in which they were sent."""
 
     def __contains__(self, placed: Placed) -> bool:
         return placed in self._open

@@ -187,11 +187,11 @@ class Fleet(LinkEvents):
             or now < self._measure_at.get(address, now)
         ):
             return
-        sources = [self.view.pull_source(other, 0, 0) for other in self.view.ready() if other is not worker]
-        known = [source for source in sources if source is not None]
-        if known:
+        ready = self.view.ready()
+        other = self._rng.choice(ready) if ready else worker
+        source = None if other is worker else self.view.pull_source(other, 0, 0)
+        if source is not None:  # else the next report draws again
             self._measure_at[address] = now + MEASURE_SECONDS
-            source = self._rng.choice(known)
             self.links[address].measure_link(source.transfer_address, source.incarnation)
 
     def arrived(self, address: str, marks: bytes, withdrawn_marks: bytes) -> None:

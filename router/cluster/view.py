@@ -115,6 +115,9 @@ class ClusterView:
         self._ready: list[WorkerView] | None = None
         """The ready workers, until one of them changes its state. None: to be listed anew."""
         self._incarnations: dict[WorkerId, Incarnation] = {}
+        self._ready_by_id: dict[WorkerId, WorkerView] = {}
+        self._measured_links: set[str] = set()
+        """Addresses of workers that have measured how fast blocks reach them. Without any, nothing is pulled."""
         self._ready_until = 0.0
         """When the first of the ready workers becomes suspect, unless it is heard again."""
         self._expectations = Expectations()
@@ -138,6 +141,7 @@ class ClusterView:
 
     def forget(self, address: str) -> None:
         self._workers.pop(address, None)
+        self._measured_links.discard(address)
         self._pulling += Counter()  # drops the zeros
         self._lending += Counter()
         self._ready = None
@@ -163,6 +167,7 @@ class ClusterView:
             speed=before.speed if before is not None and is_same else WorkerSpeed(),
         )
         self.speeds.report(worker.speed, hello.load, now)
+        self._note_link(worker)
         self._state_changed(worker)
 
     def refused(self, address: str, hello: session_pb2.Hello, reason: str) -> bool:
@@ -186,6 +191,7 @@ class ClusterView:
         worker.link = LinkState.LOST if worker.hello else LinkState.CONNECTING
         worker.reason = reason
         worker.load = cluster_pb2.WorkerLoad()
+        self._note_link(worker)
         worker.booked = Bookings()
         self._state_changed(worker)
 
@@ -203,11 +209,18 @@ class ClusterView:
         if load is not None:
             worker.note_steps(load)
             worker.load = load
+            self._note_link(worker)
             self.speeds.report(worker.speed, load, now)
             worker.booked.reported(last_handle)
             if load.waiting == 0:
                 worker.gate.queue_was_empty(now)
         self._changed(worker)
+
+    def _note_link(self, worker: WorkerView) -> None:
+        if worker.load.pull_bytes_per_second:
+            self._measured_links.add(worker.address)
+        else:
+            self._measured_links.discard(worker.address)
 
     def placed(
         self,
@@ -355,6 +368,7 @@ class ClusterView:
         now = self._clock()
         if self._ready is None or now >= self._ready_until:
             self._ready = [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+            self._ready_by_id = {worker.worker_id: worker for worker in self._ready}
             self._incarnations = {worker.worker_id: worker.incarnation for worker in self._ready}
             self._ready_until = self._suspect_seconds + min(
                 (worker.last_heard or 0.0 for worker in self._ready), default=float("inf")
@@ -610,9 +624,12 @@ class ClusterView:
         self, depths: Mapping[WorkerId, CachedDepth], prompt_tokens: int, *, salt: int
     ) -> list[PullSource]:
         """Return the workers from which others may fetch most of a prompt. The `salt` chooses among equal ones."""
+        if not self._measured_links:
+            return []
         sources = []
+        self.ready()
         for worker_id in deepest(depths, MAX_SOURCES, salt):
-            worker = self.find(worker_id)
+            worker = self._ready_by_id.get(worker_id)
             if worker is not None:
                 depth = depths[worker_id]
                 source = self.pull_source(worker, depth.blocks + depth.host_blocks, prompt_tokens)

@@ -317,9 +317,9 @@ class Placer:
         """Return the workers from which the chosen one may fetch a part of the prompt."""
         if not self._pulls or prompt.policy != "prefix":
             return []
-        view, depths = self._fleet.view, result.depth_by_worker
+        view = self._fleet.view
         holder = None if prompt.holder is None else view.holding_source(prompt.holder, prompt.tokens)
-        cached = view.pull_sources(depths, prompt.tokens, salt=self._rng.getrandbits(32)) if depths else []
+        cached = view.pull_sources(result.depth_by_worker, prompt.tokens, salt=self._rng.getrandbits(32))
         return cached if holder is None else [holder, *cached]
 
     def _refuse_hopeless(
