@@ -26,6 +26,19 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def table_entries(
+    table_ptr, first_key, end_key, BLOCK_SIZE: tl.constexpr, BLOCK_J: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Return the blocks [J] of the keys first_key .. first_key + BLOCK_J - 1, and block 0 from end_key on."""
+    step_J = tl.arange(0, BLOCK_J)
+    if ALIGNED:
+        entry_ptrs_J = table_ptr + first_key // BLOCK_SIZE + step_J // BLOCK_SIZE
+    else:
+        entry_ptrs_J = table_ptr + (first_key + step_J) // BLOCK_SIZE
+    return tl.load(entry_ptrs_J, mask=first_key + step_J < end_key, other=0)
+
+
+@triton.jit
 def attend_tile(
     q_MD,
     query_position_M,
@@ -34,7 +47,7 @@ def attend_tile(
     total_M,
     pool_ptr,
     scales_ptr,
-    table_ptr,
+    block_J,
     first_key,
     end_key,
     kv_head,
@@ -42,6 +55,7 @@ def attend_tile(
     window,
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,7 +63,7 @@ def attend_tile(
     BLOCK_J: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Take one online-softmax step over the keys first_key .. first_key + BLOCK_J - 1.
+    """Take one online-softmax step over the keys first_key .. first_key + BLOCK_J - 1 in the blocks `block_J`.
 
     With SCALE_BYTES, stored numbers are multiplied as they are. Scores and weights are then multiplied by the scales of
     their keys and values: one product a key, not one an element. Such weights may be too small for fp16, so they become
@@ -61,13 +75,14 @@ def attend_tile(
     """
     key_J = first_key + tl.arange(0, BLOCK_J)
     dim_D = tl.arange(0, HEAD_DIM)
-    if MASKED:
-        block_J = tl.load(table_ptr + key_J // BLOCK_SIZE, mask=key_J < end_key, other=0).to(tl.int64)
-    else:
-        block_J = tl.load(table_ptr + key_J // BLOCK_SIZE).to(tl.int64)
-    head_row_J = block_J * (2 * NUM_KV_HEADS) + kv_head
     row_size: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + SCALE_BYTES)
-    k_ptrs_JD = pool_ptr + (head_row_J * row_size + key_J % BLOCK_SIZE * HEAD_DIM)[:, None] + dim_D[None, :]
+    if ALIGNED:
+        slot_J = (first_key % BLOCK_SIZE if BLOCK_SIZE > BLOCK_J else 0) + tl.arange(0, BLOCK_J) % BLOCK_SIZE
+    else:
+        slot_J = key_J % BLOCK_SIZE
+    block_size: tl.constexpr = 2 * NUM_KV_HEADS * row_size
+    offsets_JD = (kv_head * row_size + slot_J * HEAD_DIM)[:, None] + dim_D[None, :]
+    k_ptrs_JD = pool_ptr + offsets_JD + (block_J.to(tl.int64) * block_size)[:, None]
     v_ptrs_JD = k_ptrs_JD + NUM_KV_HEADS * row_size
     if MASKED:
         k_JD = tl.load(k_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0)
@@ -77,7 +92,10 @@ def attend_tile(
         v_JD = tl.load(v_ptrs_JD)
     if SCALE_BYTES:
         row_scales: tl.constexpr = row_size // SCALE_BYTES
-        k_scale_ptrs_J = scales_ptr + head_row_J * row_scales + (row_scales - BLOCK_SIZE) + key_J % BLOCK_SIZE
+        first_scale = kv_head * row_scales + (row_scales - BLOCK_SIZE)
+        k_scale_ptrs_J = (
+            scales_ptr + first_scale + slot_J + block_J.to(tl.int64) * (2 * NUM_KV_HEADS * row_scales)
+        )
         v_scale_ptrs_J = k_scale_ptrs_J + NUM_KV_HEADS * row_scales
         if MASKED:
             k_scale_J = tl.load(k_scale_ptrs_J, mask=key_J < end_key, other=0.0)
@@ -88,7 +106,7 @@ def attend_tile(
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
         k_JD = widened(k_JD, exact)
         v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact)
-    scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN) * scale_log2
+    scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN)
     if SCALE_BYTES:
         scores_MJ *= k_scale_J[None, :]
     if MASKED:
@@ -96,18 +114,71 @@ def attend_tile(
         if WINDOWED:
             visible_MJ = visible_MJ & (key_J[None, :] > query_position_M[:, None] - window)
         scores_MJ = tl.where(visible_MJ, scores_MJ, float("-inf"))
-    new_peak_M = tl.maximum(peak_M, tl.max(scores_MJ, axis=1))
+    new_peak_M = tl.maximum(peak_M, tl.max(scores_MJ, axis=1) * scale_log2)
     shift_M = new_peak_M
     if MASKED and WINDOWED:
         shift_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     rescale_M = tl.exp2(peak_M - shift_M)
-    weights_MJ = tl.exp2(scores_MJ - shift_M[:, None])
+    weights_MJ = tl.exp2(tl.fma(scores_MJ, scale_log2, -shift_M[:, None]))
     total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
     acc_MD = acc_MD * rescale_M[:, None]
     if SCALE_BYTES:
         weights_MJ *= v_scale_J[None, :]
     acc_MD += _dot(weights_MJ.to(v_JD.dtype), v_JD, WIDEN)
     return acc_MD, new_peak_M, total_M
+
+
+@triton.jit
+def attend_keys(
+    q_MD,
+    query_position_M,
+    acc_MD,
+    peak_M,
+    total_M,
+    pool_ptr,
+    scales_ptr,
+    table_ptr,
+    first_key,
+    until_key,
+    end_key,
+    kv_head,
+    scale_log2,
+    window,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CARRIED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Take online-softmax steps over the keys from first_key up to until_key, a tile each.
+
+    With CARRIED, a step loads the table's entries of the next tile. The loads of keys and values then depend on a
+    register, not on a load of the same step, and the compiler keeps one tile more in flight.
+    """
+    if CARRIED:
+        block_J = table_entries(table_ptr, first_key, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
+        for tile in range(first_key, until_key, BLOCK_J):
+            next_block_J = table_entries(table_ptr, tile + BLOCK_J, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
+            acc_MD, peak_M, total_M = attend_tile(
+                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
+                kv_head, scale_log2, window, MASKED, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                SCALE_BYTES, BLOCK_J, WIDEN,
+            )  # fmt: skip
+            block_J = next_block_J
+    else:
+        for tile in range(first_key, until_key, BLOCK_J):
+            block_J = table_entries(table_ptr, tile, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
+            acc_MD, peak_M, total_M = attend_tile(
+                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
+                kv_head, scale_log2, window, MASKED, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                SCALE_BYTES, BLOCK_J, WIDEN,
+            )  # fmt: skip
+    return acc_MD, peak_M, total_M
 
 
 @triton.jit
@@ -138,6 +209,8 @@ def attend_items_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
     WINDOWED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CARRIED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """out = softmax(scale q k^T, causal, within the window) v, for the queries and keys of one item.
@@ -192,22 +265,21 @@ def attend_items_kernel(
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride_r
     if WINDOWED:
-        for tile in range(first_key, tl.minimum(first_unmasked, end_key), BLOCK_J):
-            acc_MD, peak_M, total_M = attend_tile(
-                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
-                kv_head, scale_log2, window, True, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J,
-                WIDEN,
-            )  # fmt: skip
-    for tile in range(first_unmasked, masked_from, BLOCK_J):
-        acc_MD, peak_M, total_M = attend_tile(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
-            kv_head, scale_log2, window, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+        acc_MD, peak_M, total_M = attend_keys(
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key,
+            tl.minimum(first_unmasked, end_key), end_key, kv_head, scale_log2, window, True, True, ALIGNED, CARRIED,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
-    for tile in range(tl.maximum(first_unmasked, masked_from), end_key, BLOCK_J):
-        acc_MD, peak_M, total_M = attend_tile(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key,
-            kv_head, scale_log2, window, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
-        )  # fmt: skip
+    acc_MD, peak_M, total_M = attend_keys(
+        q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_unmasked,
+        masked_from, end_key, kv_head, scale_log2, window, False, False, ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM,
+        BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+    )  # fmt: skip
+    acc_MD, peak_M, total_M = attend_keys(
+        q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr,
+        tl.maximum(first_unmasked, masked_from), end_key, end_key, kv_head, scale_log2, window, True, False, ALIGNED,
+        CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+    )  # fmt: skip
 
     # An item without keys has a total of 0: its result is 0 and its log-sum-exp -inf, never NaN.
     empty_M = total_M == 0.0

@@ -20,7 +20,7 @@ from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
-from blockyard.kernels.kv_pool import movable
+from blockyard.kernels.kv_pool import is_quantised, movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
@@ -33,7 +33,15 @@ from blockyard.kernels.triton.pool_writes import (
     pool_pointers,
 )
 from blockyard.kernels.triton.shared_attention import attend_shared_kernel
-from blockyard.kernels.triton.tiles import Tiles, decode_tiles, launch_options, prefill_tiles, widens
+from blockyard.kernels.triton.tiles import (
+    ChooseTiles,
+    Launch,
+    Tiles,
+    attention_tiles,
+    launch_options,
+    shared_bytes_of,
+    widens,
+)
 
 MERGE_SPLITS = 16
 # Elements of one program, enough that every thread of four warps issues wide loads.
@@ -53,6 +61,7 @@ class TritonBackend:
     widens_bfloat16 = False
 
     def __init__(self) -> None:
+        self.choose_tiles: ChooseTiles = attention_tiles
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
@@ -96,25 +105,31 @@ class TritonBackend:
             raise ValueError("the triton backend computes work items, and the plan has none")
         group = num_heads // num_kv_heads
         self._reserve(plan.num_partials, num_heads, head_dim, q_TND.device)
-        decode = decode_tiles(group, head_dim, q_TND.dtype)
+        decode = self._tiles("decode", q_TND, kv_pool_B2KPD)
         self._attend(plan.decode_items_W6, 1, decode, q_TND, kv_pool_B2KPD, plan, scale, out_TND)
-        prefill = prefill_tiles(head_dim, q_TND.dtype)
+        prefill = self._tiles("prefill", q_TND, kv_pool_B2KPD)
         programs = -(-PREFILL_ITEM_TOKENS * group // prefill.rows)
         self._attend(plan.prefill_items_X6, programs, prefill, q_TND, kv_pool_B2KPD, plan, scale, out_TND)
-        self._attend_shared(prefill, q_TND, kv_pool_B2KPD, plan, scale)
+        self._attend_shared(q_TND, kv_pool_B2KPD, plan, scale)
         if plan.num_partials:
             self._merge(plan, out_TND)
 
+    def _tiles(self, launch: Launch, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor) -> Tiles:
+        return self.choose_tiles(
+            launch,
+            group=q_TND.shape[1] // kv_pool_B2KPD.shape[2],
+            head_dim=q_TND.shape[2],
+            dtype=q_TND.dtype,
+            is_quantised=is_quantised(kv_pool_B2KPD),
+            shared_bytes=shared_bytes_of(q_TND.device),
+        )
+
     def _attend_shared(
-        self,
-        tiles: Tiles,
-        q_TND: torch.Tensor,
-        kv_pool_B2KPD: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
+        self, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> None:
         if not len(plan.shared_items_Y5):
             return
+        tiles = self._tiles("shared", q_TND, kv_pool_B2KPD)
         _, num_heads, head_dim = q_TND.shape
         num_kv_heads = kv_pool_B2KPD.shape[2]
         group = num_heads // num_kv_heads
@@ -141,6 +156,7 @@ class TritonBackend:
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
+            CARRIED=tiles.carried,
             WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )
@@ -186,6 +202,8 @@ class TritonBackend:
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
             WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
+            ALIGNED=plan.window is None,
+            CARRIED=tiles.carried,
             WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )

@@ -12,7 +12,7 @@ in the pool, S partial slots. M packed query rows of a program, Y items, J keys 
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.attention import attend_tile
+from blockyard.kernels.triton.attention import attend_keys
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def attend_shared_kernel(
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    CARRIED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """partial[slot of a member] = softmax(scale q k^T) v over the keys of one item, with its log-sum-exp.
@@ -75,16 +76,16 @@ def attend_shared_kernel(
     row_table_ptr = table_ptr + first_row * table_stride_r
     sees_all_M = tl.zeros([BLOCK_M], dtype=tl.int32) + end_key
     masked_from = first_key + (end_key - first_key) // BLOCK_J * BLOCK_J
-    for tile in range(first_key, masked_from, BLOCK_J):
-        acc_MD, peak_M, total_M = attend_tile(
-            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, 0, False, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
-        )  # fmt: skip
-    for tile in range(masked_from, end_key, BLOCK_J):
-        acc_MD, peak_M, total_M = attend_tile(
-            q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, tile, end_key, kv_head,
-            scale_log2, 0, True, False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
-        )  # fmt: skip
+    acc_MD, peak_M, total_M = attend_keys(
+        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
+        end_key, kv_head, scale_log2, 0, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        SCALE_BYTES, BLOCK_J, WIDEN,
+    )  # fmt: skip
+    acc_MD, peak_M, total_M = attend_keys(
+        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
+        end_key, kv_head, scale_log2, 0, True, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        SCALE_BYTES, BLOCK_J, WIDEN,
+    )  # fmt: skip
 
     slot_M = tl.load(partial_starts_ptr + row_M, mask=valid_M, other=0).to(tl.int64) + split
     partial_M = slot_M * (NUM_KV_HEADS * GROUP) + head_M

@@ -1,51 +1,90 @@
-"""Tile sizes of the Triton kernels: a few rules by head size, group and the queries' data type.
+"""Tile sizes of the Triton attention kernels, chosen by launch, head size, data type and shared memory.
 
-The group counts for decodes alone: prompts pack any group into the same rows. Nothing is tried at run time. The sizes
-are derived from registers and shared memory, and not measured on a GPU yet. Imports no triton.
+The group counts for decodes alone: prompts pack any group into the same rows. Nothing is tried at run time. The
+compiled code decided the sizes (docs/performance.md): no spill in a loop, and the next keys and values loading while a
+tile is computed. Imports no triton.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from blockyard.kernels.kv_pool import is_quantised
 
 # tl.dot multiplies no fewer rows.
 MIN_DOT_ROWS = 16
+# Shared memory that one program may use, in bytes.
+DATACENTER_SHARED_BYTES = 160 << 10
+"""A100 has 163 KB and Hopper 227 KB. Consumer GPUs have 99 KB."""
+
+Launch = Literal["decode", "prefill", "shared"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """The shape of one attention program: packed query rows, keys a tile, warps, loads in flight."""
+    """The shape of one attention program: packed query rows, keys a tile, warps, pipeline stages."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    carried: bool = True
+    """Load the block table's entries one tile ahead, so that the pipeline sees one level of indirection less."""
 
 
-def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles for one query token: its group of heads in 16 rows. Reading keys dominates, so the tile is wide."""
-    rows = max(MIN_DOT_ROWS, 1 << (group - 1).bit_length())
+class ChooseTiles(Protocol):
+    """Chooses the tiles of one launch of an attention kernel."""
+
+    def __call__(
+        self,
+        launch: Launch,
+        *,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        is_quantised: bool,
+        shared_bytes: int,
+    ) -> Tiles: ...
+
+
+_DECODE = Tiles(rows=MIN_DOT_ROWS, keys=64, warps=4, stages=3)
+_PREFILL = Tiles(rows=128, keys=64, warps=8, stages=3)
+# Without Hopper's matrix instructions, 128 x 64 needs more registers than there are.
+_CONSUMER_PREFILL = Tiles(rows=128, keys=32, warps=8, stages=3)
+
+
+def attention_tiles(
+    launch: Launch, *, group: int, head_dim: int, dtype: torch.dtype, is_quantised: bool, shared_bytes: int
+) -> Tiles:
+    """Return the tiles of a launch. `dtype` is the queries'. `shared_bytes` is what one program may use."""
     if dtype == torch.float32:
+        rows = _decode_rows(group) if launch == "decode" else MIN_DOT_ROWS
         return Tiles(rows=rows, keys=_fp32_keys(head_dim), warps=4, stages=2)
-    return Tiles(rows=rows, keys=64 if head_dim <= 128 else 32, warps=4, stages=2)
-
-
-def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Return tiles for prompts. Queries and two stages of keys and values stay under 99 KB, accumulators in
-    registers."""
-    if dtype == torch.float32:
-        return Tiles(rows=MIN_DOT_ROWS, keys=_fp32_keys(head_dim), warps=4, stages=2)
+    if launch == "decode":
+        return replace(_DECODE, rows=_decode_rows(group), keys=64 if head_dim <= 128 else 32)
     if head_dim > 128:
-        return Tiles(rows=64, keys=32, warps=8, stages=2)
-    return Tiles(rows=128, keys=64, warps=8, stages=2)
+        return Tiles(rows=64, keys=32, warps=8, stages=3)
+    return _PREFILL if shared_bytes >= DATACENTER_SHARED_BYTES else _CONSUMER_PREFILL
+
+
+def _decode_rows(group: int) -> int:
+    """Return the rows of a decode's program: the heads of its group."""
+    return max(MIN_DOT_ROWS, 1 << (group - 1).bit_length())
 
 
 def _fp32_keys(head_dim: int) -> int:
     """Return the keys of a tile for fp32. Without tensor cores larger tiles spill: 64 x 32 at head size 128 spilled 1.8
     KB a thread."""
     return 32 if head_dim <= 64 else 16
+
+
+@functools.cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the shared memory that one program may use on a GPU. The interpreter, on a CPU, has no limit."""
+    if device.type != "cuda":
+        return DATACENTER_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def widens(q_TND: torch.Tensor, kv_pool: torch.Tensor) -> bool:

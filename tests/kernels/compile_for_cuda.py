@@ -6,7 +6,7 @@ process without TRITON_INTERPRET. Run it by hand to test another version of trit
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -22,13 +22,13 @@ from blockyard.kernels.triton import (
     nucleus as triton_nucleus,
 )
 from blockyard.kernels.triton.backend import NUCLEUS_TILE, NUCLEUS_WARPS
-from blockyard.kernels.triton.tiles import Tiles, decode_tiles, prefill_tiles
+from blockyard.kernels.triton.tiles import Launch, Tiles, attention_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 H100 = GPUTarget("cuda", 90, 32)
-# Of one program: fits consumer GPUs too.
-MAX_SHARED_BYTES = 99 << 10
+# Of one program.
+MAX_SHARED_BYTES = 227 << 10
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -76,6 +76,8 @@ def compile_attention(
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
             "WINDOWED": windowed,
+            "ALIGNED": not windowed,
+            "CARRIED": tiles.carried,
             "WIDEN": False,
             **pool_constants,
         },
@@ -103,6 +105,7 @@ def compile_shared(
             "PROGRAMS_PER_ITEM": 1,
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
+            "CARRIED": tiles.carried,
             "WIDEN": False,
             **pool_constants,
         },
@@ -193,25 +196,41 @@ def compile_top_k_top_p() -> Any:
     )
 
 
+def tiles_of(
+    launch: Launch, dtype: torch.dtype, *, group: int = 4, head_dim: int = 128, stored: str | None = None
+) -> Tiles:
+    return attention_tiles(
+        launch,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        is_quantised=stored is not None,
+        shared_bytes=MAX_SHARED_BYTES,
+    )
+
+
 def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
     """A quick run compiles one of several shapes that differ little."""
     for dtype in dtypes:
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         compiled = {"merge": compile_merge(dtype)}
         for head_dim in (128,) if is_quick else (64, 128):
-            decode = decode_tiles(4, head_dim, torch_dtype)
+            decode, prefill, shared = (
+                tiles_of(launch, torch_dtype, head_dim=head_dim) for launch in get_args(Launch)
+            )
             compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
-            prefill = prefill_tiles(head_dim, torch_dtype)
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
-            compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, prefill)
-        tiles = prefill_tiles(128, torch_dtype)
+            compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, shared)
         for group in (2, 5) if dtype == "bf16" and not is_quick else ():  # Qwen3-0.6B's and Qwen3-14B's
-            decode = decode_tiles(group, 128, torch_dtype)
+            decode, prefill, shared = (
+                tiles_of(launch, torch_dtype, group=group) for launch in get_args(Launch)
+            )
             compiled |= {
                 f"decode, group {group},": compile_attention(dtype, 128, decode, group=group),
-                f"prefill, group {group},": compile_attention(dtype, 128, tiles, group=group),
-                f"shared, group {group},": compile_shared(dtype, 128, tiles, group=group),
+                f"prefill, group {group},": compile_attention(dtype, 128, prefill, group=group),
+                f"shared, group {group},": compile_shared(dtype, 128, shared, group=group),
             }
+        tiles = tiles_of("prefill", torch_dtype)
         compiled["prefill in a window"] = compile_attention(dtype, 128, tiles, windowed=True)
         compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}
         compiled |= {
@@ -222,18 +241,20 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
         compiled["qk_norm_rope_write"] = compile_qk_norm_rope_write(dtype, normed=False)
         compiled["qk_norm_rope_write with norms"] = compile_qk_norm_rope_write(dtype, normed=True)
         for stored in ("u8",) if is_quick else ("i8", "u8"):
-            decode = decode_tiles(4, 128, torch_dtype)
+            decode, prefill, shared = (
+                tiles_of(launch, torch_dtype, stored=stored) for launch in get_args(Launch)
+            )
             compiled |= {
                 f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored),
-                f"prefill of {stored}": compile_attention(dtype, 128, tiles, stored=stored),
-                f"shared of {stored}": compile_shared(dtype, 128, tiles, stored),
+                f"prefill of {stored}": compile_attention(dtype, 128, prefill, stored=stored),
+                f"shared of {stored}": compile_shared(dtype, 128, shared, stored),
                 f"write_kv to {stored}": compile_write_kv(dtype, stored),
                 f"qk_norm_rope_write to {stored}": compile_qk_norm_rope_write(
                     dtype, normed=True, stored=stored
                 ),
             }
         if dtype == "bf16":
-            half = decode_tiles(4, 128, torch.float16)
+            half = tiles_of("decode", torch.float16, stored="u8")
             compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
             compiled["top_k_top_p_thresholds"] = (
                 compile_top_k_top_p()

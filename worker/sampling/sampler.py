@@ -137,7 +137,7 @@ class Sampler:
         is_edited = has_edits(batch)
         if not is_edited and apply_masks is None:
             return logits_SV
-        edited_SV = logits_SV.to(torch.float32, copy=True)
+        edited_SV = logits_SV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if apply_masks is not None:
             apply_masks(edited_SV, rows)
         if is_edited:
@@ -202,7 +202,7 @@ def _candidates(
 ) -> dict[int, tuple[tuple[int, float], ...]]:
     if not rows:
         return {}
-    index_L = torch.tensor(rows, device=logits_SV.device)
+    index_L = upload(rows, logits_SV.device)
     possible_LV = edited_SV[index_L] != IMPOSSIBLE
     widths = batch.params_S["num_candidates"][rows].tolist()
     return dict(zip(rows, candidates(logits_SV[index_L], possible_LV, widths), strict=True))
@@ -213,7 +213,7 @@ def _logprobs(
 ) -> dict[int, tuple[TokenLogprob, ...]]:
     if not rows:
         return {}
-    index_L = torch.tensor(rows, device=logits_SV.device)
+    index_L = upload(rows, logits_SV.device)
     found = token_logprobs(logits_SV[index_L], tokens_SN[index_L])
     num_tokens, num_top = batch.num_outputs_S[rows].tolist(), batch.params_S["logprobs"][rows].tolist()
     return {row: found.of_row(i, num_tokens=num_tokens[i], num_top=num_top[i]) for i, row in enumerate(rows)}
