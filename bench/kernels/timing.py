@@ -1,7 +1,7 @@
 """Timing of calls, alone or in turns, and the machine's copy bandwidth and matmul rate in the same run.
 
-On a GPU, CUDA events measure, and the last-level cache is overwritten before each call. On a CPU, the wall clock
-measures; large cases have inputs far larger than its caches. Owns no case.
+On a GPU, CUDA events measure, and the last-level cache is filled with other data before each call. On a CPU, the wall
+clock measures; large cases have inputs far larger than its caches. Owns no case.
 """
 
 import time
@@ -16,6 +16,7 @@ MAX_CALLS = 200
 TARGET_SECONDS = 0.3
 """Target duration of the calls of one case. Slow calls still run MIN_CALLS times."""
 FLUSH_BYTES = 256 << 20
+"""Size of the data that fill a GPU's last-level cache before each call: several times its size."""
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATMUL_SIZE = {"cuda": 8192, "cpu": 2048}
 
@@ -41,9 +42,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flush = (
-            torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-        )
+        self._flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
 
     def seconds(self, call: Callable[[], object], pick: Callable[[Iterable[float]], float] = median) -> float:
         (times,) = self.turns([call])
@@ -67,13 +66,18 @@ class Clock:
             started = time.perf_counter()
             call()
             return time.perf_counter() - started
-        self._flush.zero_()
+        fill_cache(self._flush)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
+
+
+def fill_cache(values: torch.Tensor) -> None:
+    """Fill the last-level cache by reading. Written values would stay there until the next call pays to move them."""
+    values.sum()
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
