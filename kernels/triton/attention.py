@@ -104,8 +104,8 @@ def attend_tile(
             k_scale_J = tl.load(k_scale_ptrs_J)
             v_scale_J = tl.load(v_scale_ptrs_J)
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
-        k_JD = widened(k_JD, exact)
-        v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact)
+        k_JD = widened(k_JD, exact, False)
+        v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact, True)
     scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN)
     if SCALE_BYTES:
         scores_MJ *= k_scale_J[None, :]
@@ -184,7 +184,7 @@ def attend_keys(
 @triton.jit
 def attend_items_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
-    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or the bits of e4m3, with scales behind each P heads
+    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or e4m3 (also as bits), with scales behind each P heads
     scales_ptr,  # the same memory as fp32, only with SCALE_BYTES
     table_ptr,  # [R, blocks], int32, contiguous
     query_starts_ptr,  # [R + 1], int32

@@ -4,6 +4,7 @@ The interpreter runs kernels as Python, and so accepts code that the compiler re
 process without TRITON_INTERPRET. Run it by hand to test another version of triton on the path.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -209,6 +210,19 @@ def tiles_of(
     )
 
 
+def check_conversions(name: str, ptx: str) -> None:
+    """Check that e4m3 is converted by instructions, and that values in 8 bits do not leave shared memory one by one.
+
+    fp32 has no tensor cores that read columns of 16 bits.
+    """
+    if " of fp8e4nv " in name:
+        assert "cvt.rn.f16x2.e4m3x2" in ptx, name
+    if " to fp8e4nv " in name:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx, name
+    if " of fp8e4nv " in name or " of i8 " in name:
+        assert name.endswith("fp32") or not re.search(r"ld\.shared\.[bsu]8\b", ptx), name
+
+
 def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
     """A quick run compiles one of several shapes that differ little."""
     for dtype in dtypes:
@@ -240,7 +254,7 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
         compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
         compiled["qk_norm_rope_write"] = compile_qk_norm_rope_write(dtype, normed=False)
         compiled["qk_norm_rope_write with norms"] = compile_qk_norm_rope_write(dtype, normed=True)
-        for stored in ("u8",) if is_quick else ("i8", "u8"):
+        for stored in ("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"):
             decode, prefill, shared = (
                 tiles_of(launch, torch_dtype, stored=stored) for launch in get_args(Launch)
             )
@@ -256,11 +270,15 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
         if dtype == "bf16":
             half = tiles_of("decode", torch.float16, stored="u8")
             compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
+            compiled["decode of fp8e4nv beside fp16, not"] = compile_attention(
+                "fp16", 128, half, stored="fp8e4nv"
+            )
             compiled["top_k_top_p_thresholds"] = (
                 compile_top_k_top_p()
             )  # the weights of a draw are fp32 always
         for name, kernel in compiled.items():
             assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
+            check_conversions(f"{name} {dtype}", kernel.asm["ptx"])
             print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")
 
 
