@@ -74,16 +74,15 @@ def attend_shared_kernel(
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     first_row = tl.load(members_ptr + tl.load(item_ptr)).to(tl.int64)
     row_table_ptr = table_ptr + first_row * table_stride_r
-    sees_all_M = tl.zeros([BLOCK_M], dtype=tl.int32) + end_key
     masked_from = first_key + (end_key - first_key) // BLOCK_J * BLOCK_J
     acc_MD, peak_M, total_M = attend_keys(
-        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
-        end_key, kv_head, scale_log2, 0, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
+        end_key, kv_head, scale_log2, 0, False, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
     acc_MD, peak_M, total_M = attend_keys(
-        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
-        end_key, kv_head, scale_log2, 0, True, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
+        end_key, kv_head, scale_log2, 0, True, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
 
