@@ -119,7 +119,10 @@ def attend_tile(
         shift_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     rescale_M = tl.exp2(peak_M - shift_M)
     weights_MJ = tl.exp2(tl.fma(scores_MJ, scale_log2, -shift_M[:, None]))
-    total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
+    if len(total_M.shape) == 2:
+        total_M = total_M * rescale_M[:, None] + weights_MJ
+    else:
+        total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
     acc_MD = acc_MD * rescale_M[:, None]
     if SCALE_BYTES:
         weights_MJ *= v_scale_J[None, :]
@@ -235,13 +238,14 @@ def attend_items_kernel(
     item_ptr = items_ptr + (tl.program_id(0) // PROGRAMS_PER_ITEM) * 6
     kv_head = tl.program_id(1)
     row = tl.load(item_ptr)
+    first_token = tl.load(item_ptr + 1)
     end_token = tl.load(item_ptr + 2)
-    first_packed = tl.load(item_ptr + 1) * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
-    if first_packed >= end_token * GROUP:
-        return
     first_key = tl.load(item_ptr + 3)
     end_key = tl.load(item_ptr + 4)
     partial_slot = tl.load(item_ptr + 5).to(tl.int64)
+    first_packed = first_token * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
+    if first_packed >= end_token * GROUP:
+        return
     if DECODES:
         query_start = row
         first_position = end_key - 1
@@ -264,11 +268,13 @@ def attend_items_kernel(
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride_r
     if DECODES:
-        acc_MD, peak_M, total_M = attend_keys(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, end_key,
+        total_MJ = tl.zeros([BLOCK_M, BLOCK_J], dtype=tl.float32)
+        acc_MD, peak_M, total_MJ = attend_keys(
+            q_MD, query_position_M, acc_MD, peak_M, total_MJ, pool_ptr, scales_ptr, row_table_ptr, first_key, end_key,
             end_key, kv_head, scale_log2, window, True, False, False, ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
+        total_M = tl.sum(total_MJ, axis=1)
     else:
         last_token = tl.minimum((first_packed + BLOCK_M - 1) // GROUP, end_token - 1)
         end_key = tl.minimum(end_key, first_position + last_token + 1)

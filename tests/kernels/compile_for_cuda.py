@@ -35,9 +35,14 @@ ALIGNED = [["tt.divisibility", 16]]
 def compile_kernel(
     kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
 ) -> Any:
+    """Compile a kernel as a launch does whose pointers and strides of whole heads are multiples of 16."""
     types = pointers | scalars
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): ALIGNED for name in pointers}
+    aligned = {
+        (kernel.arg_names.index(name),): ALIGNED
+        for name in types
+        if name in pointers or ("stride" in name and name != "table_stride_r")
+    }
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=H100, options=options)
