@@ -54,6 +54,7 @@ def attend_tile(
     scale_log2,
     window,
     MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -69,9 +70,11 @@ def attend_tile(
     their keys and values: one product a key, not one an element. Such weights may be too small for fp16, so they become
     bf16.
 
-    Unwritten slots may hold NaN, so masked keys and values are loaded as 0: a probability of 0 alone does not hide
-    them. Under a window a row may see no key of the first tiles. Its peak is -inf until it sees one, and -inf minus
-    -inf must never be computed.
+    MASKED hides keys from end_key on, CAUSAL those behind a row's query, and WINDOWED those before its window.
+
+    Unwritten slots may hold NaN, so masked values are loaded as 0: a probability of 0 alone does not hide them. Under a
+    window a row may see no key of the first tiles. Its peak is -inf until it sees one, and -inf minus -inf must never
+    be computed.
     """
     key_J = first_key + tl.arange(0, BLOCK_J)
     dim_D = tl.arange(0, HEAD_DIM)
@@ -84,12 +87,8 @@ def attend_tile(
     offsets_JD = (kv_head * row_size + slot_J * HEAD_DIM)[:, None] + dim_D[None, :]
     k_ptrs_JD = pool_ptr + offsets_JD + (block_J.to(tl.int64) * block_size)[:, None]
     v_ptrs_JD = k_ptrs_JD + NUM_KV_HEADS * row_size
-    if MASKED:
-        k_JD = tl.load(k_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0)
-        v_JD = tl.load(v_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0)
-    else:
-        k_JD = tl.load(k_ptrs_JD)
-        v_JD = tl.load(v_ptrs_JD)
+    k_JD = tl.load(k_ptrs_JD)
+    v_JD = tl.load(v_ptrs_JD, mask=(key_J < end_key)[:, None], other=0.0) if MASKED else tl.load(v_ptrs_JD)
     if SCALE_BYTES:
         row_scales: tl.constexpr = row_size // SCALE_BYTES
         first_scale = kv_head * row_scales + (row_scales - BLOCK_SIZE)
@@ -97,12 +96,10 @@ def attend_tile(
             scales_ptr + first_scale + slot_J + block_J.to(tl.int64) * (2 * NUM_KV_HEADS * row_scales)
         )
         v_scale_ptrs_J = k_scale_ptrs_J + NUM_KV_HEADS * row_scales
-        if MASKED:
-            k_scale_J = tl.load(k_scale_ptrs_J, mask=key_J < end_key, other=0.0)
-            v_scale_J = tl.load(v_scale_ptrs_J, mask=key_J < end_key, other=0.0)
-        else:
-            k_scale_J = tl.load(k_scale_ptrs_J)
-            v_scale_J = tl.load(v_scale_ptrs_J)
+        k_scale_J = tl.load(k_scale_ptrs_J)
+        v_scale_J = (
+            tl.load(v_scale_ptrs_J, mask=key_J < end_key, other=0.0) if MASKED else tl.load(v_scale_ptrs_J)
+        )
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
         k_JD = widened(k_JD, exact, False)
         v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact, True)
@@ -110,7 +107,9 @@ def attend_tile(
     if SCALE_BYTES:
         scores_MJ *= k_scale_J[None, :]
     if MASKED:
-        visible_MJ = (key_J[None, :] <= query_position_M[:, None]) & (key_J < end_key)[None, :]
+        visible_MJ = (key_J < end_key)[None, :]
+        if CAUSAL:
+            visible_MJ = visible_MJ & (key_J[None, :] <= query_position_M[:, None])
         if WINDOWED:
             visible_MJ = visible_MJ & (key_J[None, :] > query_position_M[:, None] - window)
         scores_MJ = tl.where(visible_MJ, scores_MJ, float("-inf"))
@@ -120,7 +119,10 @@ def attend_tile(
         shift_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     rescale_M = tl.exp2(peak_M - shift_M)
     weights_MJ = tl.exp2(tl.fma(scores_MJ, scale_log2, -shift_M[:, None]))
-    total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
+    if len(total_M.shape) == 2:
+        total_M = total_M * rescale_M[:, None] + weights_MJ
+    else:
+        total_M = total_M * rescale_M + tl.sum(weights_MJ, axis=1)
     acc_MD = acc_MD * rescale_M[:, None]
     if SCALE_BYTES:
         weights_MJ *= v_scale_J[None, :]
@@ -145,6 +147,7 @@ def attend_keys(
     scale_log2,
     window,
     MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     CARRIED: tl.constexpr,
@@ -166,7 +169,7 @@ def attend_keys(
             next_block_J = table_entries(table_ptr, tile + BLOCK_J, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
             acc_MD, peak_M, total_M = attend_tile(
                 q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
-                kv_head, scale_log2, window, MASKED, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                kv_head, scale_log2, window, MASKED, CAUSAL, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
                 SCALE_BYTES, BLOCK_J, WIDEN,
             )  # fmt: skip
             block_J = next_block_J
@@ -175,7 +178,7 @@ def attend_keys(
             block_J = table_entries(table_ptr, tile, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
             acc_MD, peak_M, total_M = attend_tile(
                 q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
-                kv_head, scale_log2, window, MASKED, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                kv_head, scale_log2, window, MASKED, CAUSAL, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
                 SCALE_BYTES, BLOCK_J, WIDEN,
             )  # fmt: skip
     return acc_MD, peak_M, total_M
@@ -208,6 +211,7 @@ def attend_items_kernel(
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    DECODES: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
     CARRIED: tl.constexpr,
@@ -217,8 +221,12 @@ def attend_items_kernel(
 
     Grid (items * PROGRAMS_PER_ITEM, K). The G query heads of a kv head are packed under each other. Packed row m of an
     item is query token m // G and head m % G, so one read of the keys serves the whole group. A program takes BLOCK_M
-    packed rows: first all tiles that every row sees, without a mask, then the diagonal (of a decode: the tail). A split
-    (partial slot >= 0, one query token only) leaves its normalised result and log-sum-exp for the merge.
+    packed rows: first all tiles that every row sees, without a mask, then the diagonal. A split (partial slot >= 0, one
+    query token only) leaves its normalised result and log-sum-exp for the merge.
+
+    DECODES is for items of one query token. Their rows come first in a step, so a row is its own token. Every packed
+    row sees all keys of the item. One loop masks each of its tiles, because a second one for the last tile would begin
+    its loads after the first has ended.
 
     WINDOWED is for items of several query tokens. Their windows begin one key after the other. A program skips the keys
     that none of its rows sees. It masks the tiles in which one row's window begins after another's. An item of one
@@ -230,15 +238,20 @@ def attend_items_kernel(
     item_ptr = items_ptr + (tl.program_id(0) // PROGRAMS_PER_ITEM) * 6
     kv_head = tl.program_id(1)
     row = tl.load(item_ptr)
+    first_token = tl.load(item_ptr + 1)
     end_token = tl.load(item_ptr + 2)
-    first_packed = tl.load(item_ptr + 1) * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
-    if first_packed >= end_token * GROUP:
-        return
     first_key = tl.load(item_ptr + 3)
     end_key = tl.load(item_ptr + 4)
     partial_slot = tl.load(item_ptr + 5).to(tl.int64)
-    query_start = tl.load(query_starts_ptr + row)
-    first_position = tl.load(context_lens_ptr + row) - (tl.load(query_starts_ptr + row + 1) - query_start)
+    first_packed = first_token * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
+    if first_packed >= end_token * GROUP:
+        return
+    if DECODES:
+        query_start = row
+        first_position = end_key - 1
+    else:
+        query_start = tl.load(query_starts_ptr + row)
+        first_position = tl.load(context_lens_ptr + row) - (tl.load(query_starts_ptr + row + 1) - query_start)
 
     packed_M = first_packed + tl.arange(0, BLOCK_M)
     token_M = packed_M // GROUP
@@ -250,36 +263,44 @@ def attend_items_kernel(
     q_offsets_MD = (global_token_M * q_stride_t + head_M * q_stride_n)[:, None] + dim_D[None, :]
     q_MD = tl.load(q_ptr + q_offsets_MD, mask=valid_M[:, None], other=0.0)
 
-    last_token = tl.minimum((first_packed + BLOCK_M - 1) // GROUP, end_token - 1)
-    end_key = tl.minimum(end_key, first_position + last_token + 1)
-    first_unmasked = first_key
-    if WINDOWED:
-        first_key = tl.maximum(first_key, first_position + first_packed // GROUP - window + 1)
-        behind = tl.maximum(first_position + last_token - window + 1 - first_key, 0)
-        first_unmasked = first_key + tl.cdiv(behind, BLOCK_J) * BLOCK_J
-    seen_by_all = tl.minimum(end_key, first_position + first_packed // GROUP + 1) - first_key
-    masked_from = first_key + tl.maximum(seen_by_all, 0) // BLOCK_J * BLOCK_J
-
     acc_MD = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     peak_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
     row_table_ptr = table_ptr + row.to(tl.int64) * table_stride_r
-    if WINDOWED:
-        acc_MD, peak_M, total_M = attend_keys(
-            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key,
-            tl.minimum(first_unmasked, end_key), end_key, kv_head, scale_log2, window, True, True, ALIGNED, CARRIED,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+    if DECODES:
+        total_MJ = tl.zeros([BLOCK_M, BLOCK_J], dtype=tl.float32)
+        acc_MD, peak_M, total_MJ = attend_keys(
+            q_MD, query_position_M, acc_MD, peak_M, total_MJ, pool_ptr, scales_ptr, row_table_ptr, first_key, end_key,
+            end_key, kv_head, scale_log2, window, True, False, False, ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM,
+            BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
-    acc_MD, peak_M, total_M = attend_keys(
-        q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_unmasked,
-        masked_from, end_key, kv_head, scale_log2, window, False, False, ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM,
-        BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
-    )  # fmt: skip
-    acc_MD, peak_M, total_M = attend_keys(
-        q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr,
-        tl.maximum(first_unmasked, masked_from), end_key, end_key, kv_head, scale_log2, window, True, False, ALIGNED,
-        CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
-    )  # fmt: skip
+        total_M = tl.sum(total_MJ, axis=1)
+    else:
+        last_token = tl.minimum((first_packed + BLOCK_M - 1) // GROUP, end_token - 1)
+        end_key = tl.minimum(end_key, first_position + last_token + 1)
+        first_unmasked = first_key
+        if WINDOWED:
+            first_key = tl.maximum(first_key, first_position + first_packed // GROUP - window + 1)
+            behind = tl.maximum(first_position + last_token - window + 1 - first_key, 0)
+            first_unmasked = first_key + tl.cdiv(behind, BLOCK_J) * BLOCK_J
+        seen_by_all = tl.minimum(end_key, first_position + first_packed // GROUP + 1) - first_key
+        masked_from = first_key + tl.maximum(seen_by_all, 0) // BLOCK_J * BLOCK_J
+        if WINDOWED:
+            acc_MD, peak_M, total_M = attend_keys(
+                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key,
+                tl.minimum(first_unmasked, end_key), end_key, kv_head, scale_log2, window, True, True, True, ALIGNED,
+                CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+            )  # fmt: skip
+        acc_MD, peak_M, total_M = attend_keys(
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_unmasked,
+            masked_from, end_key, kv_head, scale_log2, window, False, False, False, ALIGNED, CARRIED, NUM_KV_HEADS,
+            HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+        )  # fmt: skip
+        acc_MD, peak_M, total_M = attend_keys(
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr,
+            tl.maximum(first_unmasked, masked_from), end_key, end_key, kv_head, scale_log2, window, True, True, False,
+            ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+        )  # fmt: skip
 
     # An item without keys has a total of 0: its result is 0 and its log-sum-exp -inf, never NaN.
     empty_M = total_M == 0.0

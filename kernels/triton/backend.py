@@ -201,6 +201,7 @@ class TritonBackend:
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
+            DECODES=items is plan.decode_items_W6,
             WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
             ALIGNED=plan.window is None,
             CARRIED=tiles.carried,

@@ -52,13 +52,14 @@ def attend_shared_kernel(
     """
     item_ptr = items_ptr + (tl.program_id(0) // PROGRAMS_PER_ITEM) * 5
     kv_head = tl.program_id(1)
+    first_member = tl.load(item_ptr)
     end_member = tl.load(item_ptr + 1)
-    first_packed = tl.load(item_ptr) * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
-    if first_packed >= end_member * GROUP:
-        return
     first_key = tl.load(item_ptr + 2)
     end_key = tl.load(item_ptr + 3)
     split = tl.load(item_ptr + 4)
+    first_packed = first_member * GROUP + (tl.program_id(0) % PROGRAMS_PER_ITEM) * BLOCK_M
+    if first_packed >= end_member * GROUP:
+        return
 
     packed_M = first_packed + tl.arange(0, BLOCK_M)
     member_M = packed_M // GROUP
@@ -72,18 +73,17 @@ def attend_shared_kernel(
     acc_MD = tl.zeros([BLOCK_M, HEAD_DIM], dtype=tl.float32)
     peak_M = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total_M = tl.zeros([BLOCK_M], dtype=tl.float32)
-    first_row = tl.load(members_ptr + tl.load(item_ptr)).to(tl.int64)
+    first_row = tl.load(members_ptr + first_member).to(tl.int64)
     row_table_ptr = table_ptr + first_row * table_stride_r
-    sees_all_M = tl.zeros([BLOCK_M], dtype=tl.int32) + end_key
     masked_from = first_key + (end_key - first_key) // BLOCK_J * BLOCK_J
     acc_MD, peak_M, total_M = attend_keys(
-        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
-        end_key, kv_head, scale_log2, 0, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
+        end_key, kv_head, scale_log2, 0, False, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
     acc_MD, peak_M, total_M = attend_keys(
-        q_MD, sees_all_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
-        end_key, kv_head, scale_log2, 0, True, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
+        end_key, kv_head, scale_log2, 0, True, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
 

@@ -36,9 +36,14 @@ ALIGNED = [["tt.divisibility", 16]]
 def compile_kernel(
     kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
 ) -> Any:
+    """Compile a kernel as a launch does whose pointers and strides of whole heads are multiples of 16."""
     types = pointers | scalars
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(kernel.arg_names.index(name),): ALIGNED for name in pointers}
+    aligned = {
+        (kernel.arg_names.index(name),): ALIGNED
+        for name in types
+        if name in pointers or ("stride" in name and name != "table_stride_r")
+    }
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=H100, options=options)
@@ -56,6 +61,7 @@ def compile_attention(
     tiles: Tiles,
     *,
     group: int = 4,
+    decodes: bool = False,
     windowed: bool = False,
     stored: str | None = None,
 ) -> Any:
@@ -76,6 +82,7 @@ def compile_attention(
             "PROGRAMS_PER_ITEM": 4,
             "BLOCK_M": tiles.rows,
             "BLOCK_J": tiles.keys,
+            "DECODES": decodes,
             "WINDOWED": windowed,
             "ALIGNED": not windowed,
             "CARRIED": tiles.carried,
@@ -232,7 +239,9 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
             decode, prefill, shared = (
                 tiles_of(launch, torch_dtype, head_dim=head_dim) for launch in get_args(Launch)
             )
-            compiled[f"decode, head size {head_dim},"] = compile_attention(dtype, head_dim, decode)
+            compiled[f"decode, head size {head_dim},"] = compile_attention(
+                dtype, head_dim, decode, decodes=True
+            )
             compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
             compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, shared)
         for group in (2, 5) if dtype == "bf16" and not is_quick else ():  # Qwen3-0.6B's and Qwen3-14B's
@@ -240,7 +249,7 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
                 tiles_of(launch, torch_dtype, group=group) for launch in get_args(Launch)
             )
             compiled |= {
-                f"decode, group {group},": compile_attention(dtype, 128, decode, group=group),
+                f"decode, group {group},": compile_attention(dtype, 128, decode, group=group, decodes=True),
                 f"prefill, group {group},": compile_attention(dtype, 128, prefill, group=group),
                 f"shared, group {group},": compile_shared(dtype, 128, shared, group=group),
             }
@@ -259,7 +268,7 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
                 tiles_of(launch, torch_dtype, stored=stored) for launch in get_args(Launch)
             )
             compiled |= {
-                f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored),
+                f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored, decodes=True),
                 f"prefill of {stored}": compile_attention(dtype, 128, prefill, stored=stored),
                 f"shared of {stored}": compile_shared(dtype, 128, shared, stored),
                 f"write_kv to {stored}": compile_write_kv(dtype, stored),
@@ -269,10 +278,10 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
             }
         if dtype == "bf16":
             half = tiles_of("decode", torch.float16, stored="u8")
-            compiled["decode of u8 beside fp16, not"] = compile_attention("fp16", 128, half, stored="u8")
-            compiled["decode of fp8e4nv beside fp16, not"] = compile_attention(
-                "fp16", 128, half, stored="fp8e4nv"
-            )
+            for stored in ("u8", "fp8e4nv"):
+                compiled[f"decode of {stored} beside fp16, not"] = compile_attention(
+                    "fp16", 128, half, stored=stored, decodes=True
+                )
             compiled["top_k_top_p_thresholds"] = (
                 compile_top_k_top_p()
             )  # the weights of a draw are fp32 always
