@@ -112,7 +112,7 @@ gpu-check: .typing/blockyard
 		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
 		tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
 		tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \
-		tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py
+		tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py tests/worker/test_late_compiling.py
 
 GPU_PROOF := tests/worker/test_decoder.py tests/worker/test_step_graphs.py tests/worker/test_overlap.py
 GPU_PROFILE = PYTHONPATH=.typing $(PYTHON) -m bench.profile --device cuda --dtype bfloat16 --kv-gib 20 --prove $(GPU_PROOF)

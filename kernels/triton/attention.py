@@ -110,7 +110,7 @@ def attend_tile(
     return acc_MD, new_peak_M, total_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend_items_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
     pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or the bits of e4m3, with scales behind each P heads
