@@ -30,6 +30,9 @@ from blockyard.kernels.attention.shared_prefix import (
 )
 
 PADDING_SLOT = -1
+# Block tables are multiples of so many blocks wide. Triton compiles a kernel anew for a width of 1, for multiples of 16
+# and for other widths, which would hold up a worker that serves.
+TABLE_WIDTH_STEP = 16
 # Views into the shared buffer start on 16 bytes, which Triton needs for its widest loads.
 _ALIGNMENT_BYTES = 16
 
@@ -272,10 +275,15 @@ def _check_rows(
         raise ValueError(f"{table_RB.shape[1]} blocks of {block_size} for {longest} tokens")
 
 
+def table_width(num_blocks: int) -> int:
+    """Return the width of a block table that holds so many blocks."""
+    return -(-num_blocks // TABLE_WIDTH_STEP) * TABLE_WIDTH_STEP
+
+
 def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
     """Pack tables of uneven length into one array in one flat pass, because an array for each row costs more."""
     lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
-    width = int(lens_R.max(initial=0))
+    width = table_width(int(lens_R.max(initial=0)))
     table_RB = np.zeros((len(block_tables), width), dtype=np.int32)
     flat = np.fromiter(chain.from_iterable(block_tables), dtype=np.int32, count=int(lens_R.sum()))
     table_RB[np.arange(width) < lens_R[:, None]] = flat

@@ -184,7 +184,7 @@ def attend_keys(
     return acc_MD, peak_M, total_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend_items_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
     pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or e4m3 (also as bits), with scales behind each P heads
