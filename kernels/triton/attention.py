@@ -12,7 +12,7 @@ in the pool, S partial slots. M packed query rows of a program, J keys of a tile
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import widened
+from blockyard.kernels.triton.quantised_heads import load_scales, widened
 
 
 @triton.jit
@@ -95,11 +95,8 @@ def attend_tile(
         k_scale_ptrs_J = (
             scales_ptr + first_scale + slot_J + block_J.to(tl.int64) * (2 * NUM_KV_HEADS * row_scales)
         )
-        v_scale_ptrs_J = k_scale_ptrs_J + NUM_KV_HEADS * row_scales
-        k_scale_J = tl.load(k_scale_ptrs_J)
-        v_scale_J = (
-            tl.load(v_scale_ptrs_J, mask=key_J < end_key, other=0.0) if MASKED else tl.load(v_scale_ptrs_J)
-        )
+        is_read_J = (key_J < end_key) if MASKED else tl.full([BLOCK_J], True, tl.int1)
+        k_scale_J, v_scale_J = load_scales(k_scale_ptrs_J, NUM_KV_HEADS * row_scales, is_read_J, BLOCK_J)
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
         k_JD = widened(k_JD, exact, False)
         v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact, True)
