@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from blockyard.kernels.interface import greedy_tokens
 from blockyard.kernels.triton.backend import TritonBackend
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
@@ -68,6 +69,13 @@ class FiniteOutputs(TritonBackend):
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         super().silu_mul(gate_up_T2I, out_TI=out_TI)
         out_TI.zero_()
+
+    def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        super().greedy_tokens(logits_SV)
+        return greedy_tokens(logits_SV)
+
+    def draw_unfiltered(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().draw_unfiltered(*inputs).zero_()
 
 
 class Compiled:
@@ -133,6 +141,7 @@ def serve(runner: TorchRunner) -> None:
     options: list[dict[str, Any]] = [
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 0.7, "top_k": 5, "min_p": 0.1},
+        {"temperature": 0.7, "min_tokens": 2, "eos_token_ids": frozenset({2})},
         {"repetition_penalty": 1.1, "logit_bias": ((3, 1.0),), "bad_token_ids": frozenset({5})},
         {"allowed_token_ids": frozenset({5, 6}), "logprobs": 2},
     ]

@@ -85,6 +85,7 @@ def operations_of(*options: dict[str, Any], find_thresholds: FindThresholds | No
         DEVICE,
         backend.greedy_tokens,
         NucleusSearch(find=find_thresholds or backend.top_k_top_p_thresholds),
+        backend.draw_unfiltered,
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
@@ -134,6 +135,28 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
     params = SamplingParams(max_tokens=64, **option)
     assert may_be_in_flight(StepPlan(step=0, rows=(make_row(Draw(params, 7, 2), 0),)))
     assert not operations_of(option, {}) & WAITS
+
+
+def test_draws_without_top_k_and_top_p_are_those_of_pytorch() -> None:
+    """Beside greedy and filtered rows, from the model's logits and from edited ones, one token and several a row."""
+    backend = TritonBackend()
+    nuclei = NucleusSearch.of(backend)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.3},
+        {"temperature": 2.0, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {},
+    ]
+    logits_SV = random_logits(15, VOCAB_SIZE).to(DEVICE)
+    for common in ({}, {"n": 3}, {"bad_token_ids": frozenset({5})}):
+        params = [SamplingParams(seed=seed, **options[seed % 5], **common) for seed in range(15)]
+        rows = [make_row(Draw(each, 7, 0), number) for number, each in enumerate(params)]
+        by_kernel = Sampler(VOCAB_SIZE, DEVICE, backend.greedy_tokens, nuclei, backend.draw_unfiltered)
+        by_torch = Sampler(VOCAB_SIZE, DEVICE)
+        assert by_kernel.sample(logits_SV, rows, in_flight={}) == by_torch.sample(
+            logits_SV, rows, in_flight={}
+        )
 
 
 def test_copies_of_pageable_memory_count_as_waits() -> None:

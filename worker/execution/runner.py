@@ -27,7 +27,13 @@ from blockyard.worker.execution.started_step import Chunks, StartedStep
 from blockyard.worker.execution.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.execution.step_inputs import InputRows, StepInputs
 from blockyard.worker.execution.step_moves import StepMoves
-from blockyard.worker.execution.warm_up_rows import chunk_behind, largest_rows, sharing_rows, warm_up_row
+from blockyard.worker.execution.warm_up_rows import (
+    chunk_behind,
+    edited_rows,
+    largest_rows,
+    sharing_rows,
+    warm_up_row,
+)
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
@@ -133,7 +139,9 @@ class TorchRunner:
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         nuclei = NucleusSearch.of(backend)
-        self._sampler = Sampler(config.vocab_size, self.device, backend.greedy_tokens, nuclei)
+        self._sampler = Sampler(
+            config.vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draw_unfiltered
+        )
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
@@ -252,6 +260,7 @@ class TorchRunner:
         if self.backend.name == "triton":
             longest = self.config.max_position_embeddings
             self._try(*sharing_rows(longest, self.block_size))
+            self._try(*edited_rows(self.block_size))
             windows = [window for window in self.config.layer_windows if window and window < longest]
             if windows:
                 self._try(chunk_behind(min(windows), self.block_size))
