@@ -175,7 +175,7 @@ def _task_of_process(
 
 
 def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Return a function that runs this coroutine function on a loop of its own."""
+    """Return a function that runs this coroutine function on a loop of its own, and then ends what it has left."""
 
     @wraps(test)
     def run() -> None:
@@ -183,7 +183,7 @@ def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[
         try:
             loop.run_until_complete(test())
         finally:
-            loop.close()
+            bury(loop, ())
 
     return run
 
