@@ -45,15 +45,21 @@ class Clock:
         self._device = device
         self._flush = torch.zeros(FLUSH_BYTES // 4, device=device) if device.type == "cuda" else None
 
-    def seconds(self, call: Callable[[], object], pick: Callable[[Iterable[float]], float] = median) -> float:
-        (times,) = self.turns([call])
+    def seconds(
+        self,
+        call: Callable[[], object],
+        pick: Callable[[Iterable[float]], float] = median,
+        *,
+        replays: bool = True,
+    ) -> float:
+        (times,) = self.turns([call], replays=replays)
         return pick(times)
 
-    def turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    def turns(self, calls: Sequence[Callable[[], object]], *, replays: bool = True) -> list[list[float]]:
         """Return the seconds of each call in each turn. The order rotates from turn to turn."""
         for call in calls:
             call()  # Let it compile, pack and reserve memory.
-        if self._flush is not None:
+        if replays and self._flush is not None:
             calls = [replayed(call) for call in calls]
         longest = max(self._once(call) for call in calls)
         num_turns = min(MAX_CALLS, max(MIN_CALLS, int(TARGET_SECONDS / max(longest, 1e-6))))
@@ -99,11 +105,14 @@ def fill_cache(values: torch.Tensor) -> None:
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure the rates by the fastest call. Other programs may slow calls down, but a limit is the best possible."""
+    """Measure the rates by the fastest call. Other programs may slow calls down, but a limit is the best possible.
+
+    The copy is no replay: in a CUDA graph of an H100 the same copy moved 2.45 TB/s, and 3.02 TB/s as a launch.
+    """
     clock = Clock(device)
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy = 2 * source.numel() / clock.seconds(lambda: target.copy_(source), min)
+    copy = 2 * source.numel() / clock.seconds(lambda: target.copy_(source), min, replays=False)
     size = MATMUL_SIZE[device.type]
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
