@@ -85,7 +85,8 @@ def shared_bytes_of(device: torch.device) -> int:
     """Return the shared memory that one program may use on a GPU. The interpreter, on a CPU, has no limit."""
     if device.type != "cuda":
         return DATACENTER_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    # CUDA keeps 1 KB a program for itself.
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - (1 << 10)
 
 
 def widens(q_TND: torch.Tensor, kv_pool: torch.Tensor) -> bool:
