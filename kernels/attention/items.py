@@ -25,7 +25,7 @@ from blockyard.kernels.attention.shared_prefix import Int32Array, Int64Array, Sh
 PREFILL_ITEM_TOKENS = 128
 # A split reads at least this many keys. Below it, the merge costs more than the parallelism gains.
 MIN_SPLIT_TOKENS = 256
-# Splits are multiples of the kernels' largest key tile, so only the last tile of a row is masked.
+# Splits are multiples of the kernels' largest key tile, so only the last tile of a row is not full.
 SPLIT_ALIGNMENT_TOKENS = 64
 # Decode programs wanted in flight: four for each of an H200's 132 multiprocessors.
 DEFAULT_TARGET_PROGRAMS = 528

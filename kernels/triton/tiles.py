@@ -50,8 +50,9 @@ class ChooseTiles(Protocol):
 
 _DECODE = Tiles(rows=MIN_DOT_ROWS, keys=64, warps=4, stages=3)
 _PREFILL = Tiles(rows=128, keys=64, warps=8, stages=3)
-# Without Hopper's matrix instructions, 128 x 64 needs more registers than there are.
-_CONSUMER_PREFILL = Tiles(rows=128, keys=32, warps=8, stages=3)
+# Keys of a tile with 99 KB of shared memory, or with heads of more than 128. Two programs of a decode then fit one
+# multiprocessor. Without Hopper's matrix instructions, 64 keys of a prompt would need more registers than there are.
+_FEW_KEYS = 32
 
 
 def attention_tiles(
@@ -61,11 +62,11 @@ def attention_tiles(
     if dtype == torch.float32:
         rows = _decode_rows(group) if launch == "decode" else MIN_DOT_ROWS
         return Tiles(rows=rows, keys=_fp32_keys(head_dim), warps=4, stages=2)
-    if launch == "decode":
-        return replace(_DECODE, rows=_decode_rows(group), keys=64 if head_dim <= 128 else 32)
-    if head_dim > 128:
+    if launch != "decode" and head_dim > 128:
         return Tiles(rows=64, keys=32, warps=8, stages=3)
-    return _PREFILL if shared_bytes >= DATACENTER_SHARED_BYTES else _CONSUMER_PREFILL
+    tiles = replace(_DECODE, rows=_decode_rows(group)) if launch == "decode" else _PREFILL
+    is_small = head_dim > 128 or shared_bytes < DATACENTER_SHARED_BYTES
+    return replace(tiles, keys=_FEW_KEYS) if is_small else tiles
 
 
 def _decode_rows(group: int) -> int:
@@ -84,7 +85,8 @@ def shared_bytes_of(device: torch.device) -> int:
     """Return the shared memory that one program may use on a GPU. The interpreter, on a CPU, has no limit."""
     if device.type != "cuda":
         return DATACENTER_SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    # CUDA keeps 1 KB a program for itself.
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - (1 << 10)
 
 
 def widens(q_TND: torch.Tensor, kv_pool: torch.Tensor) -> bool:

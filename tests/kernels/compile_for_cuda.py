@@ -1,12 +1,17 @@
-"""Compile every Triton kernel for a GPU that need not be present, and print one line each.
+"""Compile every Triton kernel for a GPU that need not be present, and print a row of facts for each.
+
+A kernel whose loop spills registers, or computes a tile while
+none loads, is an error.
 
 The interpreter runs kernels as Python, and so accepts code that the compiler refuses. `test_compilation` runs this in a
-process without TRITON_INTERPRET. Run it by hand to test another version of triton on the path.
+process without TRITON_INTERPRET. Run it by hand to test another version of triton on the path. `python -m
+tests.kernels.compile_for_cuda --write` puts the rows into the docs.
 """
 
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -23,18 +28,26 @@ from blockyard.kernels.triton import (
     nucleus as triton_nucleus,
 )
 from blockyard.kernels.triton.backend import NUCLEUS_TILE, NUCLEUS_WARPS
-from blockyard.kernels.triton.tiles import Launch, Tiles, attention_tiles
+from blockyard.kernels.triton.tiles import Launch, attention_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-H100 = GPUTarget("cuda", 90, 32)
+from tests.kernels.compiled_code import COLUMNS, HEADS, facts_of
+
+H100, CONSUMER = (GPUTarget("cuda", capability, 32) for capability in (90, 89))
 # Of one program.
-MAX_SHARED_BYTES = 227 << 10
+MAX_SHARED_BYTES = {H100: 227 << 10, CONSUMER: 99 << 10}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGNED = [["tt.divisibility", 16]]
 
 
 def compile_kernel(
-    kernel: Any, pointers: dict[str, str], scalars: dict[str, str], constants: dict[str, Any], **options: int
+    kernel: Any,
+    pointers: dict[str, str],
+    scalars: dict[str, str],
+    constants: dict[str, Any],
+    target: GPUTarget = H100,
+    **options: int,
 ) -> Any:
     """Compile a kernel as a launch does whose pointers and strides of whole heads are multiples of 16."""
     types = pointers | scalars
@@ -46,7 +59,7 @@ def compile_kernel(
     }
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
-    return triton.compile(source, target=H100, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def pool_types(dtype: str, stored: str | None) -> tuple[dict[str, str], dict[str, int]]:
@@ -56,70 +69,51 @@ def pool_types(dtype: str, stored: str | None) -> tuple[dict[str, str], dict[str
 
 
 def compile_attention(
+    launch: Launch,
     dtype: str,
-    head_dim: int,
-    tiles: Tiles,
     *,
     group: int = 4,
-    decodes: bool = False,
+    head_dim: int = 128,
     windowed: bool = False,
     stored: str | None = None,
+    target: GPUTarget = H100,
 ) -> Any:
-    integers = ("q_stride_t", "q_stride_n", "out_stride_t", "out_stride_n", "table_stride_r", "window")
-    pool_pointers, pool_constants = pool_types(dtype, stored)
-    pointers = dict.fromkeys(("q_ptr", "out_ptr"), f"*{dtype}") | pool_pointers
-    pointers |= dict.fromkeys(("table_ptr", "query_starts_ptr", "context_lens_ptr", "items_ptr"), "*i32")
-    pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
-    return compile_kernel(
-        attention.attend_items_kernel,
-        pointers,
-        dict.fromkeys(integers, "i32") | {"scale_log2": "fp32"},
-        {
-            "NUM_KV_HEADS": 8,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": 16,
-            "PROGRAMS_PER_ITEM": 4,
-            "BLOCK_M": tiles.rows,
-            "BLOCK_J": tiles.keys,
-            "DECODES": decodes,
-            "WINDOWED": windowed,
-            "ALIGNED": not windowed,
-            "CARRIED": tiles.carried,
-            "WIDEN": False,
-            **pool_constants,
-        },
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    """Compile the kernel of a launch with the tiles that the backend would choose on the GPU."""
+    tiles = attention_tiles(
+        launch,
+        group=group,
+        head_dim=head_dim,
+        dtype=TORCH_DTYPES[dtype],
+        is_quantised=stored is not None,
+        shared_bytes=MAX_SHARED_BYTES[target],
     )
-
-
-def compile_shared(
-    dtype: str, head_dim: int, tiles: Tiles, stored: str | None = None, *, group: int = 4
-) -> Any:
     pool_pointers, pool_constants = pool_types(dtype, stored)
-    pointers = {"q_ptr": f"*{dtype}"} | pool_pointers
-    pointers |= dict.fromkeys(("table_ptr", "members_ptr", "items_ptr", "partial_starts_ptr"), "*i32")
+    pointers = {"q_ptr": f"*{dtype}", "table_ptr": "*i32", "items_ptr": "*i32"} | pool_pointers
     pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
-    return compile_kernel(
-        shared_attention.attend_shared_kernel,
-        pointers,
-        dict.fromkeys(("q_stride_t", "q_stride_n", "table_stride_r"), "i32") | {"scale_log2": "fp32"},
-        {
-            "NUM_KV_HEADS": 8,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": 16,
-            "PROGRAMS_PER_ITEM": 1,
-            "BLOCK_M": tiles.rows,
-            "BLOCK_J": tiles.keys,
-            "CARRIED": tiles.carried,
-            "WIDEN": False,
-            **pool_constants,
-        },
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    integers: tuple[str, ...] = ("q_stride_t", "q_stride_n", "table_stride_r")
+    constants = {
+        "NUM_KV_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": 16,
+        "PROGRAMS_PER_ITEM": 4,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_J": tiles.keys,
+        "CARRIED": tiles.carried,
+        "WIDEN": False,
+        **pool_constants,
+    }
+    if launch == "shared":
+        kernel = shared_attention.attend_shared_kernel
+        pointers |= dict.fromkeys(("members_ptr", "partial_starts_ptr"), "*i32")
+    else:
+        kernel = attention.attend_items_kernel
+        pointers |= {"out_ptr": f"*{dtype}", "query_starts_ptr": "*i32", "context_lens_ptr": "*i32"}
+        integers = (*integers, "out_stride_t", "out_stride_n", "window")
+        constants |= {"DECODES": launch == "decode", "WINDOWED": windowed, "ALIGNED": not windowed}
+    scalars = dict.fromkeys(integers, "i32") | {"scale_log2": "fp32"}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return compile_kernel(kernel, pointers, scalars, constants, target, **options)
 
 
 def compile_merge(dtype: str) -> Any:
@@ -204,17 +198,31 @@ def compile_top_k_top_p() -> Any:
     )
 
 
-def tiles_of(
-    launch: Launch, dtype: torch.dtype, *, group: int = 4, head_dim: int = 128, stored: str | None = None
-) -> Tiles:
-    return attention_tiles(
-        launch,
-        group=group,
-        head_dim=head_dim,
-        dtype=dtype,
-        is_quantised=stored is not None,
-        shared_bytes=MAX_SHARED_BYTES,
-    )
+def compile_attentions(dtype: str, *, is_quick: bool) -> dict[str, Any]:
+    """Compile the launches of attention. A quick run compiles one of several shapes that differ little."""
+    shapes: dict[str, Any] = {"": {}}
+    if dtype == "bf16":
+        shapes[", consumer GPU"] = {"target": CONSUMER}
+    if not is_quick:
+        shapes[", head size 64"] = {"head_dim": 64}
+        if dtype == "bf16":  # Qwen3-0.6B's and Qwen3-14B's
+            shapes |= {f", group {group}": {"group": group} for group in (2, 5)}
+    shapes |= {
+        f", KV in {stored}": {"stored": stored}
+        for stored in (("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"))
+    }
+    compiled = {
+        f"{launch}{shape}": compile_attention(launch, dtype, **options)
+        for shape, options in shapes.items()
+        for launch in get_args(Launch)
+    }
+    compiled["prefill, window"] = compile_attention("prefill", dtype, windowed=True)
+    if dtype == "bf16":
+        for stored in ("u8", "fp8e4nv"):
+            compiled[f"decode, KV in {stored} beside fp16"] = compile_attention(
+                "decode", "fp16", stored=stored
+            )
+    return compiled
 
 
 def check_conversions(name: str, ptx: str) -> None:
@@ -222,77 +230,70 @@ def check_conversions(name: str, ptx: str) -> None:
 
     fp32 has no tensor cores that read columns of 16 bits.
     """
-    if " of fp8e4nv " in name:
+    if "KV in fp8e4nv" in name:
         assert "cvt.rn.f16x2.e4m3x2" in ptx, name
-    if " to fp8e4nv " in name:
+    if " to fp8e4nv," in name:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx, name
-    if " of fp8e4nv " in name or " of i8 " in name:
+    if "KV in fp8e4nv" in name or "KV in i8" in name:
         assert name.endswith("fp32") or not re.search(r"ld\.shared\.[bsu]8\b", ptx), name
 
 
-def main(dtypes: Sequence[str], *, is_quick: bool) -> None:
-    """A quick run compiles one of several shapes that differ little."""
+def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
+    compiled = {
+        "merge": compile_merge(dtype),
+        "write_kv": compile_write_kv(dtype),
+        "copy_blocks": compile_copy_blocks(dtype),
+        "rms_norm": compile_rms_norm(dtype, False),
+        "add_rms_norm": compile_rms_norm(dtype, True),
+        "rotary": compile_rotary(dtype),
+        "silu_mul": compile_silu_mul(dtype),
+        "qk_norm_rope_write": compile_qk_norm_rope_write(dtype, normed=False),
+        "qk_norm_rope_write with norms": compile_qk_norm_rope_write(dtype, normed=True),
+    }
+    for stored in ("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"):
+        compiled[f"write_kv to {stored}"] = compile_write_kv(dtype, stored)
+        compiled[f"qk_norm_rope_write to {stored}"] = compile_qk_norm_rope_write(
+            dtype, normed=True, stored=stored
+        )
+    if dtype == "bf16":  # The weights of a draw are fp32 always.
+        compiled["top_k_top_p_thresholds"] = compile_top_k_top_p()
+    return compiled
+
+
+def main(dtypes: Sequence[str], *, is_quick: bool) -> list[str]:
+    """Compile, check and print all kernels. Return the rows of attention in bf16, which the docs show."""
+    shown = []
     for dtype in dtypes:
-        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        compiled = {"merge": compile_merge(dtype)}
-        for head_dim in (128,) if is_quick else (64, 128):
-            decode, prefill, shared = (
-                tiles_of(launch, torch_dtype, head_dim=head_dim) for launch in get_args(Launch)
-            )
-            compiled[f"decode, head size {head_dim},"] = compile_attention(
-                dtype, head_dim, decode, decodes=True
-            )
-            compiled[f"prefill, head size {head_dim},"] = compile_attention(dtype, head_dim, prefill)
-            compiled[f"shared, head size {head_dim},"] = compile_shared(dtype, head_dim, shared)
-        for group in (2, 5) if dtype == "bf16" and not is_quick else ():  # Qwen3-0.6B's and Qwen3-14B's
-            decode, prefill, shared = (
-                tiles_of(launch, torch_dtype, group=group) for launch in get_args(Launch)
-            )
-            compiled |= {
-                f"decode, group {group},": compile_attention(dtype, 128, decode, group=group, decodes=True),
-                f"prefill, group {group},": compile_attention(dtype, 128, prefill, group=group),
-                f"shared, group {group},": compile_shared(dtype, 128, shared, group=group),
-            }
-        tiles = tiles_of("prefill", torch_dtype)
-        compiled["prefill in a window"] = compile_attention(dtype, 128, tiles, windowed=True)
-        compiled |= {"write_kv": compile_write_kv(dtype), "copy_blocks": compile_copy_blocks(dtype)}
-        compiled |= {
-            "rms_norm": compile_rms_norm(dtype, False),
-            "add_rms_norm": compile_rms_norm(dtype, True),
-        }
-        compiled |= {"rotary": compile_rotary(dtype), "silu_mul": compile_silu_mul(dtype)}
-        compiled["qk_norm_rope_write"] = compile_qk_norm_rope_write(dtype, normed=False)
-        compiled["qk_norm_rope_write with norms"] = compile_qk_norm_rope_write(dtype, normed=True)
-        for stored in ("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"):
-            decode, prefill, shared = (
-                tiles_of(launch, torch_dtype, stored=stored) for launch in get_args(Launch)
-            )
-            compiled |= {
-                f"decode of {stored}": compile_attention(dtype, 128, decode, stored=stored, decodes=True),
-                f"prefill of {stored}": compile_attention(dtype, 128, prefill, stored=stored),
-                f"shared of {stored}": compile_shared(dtype, 128, shared, stored),
-                f"write_kv to {stored}": compile_write_kv(dtype, stored),
-                f"qk_norm_rope_write to {stored}": compile_qk_norm_rope_write(
-                    dtype, normed=True, stored=stored
-                ),
-            }
-        if dtype == "bf16":
-            half = tiles_of("decode", torch.float16, stored="u8")
-            for stored in ("u8", "fp8e4nv"):
-                compiled[f"decode of {stored} beside fp16, not"] = compile_attention(
-                    "fp16", 128, half, stored=stored, decodes=True
-                )
-            compiled["top_k_top_p_thresholds"] = (
-                compile_top_k_top_p()
-            )  # the weights of a draw are fp32 always
-        for name, kernel in compiled.items():
-            assert kernel.metadata.shared <= MAX_SHARED_BYTES, (name, dtype)
-            check_conversions(f"{name} {dtype}", kernel.asm["ptx"])
-            print(f"{name} {dtype}: {kernel.metadata.shared} bytes of shared memory")
+        for name, kernel in compile_attentions(dtype, is_quick=is_quick).items():
+            facts = facts_of(kernel)
+            check_conversions(f"{name}, {dtype}", kernel.asm["ptx"])
+            assert facts.shared_bytes <= MAX_SHARED_BYTES[kernel.metadata.target], (name, dtype, facts)
+            if dtype != "fp32":  # No tensor cores, and tiles of few keys: its pipeline is no concern.
+                assert facts.loop, (name, facts)
+                assert not facts.loop_spills, (name, facts)
+                assert facts.tiles_in_flight, (name, facts)
+            print(facts.row(f"{name}, {dtype}"))
+            if dtype == "bf16":
+                shown.append(facts.row(f"{name}, {dtype}"))
+        for name, kernel in compile_others(dtype, is_quick=is_quick).items():
+            check_conversions(f"{name}, {dtype}", kernel.asm["ptx"])
+            print(facts_of(kernel).row(f"{name}, {dtype}"))
+    return shown
+
+
+def write(rows: Sequence[str], path: Path) -> None:
+    """Replace the table in the docs, and the version of triton that its text names."""
+    text = re.sub(r"\(triton \d[\w.]*\)", f"(triton {triton.__version__})", path.read_text())
+    before, table = text.split(HEADS)
+    after = table.split("\n\n", 1)[1]
+    rules = "|---" * len(COLUMNS) + "|"
+    path.write_text("\n".join((before + HEADS, rules, *rows)) + "\n\n" + after)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--quick"]:
         main(["bf16"], is_quick=True)
     else:
-        main(["fp32", "bf16"], is_quick=False)
+        rows = main(["fp32", "bf16"], is_quick=False)
+        if sys.argv[1:] == ["--write"]:
+            write(rows, Path("docs/performance.md"))
