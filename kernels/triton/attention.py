@@ -96,7 +96,9 @@ def attend_tile(
             scales_ptr + first_scale + slot_J + block_J.to(tl.int64) * (2 * NUM_KV_HEADS * row_scales)
         )
         is_read_J = (key_J < end_key) if MASKED else tl.full([BLOCK_J], True, tl.int1)
-        k_scale_J, v_scale_J = load_scales(k_scale_ptrs_J, NUM_KV_HEADS * row_scales, is_read_J, BLOCK_J)
+        k_scale_J, v_scale_J = load_scales(
+            k_scale_ptrs_J, NUM_KV_HEADS * row_scales, is_read_J, BLOCK_J, q_MD.shape[0] >= 64
+        )
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
         k_JD = widened(k_JD, exact, False)
         v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact, True)

@@ -74,17 +74,19 @@ def widened(numbers_JD, TYPE: tl.constexpr, EARLY: tl.constexpr):
 
 
 @triton.jit
-def load_scales(key_ptrs_J, to_values, is_read_J, BLOCK_J: tl.constexpr):
+def load_scales(key_ptrs_J, to_values, is_read_J, BLOCK_J: tl.constexpr, IS_LARGE: tl.constexpr):
     """Load the scales [J] of keys, and those of their values, which lie `to_values` behind; 0 if not `is_read_J`.
 
-    Each scale is loaded twice. The compiler takes a load of fewer elements than threads for cheap. It would then repeat
-    the load, with its addresses, in each thread that multiplies by the scale.
+    One load gets both, and a program of eight warps (IS_LARGE) gets each twice. The compiler takes a load of fewer
+    elements than threads for cheap. It would then repeat the load, with its addresses, in each thread that multiplies
+    by the scale.
     """
-    column_C = tl.arange(0, 4)
-    ptrs_JC = key_ptrs_J[:, None] + (column_C // 2 * to_values)[None, :]
+    copies: tl.constexpr = 2 if IS_LARGE else 1
+    ptrs_JC = key_ptrs_J[:, None] + (tl.arange(0, 2 * copies) // copies * to_values)[None, :]
     scales_JC = tl.load(ptrs_JC, mask=is_read_J[:, None], other=0.0)
-    once_J2, _ = tl.split(tl.reshape(scales_JC, [BLOCK_J, 2, 2]))
-    return tl.split(once_J2)
+    if IS_LARGE:
+        scales_JC, _ = tl.split(tl.reshape(scales_JC, [BLOCK_J, 2, 2]))
+    return tl.split(scales_JC)
 
 
 @triton.jit
