@@ -123,8 +123,8 @@ def draw_kernel(
 ):
     """token = the first one whose cumulative weight exceeds uniform * the sum of all, in the order of ids.
 
-    Grid (D, N). It has a weight, however sums are rounded, except in rows with NaN: those give any token. Bytes: 8 * C +
-    TILE * itemsize a number. FLOPs: 6 * TILE + 2 * C a number.
+    Grid (D, N). It has a weight, however sums are rounded, except in rows with NaN: those give any token. Bytes: 8 * C
+    + TILE * itemsize a number. FLOPs: 6 * TILE + 2 * C a number.
     """
     drawn = tl.program_id(0).to(tl.int64)
     output = drawn * tl.num_programs(1) + tl.program_id(1)

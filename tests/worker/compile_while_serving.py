@@ -1,11 +1,13 @@
 """Warm a runner up, serve every kind of step, and print what Triton compiles before and after the warm-up.
 
-With CUDA the kernels are compiled and launched. Without it nothing is: Triton says what it would compile for an H100,
-and every kernel's output is arbitrary but finite. Run in a process of its own, without TRITON_INTERPRET.
+With CUDA the kernels are compiled and launched. Without it nothing is launched: Triton says what it would compile for
+an H100, and every kernel's output is arbitrary but finite. The kernels of the modules that are named last are compiled
+all the same. Run in a process of its own, without TRITON_INTERPRET.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -81,13 +84,22 @@ class FiniteOutputs(TritonBackend):
 class Compiled:
     """Keys by kernel of what Triton has compiled, or would compile."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self.keys: dict[str, set[str]] = {}
+        self._modules = modules
         triton.knobs.runtime.jit_cache_hook = self._note
 
-    def _note(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Return whether nothing is to be compiled."""
-        self.keys.setdefault(fn.name, set()).add(str(key))
+    def _note(self, *, key: str, fn: Any, **how: Any) -> bool:
+        """Return whether nothing is to be launched."""
+        keys = self.keys.setdefault(fn.name, set())
+        if not HAS_GPU and fn.module in self._modules and str(key) not in keys:
+            wanted = how["compile"]
+            source = ASTSource(
+                fn.jit_function, wanted["signature"], wanted["constants"], wanted["configs"][0]
+            )
+            options = {name: wanted[name] for name in ("num_warps", "num_stages")}
+            triton.compile(source, target=NoGPU().get_current_target(), options=options)
+        keys.add(str(key))
         return not HAS_GPU
 
     def take(self) -> dict[str, set[str]]:
@@ -160,10 +172,10 @@ def run(engine: Engine, first: list[EngineRequest], later: list[EngineRequest] |
     assert answered == wanted, f"no tokens of requests {wanted - answered}"
 
 
-def main(checkpoint: str, kv_cache_dtype: KVCacheDtype, steps: str) -> None:
+def main(checkpoint: str, kv_cache_dtype: KVCacheDtype, steps: str, *modules: str) -> None:
     if not HAS_GPU:
         triton.runtime.driver.set_active(NoGPU())
-    compiled = Compiled()
+    compiled = Compiled(modules)
     runner = make_runner(Path(checkpoint), kv_cache_dtype)
     runner.warm_up()
     if steps == "graphs":
