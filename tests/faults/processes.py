@@ -77,7 +77,10 @@ class Process:
         return self.log.read_bytes()[self.log_start :].decode(errors="replace")
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal. Return after a SIGSTOP once all threads have stopped, which takes time on a busy machine."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def loop_word(self, pattern: "re.Pattern[str]") -> "re.Match[str]":
         """Ask the process about its event loop by SIGUSR1, and return the line that it logs."""
