@@ -40,8 +40,9 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-all test-clients faults soak fuzz check site format proto lock sbom install clean gpu-check gpu-bench \
-	gpu-bench-kernels gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
+.PHONY: demo test test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
+	gpu-check gpu-check-kernels gpu-check-worker gpu-bench gpu-bench-kernels \
+	gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
 
 demo: install
@@ -107,18 +108,41 @@ lock: install
 sbom: install
 	$(BIN)/python -m supply_chain.sbom
 
+# One GPU is shared by all these processes. Each takes half a gigabyte of it, and the tests' tensors are small.
+GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 12 ? n : 12)))
+GPU_CHECK_SECONDS ?= 285
+GPU_CHECK_KERNELS := tests/kernels
+GPU_CHECK_WORKER := tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
+	tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
+	tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \
+	tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py tests/worker/test_late_compiling.py
+# Without pytest-xdist there is one process. SIGINT past the time: pytest then prints the failures until there.
+define gpu_check
+	parallel=$$($(PYTHON) -c "import xdist" 2> /dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); \
+	PYTHONPATH=.typing env --default-signal=INT timeout --foreground --signal INT --kill-after 20 $(GPU_CHECK_SECONDS) \
+		$(PYTHON) -m pytest -rfEs --maxfail 60 --durations 10 $$parallel -m "not slow_fault" $(1)
+endef
+
 gpu-check: .typing/blockyard
-	PYTHONPATH=.typing $(PYTHON) -m pytest -rs -m "not slow_fault" tests/kernels \
-		tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
-		tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
-		tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \
-		tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py
+	$(MAKE) -j1 --keep-going gpu-check-kernels gpu-check-worker
+
+gpu-check-kernels: .typing/blockyard
+	$(call gpu_check,$(GPU_CHECK_KERNELS))
+
+gpu-check-worker: .typing/blockyard
+	$(call gpu_check,$(GPU_CHECK_WORKER))
 
 GPU_PROOF := tests/worker/test_decoder.py tests/worker/test_step_graphs.py tests/worker/test_overlap.py
-GPU_PROFILE = PYTHONPATH=.typing $(PYTHON) -m bench.profile --device cuda --dtype bfloat16 --kv-gib 20 --prove $(GPU_PROOF)
+# Options of each benchmark here: GPU_OPTIONS=--skip-proof after `make gpu-check`, or --output FOLDER.
+GPU_OPTIONS ?=
+# SIGTERM past the time: a benchmark then reports what it has measured.
+GPU_BENCH_SECONDS ?= 550
+GPU_BENCH = PYTHONPATH=.typing timeout --foreground --kill-after 25 $(GPU_BENCH_SECONDS) $(PYTHON) -m
+GPU_PROFILE = $(GPU_BENCH) bench.profile --device cuda --dtype bfloat16 --kv-gib 20 --proof-seconds 150 \
+	--prove $(GPU_PROOF) $(GPU_OPTIONS)
 # Of transformers only its continuous batching: nothing bounds the cache of its static batches.
-GPU_ENGINE = PYTHONPATH=.typing $(PYTHON) -m bench.engine --device cuda --dtypes bfloat16 --model qwen3-0.6b \
-	--transformers continuous --kv-gib 20 --memory-gib 60 --prove $(GPU_PROOF)
+GPU_ENGINE = $(GPU_BENCH) bench.engine --device cuda --dtypes bfloat16 --model qwen3-0.6b --transformers continuous \
+	--kv-gib 20 --memory-gib 60 --proof-seconds 120 --prove $(GPU_PROOF) $(GPU_OPTIONS)
 
 # On a machine with a GPU that has only torch, triton, numpy, pytest and transformers; the reports are in bench/reports.
 # There is one GPU: one part after the other, and a part that fails does not keep the others from being measured.
@@ -126,12 +150,13 @@ gpu-bench: .typing/blockyard
 	$(MAKE) -j1 --keep-going gpu-bench-kernels gpu-bench-profile gpu-bench-engine
 
 gpu-bench-kernels: .typing/blockyard
-	PYTHONPATH=.typing $(PYTHON) -m bench.kernels --device cuda
+	$(GPU_BENCH) bench.kernels --device cuda --proof-seconds 200 $(GPU_OPTIONS)
 
 gpu-bench-profile: .typing/blockyard
 	$(MAKE) -j1 --keep-going gpu-bench-profile-8b gpu-bench-profile-0.6b
 
 # The goal of whole decode steps is Llama-3.1-8B's: 16 GB of weights, and a pool of 73 GB for 256 sequences of 2,160 tokens.
+# A GPU of 80 GB has no room for these, and measures the other decodes.
 gpu-bench-profile-8b: .typing/blockyard
 	$(GPU_PROFILE) --model llama-3.1-8b --name profile-gpu-8b
 
@@ -146,7 +171,7 @@ gpu-bench-engine-nano: .typing/blockyard
 	$(GPU_ENGINE) --name engine-gpu-nano --workloads nano
 
 gpu-bench-engine-mixed: .typing/blockyard
-	$(GPU_ENGINE) --name engine-gpu --workloads mixed,prefix,long --repeats 5 --workload-seconds 120 --unshared
+	$(GPU_ENGINE) --name engine-gpu --workloads mixed,prefix,long --repeats 5 --workload-seconds 80 --unshared
 
 install: $(STAMP)
 

@@ -1,7 +1,7 @@
 """Dated reports of benchmarks: Markdown for people, and a JSON twin with the same numbers.
 
 The JSON holds `figures` (every number) and `floors` (name, value, bound, and which side is better). It also holds the
-command, the machine and the commit.
+command, the machine and the commit, and why the figures are unproven, if they are.
 """
 
 import json
@@ -46,8 +46,15 @@ def write_report(
     floors: Sequence[Floor],
     versions: Mapping[str, str],
     folder: Path = REPORTS,
+    unproven: str = "",
+    is_cut_short: bool = False,
 ) -> Path:
-    """Write `<today>-<name>.md` and `.json`. Return the path of the Markdown."""
+    """Write `<today>-<name>.md` and `.json`. Return the path of the Markdown.
+
+    `unproven` says why the tests of the subject did not pass before. Both files say so first. Neither such a report nor
+    one that is cut short replaces a complete, proven one of the same day: they have other names.
+    """
+    name += f"{'-cut-short' if is_cut_short else ''}{'-unproven' if unproven else ''}"
     setting = {
         **machine(),
         "gpu": gpu(),
@@ -56,6 +63,7 @@ def write_report(
     }
     document = {
         "name": name,
+        "unproven": unproven or None,
         "date": date.today().isoformat(),
         "command": command_line(_program(), sys.argv[1:]),
         **setting,
@@ -69,6 +77,7 @@ def write_report(
     lines = [
         f"# {title}",
         "",
+        *([f"**UNPROVEN: {unproven}.**", ""] if unproven else []),
         f"{origin(document)}, {versions_text}.",
         "",
         "```bash",

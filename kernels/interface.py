@@ -4,9 +4,11 @@ Does not own which backend is used (selection.py).
 
 Shapes: T tokens in the step, N query heads, K kv heads, D head size. P tokens a block, B blocks in the pool, C block
 copies. X = N + 2 K heads of queries, keys and values. H hidden size, I input (or intermediate) size, O output size. S
-positions in the rotary table, or rows of logits. V vocabulary, F rows with a top-k or top-p filter.
+positions in the rotary table, or rows of logits. V vocabulary, F rows with a top-k or top-p filter, D rows that draw,
+N outputs a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -136,6 +138,17 @@ class Backend(Protocol):
         finite [S]. If they are not, its token is arbitrary."""
         ...
 
+    @property
+    def draw_unfiltered(self) -> "DrawUnfiltered | None":
+        """Return the function that draws tokens [D, N] without top-k and top-p, or None where PyTorch's operations do
+        (worker/sampling/draw.py).
+
+        It takes logits [S, V], the tokens with the largest ones [S], and the rows to draw [D], both int64. Then come
+        temperatures and min-p [D] in fp32, and numbers in [0, 1) [D, N] in fp64. The token is the first one whose
+        cumulative weight exceeds the number's share of the sum. A row with NaN or infinity gets any token.
+        """
+        ...
+
     def top_k_top_p_thresholds(
         self,
         weights_FV: torch.Tensor,
@@ -166,6 +179,12 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
         ...
+
+
+DrawUnfiltered = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+"""The type of `Backend.draw_unfiltered`."""
 
 
 def greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

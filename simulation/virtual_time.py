@@ -7,9 +7,10 @@ nothing of it runs, not even a `finally`. Does not own what processes do.
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum, auto
+from functools import wraps
 from typing import Any
 
 START_SECONDS = 1000.0
@@ -171,6 +172,20 @@ def _task_of_process(
     task = _Task(work, loop=loop, context=context)
     task.process = PROCESS.get() if context is None else context.get(PROCESS)
     return task
+
+
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Return a function that runs this coroutine function on a loop of its own, and then ends what it has left."""
+
+    @wraps(test)
+    def run() -> None:
+        loop = VirtualLoop()
+        try:
+            loop.run_until_complete(test())
+        finally:
+            bury(loop, ())
+
+    return run
 
 
 def bury(loop: VirtualLoop, processes: Iterable[Process]) -> None:

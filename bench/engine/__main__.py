@@ -4,13 +4,15 @@
         --transformers --vllm-python PY --openvino-python PY --convert-python PY --served --unshared
 
 A model is a checkpoint folder, `demo`, or a shape with random weights (shapes.py). The report lists peers that were not
-given as absent. The tests of --prove must pass first; --skip-proof measures without tests, and keeps no report.
+given as absent. The report is marked UNPROVEN if a test of --prove fails, or with --skip-proof. SIGTERM cuts the run
+short: the report has the repeats that all systems ended. On a GPU, --kv-gib is lowered to what fits its free memory.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,10 +26,12 @@ from typing import Any, get_args
 
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.model.config import load_config
+from blockyard.worker.model.shards import num_parameters
 from blockyard.worker.startup.host_size import available_bytes
 from blockyard.worker.startup.openmp import PYTORCH_SPIN_COUNT
 
 from bench.engine import report
+from bench.engine.build import DTYPES
 from bench.engine.figures import MIN_REPEATS, ROOFLINE_RATE, Results, figures_of
 from bench.engine.limit import machine_of, rates_of, roofline_tokens_per_second
 from bench.engine.peers.protocol import Request, Settings
@@ -45,7 +49,7 @@ from bench.engine.systems import (
 )
 from bench.engine.workloads import WORKLOADS, describe, requests_of
 from bench.plots import draw
-from bench.proof import prove
+from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS
 
 PEERS = ("transformers", "vllm", "openvino")
@@ -57,6 +61,8 @@ PROOF = (
 )
 GIB = 2**30
 SPARE_BYTES = 2 * GIB
+STEP_BYTES = 3 * GIB
+"""GPU memory of a system beside its weights and cache: CUDA itself, steps and graphs."""
 
 
 def parse() -> argparse.Namespace:
@@ -105,8 +111,7 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="do not preload tcmalloc, which peers get by default if it is installed",
     )
-    parser.add_argument("--prove", nargs="*", default=PROOF, help="tests that must pass first")
-    parser.add_argument("--skip-proof", action="store_true")
+    add_proof_options(parser, default=PROOF, about="tests that must pass first")
     parser.add_argument(
         "--models", type=Path, help="folder that keeps generated models; default: a temporary one"
     )
@@ -140,13 +145,13 @@ def convert(python: Path, model: Path) -> Path:
     return into
 
 
-def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[System]:
+def systems_of(arguments: argparse.Namespace, model: Path, dtype: str, kv_bytes: int) -> list[System]:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     settings: Settings = {
         "model": str(model),
         "dtype": dtype,
         "device": arguments.device,
-        "kv_bytes": int(arguments.kv_gib * GIB),
+        "kv_bytes": kv_bytes,
         "max_model_len": min(config["max_position_embeddings"], 16384),
         "max_num_seqs": 256,
         "threads": arguments.threads,
@@ -165,6 +170,33 @@ def systems_of(arguments: argparse.Namespace, model: Path, dtype: str) -> list[S
     return [with_preload(with_env(system, environment), [library] if library else []) for system in systems]
 
 
+def kv_bytes_of(arguments: argparse.Namespace, free_bytes: int | None, weights_bytes: int) -> int:
+    """Return the size of each system's KV cache: --kv-gib, or less if a GPU has too little memory for all systems.
+
+    `free_bytes` is None on a CPU, where --memory-gib bounds each system. Raise SystemExit if nothing is left.
+    """
+    wanted = int(arguments.kv_gib * GIB)
+    if free_bytes is None:
+        return wanted
+    num_systems = (
+        len(arguments.backends.split(","))
+        + arguments.unshared
+        + 2 * arguments.served
+        + len([batching for batching in arguments.transformers.split(",") if batching])
+        + (arguments.vllm_python is not None)
+    )
+    fits = free_bytes // num_systems - weights_bytes - STEP_BYTES
+    if fits <= 0:
+        raise SystemExit(
+            f"{num_systems} systems do not fit {free_bytes / GIB:.1f} GiB of a GPU at once: measure fewer"
+        )
+    if fits < wanted:
+        print(
+            f"KV caches of {fits / GIB:.1f} GiB each, since {num_systems} systems share the GPU", flush=True
+        )
+    return min(wanted, fits)
+
+
 def with_env(system: System, environment: dict[str, str]) -> System:
     return replace(system, env={**environment, **system.env})
 
@@ -172,7 +204,31 @@ def with_env(system: System, environment: dict[str, str]) -> System:
 async def measure(
     arguments: argparse.Namespace, systems: list[System], vocab_size: int, folder: Path
 ) -> Results:
-    results = Results()
+    """Start the systems, measure each workload, and end the systems. SIGTERM ends it earlier."""
+    results = Results(ours=tuple(system.name for system in systems if system.is_ours))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _current_task().cancel)
+    try:
+        await _measure(arguments, systems, vocab_size, folder, results)
+    except asyncio.CancelledError:
+        if not any(results.trials.values()):
+            raise
+        results.is_cut_short = True
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    absent = [name for name in PEERS if name not in pythons_of(arguments)]
+    results.systems |= {name: {"absent": "no Python was given for it"} for name in absent}
+    return results
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+async def _measure(
+    arguments: argparse.Namespace, systems: list[System], vocab_size: int, folder: Path, results: Results
+) -> None:
     async with AsyncExitStack() as stack:
         ready: dict[str, Running] = {}
         for system in systems:
@@ -190,12 +246,8 @@ async def measure(
                 "load_seconds": round(started.load_seconds, 2),
             }
             print(f"{system.name} is ready after {started.load_seconds:.1f} s", flush=True)
-        results.ours = tuple(system.name for system in systems if system.is_ours)
         for workload in arguments.workloads.split(","):
             await _measure_workload(arguments, workload, ready, vocab_size, results)
-    absent = [name for name in PEERS if name not in pythons_of(arguments)]
-    results.systems |= {name: {"absent": "no Python was given for it"} for name in absent}
-    return results
 
 
 def check_memory(available: int | None) -> None:
@@ -214,7 +266,8 @@ async def _measure_workload(
 ) -> None:
     """Measure a workload, with a rotated order of systems in each repeat, and add the trials to `results`.
 
-    Past --workload-seconds, no repeat beyond MIN_REPEATS starts.
+    Past --workload-seconds, no repeat beyond MIN_REPEATS starts. If this task is cancelled, a repeat that not all
+    systems have ended does not count.
     """
     check_memory(available_bytes())
     draws = _draws(arguments, workload, vocab_size)
@@ -225,20 +278,26 @@ async def _measure_workload(
     for name in tuple(ready):
         await _run(name, warm_up, ready, results)
     began = time.monotonic()
-    for repeat, requests in enumerate(draws):
-        if repeat >= MIN_REPEATS and time.monotonic() - began > arguments.workload_seconds:
-            break
-        names = list(ready)
-        turn = repeat % max(1, len(names))
-        for name in names[turn:] + names[:turn]:
-            trial = await _run(name, requests, ready, results)
-            if trial is not None:
-                rows.setdefault(name, []).append(trial)
-                print(
-                    f"{workload} {repeat + 1}/{arguments.repeats} {name}: {trial.seconds:.1f} s", flush=True
-                )
-    for name in rows.keys() - ready.keys():
-        del rows[name]
+    try:
+        for repeat, requests in enumerate(draws):
+            if repeat >= MIN_REPEATS and time.monotonic() - began > arguments.workload_seconds:
+                break
+            names = list(ready)
+            turn = repeat % max(1, len(names))
+            for name in names[turn:] + names[:turn]:
+                trial = await _run(name, requests, ready, results)
+                if trial is not None:
+                    rows.setdefault(name, []).append(trial)
+                    print(
+                        f"{workload} {repeat + 1}/{arguments.repeats} {name}: {trial.seconds:.1f} s",
+                        flush=True,
+                    )
+    finally:
+        for name in rows.keys() - ready.keys():
+            del rows[name]
+        complete = min(map(len, rows.values()), default=0)
+        for trials in rows.values():
+            del trials[complete:]
 
 
 def _draws(arguments: argparse.Namespace, workload: str, vocab_size: int) -> list[list[Request]]:
@@ -279,9 +338,11 @@ def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
     models = (arguments.models or scratch).absolute()
     model = model_folder(arguments.model, dtype, models, with_weights=with_weights).absolute()
     config = load_config(model)
-    machine = machine_of(arguments.device, dtype, arguments.threads)
-    results = asyncio.run(measure(arguments, systems_of(arguments, model, dtype), config.vocab_size, scratch))
-    results.machine = rates_of(machine)
+    machine, free_bytes = machine_of(arguments.device, dtype, arguments.threads)
+    kv_bytes = kv_bytes_of(arguments, free_bytes, num_parameters(config) * DTYPES[dtype].itemsize)
+    systems = systems_of(arguments, model, dtype, kv_bytes)
+    results = asyncio.run(measure(arguments, systems, config.vocab_size, scratch))
+    results.machine, results.kv_gib = rates_of(machine), round(kv_bytes / GIB, 2)
     for workload, about in results.about.items():
         rates = [
             roofline_tokens_per_second(requests, config, dtype, machine)
@@ -293,9 +354,19 @@ def run(arguments: argparse.Namespace, dtype: str, scratch: Path) -> Results:
 
 def main() -> None:
     arguments = parse()
-    proven = "nothing, so these figures prove nothing" if arguments.skip_proof else prove(arguments.prove)
+    proof = proof_of(
+        [arguments.prove],
+        device=arguments.device,
+        is_skipped=arguments.skip_proof,
+        seconds=arguments.proof_seconds,
+    )
+    runs: dict[str, Results] = {}
     with TemporaryDirectory(prefix="blockyard-bench-") as scratch:
-        runs = {dtype: run(arguments, dtype, Path(scratch)) for dtype in arguments.dtypes.split(",")}
+        for dtype in arguments.dtypes.split(","):
+            runs[dtype] = run(arguments, dtype, Path(scratch))
+            if runs[dtype].is_cut_short:
+                break
+    is_cut_short = any(results.is_cut_short for results in runs.values())
     setting: dict[str, Any] = {
         "report": arguments.name,
         "model": Path(arguments.model).name,
@@ -304,17 +375,17 @@ def main() -> None:
         "threads": arguments.threads,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "repeats": min(repeats_of(runs), default=0),
-        "proven": proven,
+        "proven": proof.proven,
+        "cut_short": is_cut_short,
     }
-    figures = figures_of(runs, setting)
-    if arguments.skip_proof:
-        print(report.text_of(figures))
-        return
-    path = report.write(figures, arguments.output)
+    path = report.write(figures_of(runs, setting), arguments.output, unproven=proof.unproven)
     print(path.read_text(encoding="utf-8"))
     draw(path)
     if lost := lost_of(runs):
         raise SystemExit(f"the report has no figures for our own systems: {lost}")
+    if is_cut_short:
+        raise SystemExit("cut short: later repeats or workloads are missing")
+    end_if_unproven(proof, is_skipped=arguments.skip_proof)
 
 
 def repeats_of(runs: dict[str, Results]) -> list[int]:
@@ -333,7 +404,7 @@ def lost_of(runs: dict[str, Results]) -> str:
         f"{name} in {dtype}"
         for dtype, results in runs.items()
         for name in results.ours
-        if {"absent", "failed"} & results.systems[name].keys()
+        if {"absent", "failed"} & results.systems.get(name, {}).keys()
     )
 
 

@@ -44,6 +44,10 @@ class Results:
     """Our systems, including failed ones. Floors are for the first."""
     machine: Figures = field(default_factory=dict)
     """Rates of the machine, for rooflines."""
+    kv_gib: float = 0.0
+    """Size of each system's KV cache, or 0 if nothing was started."""
+    is_cut_short: bool = False
+    """Whether SIGTERM ended the run, so that later repeats and workloads are missing."""
 
 
 def figures_of(runs: Mapping[str, Results], setting: Mapping[str, Any]) -> Figures:
@@ -56,6 +60,7 @@ def _run(results: Results) -> Figures:
         "ours": results.ours,
         "systems": results.systems,
         "machine": results.machine,
+        "kv_gib": results.kv_gib,
         "workloads": {
             name: {
                 **results.about[name],

@@ -21,16 +21,18 @@ from bench.kernels.timing import Machine, measure_machine
 from bench.profile.roofline import DecodeStep, limit_seconds, used_weights
 
 
-def machine_of(device: str, dtype: str, threads: int) -> Machine:
+def machine_of(device: str, dtype: str, threads: int) -> tuple[Machine, int | None]:
+    """Return the machine's rates, and the bytes that are free on a GPU. None on a CPU."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_measure, device, dtype, threads).result()
 
 
-def _measure(device: str, dtype: str, threads: int) -> Machine:
+def _measure(device: str, dtype: str, threads: int) -> tuple[Machine, int | None]:
     if threads:
         torch.set_num_threads(threads)
+    free_bytes = None if device == "cpu" else torch.cuda.mem_get_info()[0]
     with torch.inference_mode():
-        return measure_machine(torch.device(device), DTYPES[dtype])
+        return measure_machine(torch.device(device), DTYPES[dtype]), free_bytes
 
 
 def rates_of(machine: Machine) -> dict[str, float]:

@@ -31,6 +31,9 @@ HEAD = (
 )
 
 
+CUT_SHORT = " **Cut short: later repeats or workloads are missing.**"
+
+
 def text_of(figures: Figures) -> str:
     parts = [INTRODUCTION, _setting(figures)]
     for dtype, run in figures["runs"].items():
@@ -55,7 +58,7 @@ def _setting(figures: Figures) -> str:
     return (
         f"Model {figures['model']}, on {figures['device_name']}, {figures['threads']} threads, "
         f"{figures['repeats']} repeats.{few if figures['repeats'] < MIN_REPEATS else ''} "
-        f"Proven before: {figures['proven']}."
+        f"Proven before: {figures['proven']}.{CUT_SHORT if figures.get('cut_short') else ''}"
     )
 
 
@@ -79,6 +82,8 @@ def _systems(run: Figures) -> str:
         notes = f"; {row['notes']}" if row["notes"] else ""
         notes += f"; **failed**: {row['failed']}" if "failed" in row else ""
         lines.append(f"- {name}: {versions}; ready after {row['load_seconds']:.1f} s{notes}.")
+    if run["kv_gib"]:
+        lines += ["", f"Each has a KV cache of {run['kv_gib']:g} GiB."]
     return "\n".join(lines)
 
 
@@ -150,7 +155,7 @@ def _pair(shares: Figures) -> str:
     return f"{shares['p50']:,.0f} / {shares['p99']:,.0f}" if shares else "-"
 
 
-def write(figures: Figures, folder: Path) -> Path:
+def write(figures: Figures, folder: Path, *, unproven: str = "") -> Path:
     return write_report(
         figures["report"],
         title=TITLE,
@@ -159,6 +164,8 @@ def write(figures: Figures, folder: Path) -> Path:
         floors=floors_of(figures),
         versions=_own_versions(figures),
         folder=folder,
+        unproven=unproven,
+        is_cut_short=figures.get("cut_short", False),
     )
 
 

@@ -10,7 +10,7 @@ import argparse
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +26,7 @@ from bench.kernels.cases import CPU, FULL, cases
 from bench.kernels.report import ABOUT, OTHERS_OVER_IT, Row, floors_of, text_of
 from bench.kernels.timing import Clock, Machine, measure_machine
 from bench.plots import draw
-from bench.proof import prove
+from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, write_report
 
 ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
@@ -56,12 +56,15 @@ def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, on
     """
     every = list(_in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only))
     fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
+    for turns in every:
+        if turns not in fitting:
+            print(f"left out for lack of memory: {', '.join(_name_of(case) for case in turns)}", flush=True)
     machine, is_cut_short = rates(), False
     timed: list[tuple[Case, float, Row]] = []
     try:
         for case, seconds, others in _timed(bench, fitting):
             timed.append((case, seconds, others))  # Before printing, so that every printed case is kept.
-            print(f"{case.model} {case.kernel} {case.shape}: {1e6 * seconds:,.1f} us", flush=True)
+            print(f"{_name_of(case)}: {1e6 * seconds:,.1f} us", flush=True)
         machine = machine.faster(rates())
     except KeyboardInterrupt:
         if not timed:
@@ -73,6 +76,10 @@ def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, on
         skipped=sum(map(len, every)) - sum(map(len, fitting)),
         is_cut_short=is_cut_short,
     )
+
+
+def _name_of(case: Case) -> str:
+    return f"{case.model} {case.kernel} {case.shape}"
 
 
 def _timed(bench: Bench, turns: Iterable[list[Case]]) -> Iterator[tuple[Case, float, Row]]:
@@ -131,13 +138,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure only kernels whose name contains this")
     parser.add_argument("--memory-gib", type=float, help="default: 60 %% of a GPU's free memory, else 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prove", nargs="*", default=[], help="further tests that must pass first")
-    parser.add_argument("--skip-proof", action="store_true", help="measure without tests, and keep no report")
+    add_proof_options(parser, default=[], about="further tests that must pass first")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     parser.add_argument("--name", help="name of the report; default: kernels, or kernels-cpu-BACKEND")
     arguments = parser.parse_args()
     bench = make_bench(arguments.device, arguments.dtype, arguments.backend)
-    proven = "nothing" if arguments.skip_proof else proof_of(arguments.device, arguments.prove)
+    proof = proof_of(
+        [*PROOFS[arguments.device], *([arguments.prove] if arguments.prove else [])],
+        device=arguments.device,
+        is_skipped=arguments.skip_proof,
+        seconds=arguments.proof_seconds,
+    )
     torch.set_num_threads(arguments.threads)
     memory_bytes = _memory_bytes(arguments.memory_gib, bench.device)
     with torch.inference_mode():
@@ -153,33 +164,28 @@ def main() -> None:
             "copy_gb_per_second": round(measured.machine.copy_bytes_per_second / 1e9, 2),
             "matmul_tflops_per_second": round(measured.machine.matmul_flops_per_second / 1e12, 4),
         },
-        "proven": proven,
+        "proven": proof.proven,
         "skipped": measured.skipped,
         "cut_short": measured.is_cut_short,
         "rows": measured.rows,
     }
-    if arguments.skip_proof:
-        print(text_of(figures))
-    else:
-        own = "kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"
-        path = write_report(
-            # A report that was cut short never replaces a complete one of the same day.
-            f"{arguments.name or own}{'-cut-short' if measured.is_cut_short else ''}",
-            title="Kernels against the roofline",
-            text=text_of(figures),
-            figures=figures,
-            floors=floors_of(measured.rows, bench.device.type),
-            versions=_versions(),
-            folder=arguments.output,
-        )
-        print(path.read_text(encoding="utf-8"))
-        draw(path)
+    own = "kernels" if bench.device.type == "cuda" else f"kernels-cpu-{bench.backend.name}"
+    path = write_report(
+        arguments.name or own,
+        title="Kernels against the roofline",
+        text=text_of(figures),
+        figures=figures,
+        floors=floors_of(measured.rows, bench.device.type),
+        versions=_versions(),
+        folder=arguments.output,
+        unproven=proof.unproven,
+        is_cut_short=measured.is_cut_short,
+    )
+    print(path.read_text(encoding="utf-8"))
+    draw(path)
     if measured.is_cut_short:
         raise SystemExit("cut short: later cases are missing")
-
-
-def proof_of(device: str, others: Sequence[str]) -> str:
-    return "; ".join(prove(tests) for tests in (*PROOFS[device], others) if tests)
+    end_if_unproven(proof, is_skipped=arguments.skip_proof)
 
 
 def make_bench(device_name: str, dtype: str | None, backend: str) -> Bench:

@@ -219,7 +219,8 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         return lambda: backend.copy_blocks(pool, pairs)
 
     def draw(top_p: float) -> Callable[[], object]:
-        sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, NucleusSearch.of(backend))
+        nuclei = NucleusSearch.of(backend)
+        sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, nuclei, backend.draw_unfiltered)
         logits, rows = (
             bench.random(tokens, shape.vocab),
             [_row_that_draws(number, top_p) for number in range(tokens)],

@@ -12,7 +12,8 @@ from bench.reporting import Floor
 ABOUT = """On a GPU, the cases have the shapes of Llama-3.1-8B and Qwen3-0.6B/8B/14B. They are 1 to 256 sequences of 128
 to 32k tokens, and prefills of 128 to 32k. On a CPU, there are fewer cases. Cases that need more than --memory-gib are
 skipped and counted. Triton's interpreter is rejected, because its times mean nothing. `Roofline` is the minimum time
-over the measured time. The minimum is bytes at the copy bandwidth or FLOPs at the matmul rate, whichever is slower."""
+over the measured time. The minimum is bytes at the copy bandwidth or FLOPs at the matmul rate, whichever is slower. On
+a GPU, a call is replayed from a CUDA graph, and the last-level cache holds other data before it."""
 LARGE_READ_BYTES = 64 << 20
 DECODE_FLOOR = 0.85
 LONE_DECODE_FLOOR = 0.75

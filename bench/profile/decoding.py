@@ -28,7 +28,7 @@ def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> I
     """Keep `running` sequences of `context` tokens decoding, for at most `num_steps` steps.
 
     The engine has no other work. Raise ValueError if the engine has no room for them, and RuntimeError if not all of
-    them ran in every step.
+    them ran in every step. A KeyboardInterrupt may leave the engine within a step, so nobody can use it afterwards.
     """
     _check_room(engine, running=running, context=context, num_steps=num_steps)
     chance, salt = Random(running), str(time.perf_counter_ns())
@@ -43,10 +43,16 @@ def decoding(engine: Engine, *, running: int, context: int, num_steps: int) -> I
         lengths = [(sequence, len(sequence.tokens)) for sequence in engine.scheduler.running]
         yield
         _check_steps(lengths, num_steps)
-    finally:
-        for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
-            engine.cancel(sequence.request_id)
-        _drain(engine)
+    except Exception:
+        _end(engine)
+        raise
+    _end(engine)
+
+
+def _end(engine: Engine) -> None:
+    for sequence in (*engine.scheduler.running, *engine.scheduler.waiting):
+        engine.cancel(sequence.request_id)
+    _drain(engine)
 
 
 def _check_room(engine: Engine, *, running: int, context: int, num_steps: int) -> None:

@@ -20,19 +20,21 @@ Figures = dict[str, Any]
 
 
 def floors_of(figures: Figures) -> list[Floor]:
-    rows = (
-        (f"plan + prepare, {MANY} running, median ms", figures["plan_and_prepare_ms"]["p50"], PLAN_FLOOR_MS),
-        ("naming and look-up at 0 % hits, share of the time", figures["names"]["share"], NAMES_FLOOR),
-        (
-            "longest garbage collection, as in a worker, ms",
-            max(
-                figures["collections"]["spared"]["longest_ms"],
-                figures["full_collections"]["spared_ms"],
-                figures["full_collections"]["large_pool_ms"],
-            ),
-            COLLECTION_FLOOR_MS,
-        ),
-    )
+    """Return the floors of what was measured. A run that is cut short, or short of memory, has fewer."""
+    rows: list[tuple[str, float, float]] = []
+    if "plan_and_prepare_ms" in figures:
+        p50 = figures["plan_and_prepare_ms"]["p50"]
+        rows.append((f"plan + prepare, {MANY} running, median ms", p50, PLAN_FLOOR_MS))
+    if "names" in figures:
+        share = figures["names"]["share"]
+        rows.append(("naming and look-up at 0 % hits, share of the time", share, NAMES_FLOOR))
+    if "full_collections" in figures:
+        longest = max(
+            figures["collections"]["spared"]["longest_ms"],
+            figures["full_collections"]["spared_ms"],
+            figures["full_collections"]["large_pool_ms"],
+        )
+        rows.append(("longest garbage collection, as in a worker, ms", longest, COLLECTION_FLOOR_MS))
     floors = [Floor(name=name, value=value, floor=floor, better="lower") for name, value, floor in rows]
     return [*floors, *_step_floors(figures)]
 
@@ -59,26 +61,47 @@ def _step_floors(figures: Figures) -> list[Floor]:
 
 def text_of(figures: Figures, about: str) -> str:
     """Format the report. `about` is the command's docstring, of which the title and the examples are cut off."""
-    tables = [_table(name, rows) for name, rows in figures["steps"].items()]
-    names, plan = figures["names"], figures["plan_and_prepare_ms"]
-    collections = [
-        f"- {way}: {row['count']} collections, longest {row['longest_ms']} ms, sum {row['whole_ms']} ms"
-        for way, row in figures["collections"].items()
-    ]
+    cut_short = " **Cut short: later measurements are missing.**" if figures.get("cut_short") else ""
+    left_out = figures.get("left_out")
     return "\n\n".join(
         [
             about.partition("\n\n")[2].partition("\n\n")[2].strip(),
             f"Model {figures['model']}, {figures['dtype']}, kernel backend {figures['backend']}, {figures['threads']} "
-            f"threads. Proven before: {figures['proven']}.",
+            f"threads. Proven before: {figures['proven']}.{cut_short}",
+            *([f"Left out for lack of memory: {'; '.join(left_out)}."] if left_out else []),
             _roofline_table(figures["of_roofline"]),
-            *tables,
-            f"## Scheduler\n\nplan + prepare at {MANY} running sequences, {plan['steps']} steps: p50 {plan['p50']} ms, "
-            f"p99 {plan['p99']} ms, max {plan['p100']} ms. "
-            f"`mixed` at 0 % hits took {names['whole_ms']:,} ms. Naming took {names['naming_ms']} ms and look-up "
-            f"{names['look_up_ms']} ms of it: {names['share']:.2%}.",
-            "\n".join(["## Garbage collection, wall clock", "", *collections, _full_collections(figures)]),
+            *(_table(name, rows) for name, rows in figures["steps"].items()),
+            *_scheduler(figures),
+            *_garbage_collection(figures),
         ]
     )
+
+
+def _scheduler(figures: Figures) -> list[str]:
+    parts: list[str] = []
+    if "plan_and_prepare_ms" in figures:
+        plan = figures["plan_and_prepare_ms"]
+        parts.append(
+            f"plan + prepare at {MANY} running sequences, {plan['steps']} steps: p50 {plan['p50']} ms, "
+            f"p99 {plan['p99']} ms, max {plan['p100']} ms."
+        )
+    if "names" in figures:
+        names = figures["names"]
+        parts.append(
+            f"`mixed` at 0 % hits took {names['whole_ms']:,} ms. Naming took {names['naming_ms']} ms and look-up "
+            f"{names['look_up_ms']} ms of it: {names['share']:.2%}."
+        )
+    return [f"## Scheduler\n\n{' '.join(parts)}"] if parts else []
+
+
+def _garbage_collection(figures: Figures) -> list[str]:
+    if "full_collections" not in figures:
+        return []
+    collections = [
+        f"- {way}: {row['count']} collections, longest {row['longest_ms']} ms, sum {row['whole_ms']} ms"
+        for way, row in figures["collections"].items()
+    ]
+    return ["\n".join(["## Garbage collection, wall clock", "", *collections, _full_collections(figures)])]
 
 
 def _full_collections(figures: Figures) -> str:

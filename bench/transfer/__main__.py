@@ -34,10 +34,12 @@ RATES_MBITS = (10, 100, 1000)
 TRIALS = 10_000
 
 
-def links(folder: Path, repeats: int) -> list[dict[str, Any]]:
+def links(repeats: int) -> list[dict[str, Any]]:
     """Run links.py in a network namespace of its own."""
-    command = [*ISOLATED, sys.executable, "-m", "bench.transfer.links", MODEL, str(folder), str(repeats)]
-    done = subprocess.run([*command, *map(str, RATES_MBITS)], capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="blockyard-transfer-") as temporary:
+        folder = model_folder(MODEL, "float32", Path(temporary), with_weights=False)
+        command = [*ISOLATED, sys.executable, "-m", "bench.transfer.links", MODEL, str(folder), str(repeats)]
+        done = subprocess.run([*command, *map(str, RATES_MBITS)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the links were not measured:\n{done.stderr[-2000:]}")
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -47,22 +49,27 @@ def links(folder: Path, repeats: int) -> list[dict[str, Any]]:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="blockyard-transfer-") as temporary:
-        folder = model_folder(MODEL, "float32", Path(temporary), with_weights=False)
+        folder = model_folder(arguments.model, arguments.dtype, Path(temporary), with_weights=False)
         secret = "" if arguments.plaintext else token_hex(32)
-        settings = {"secret": secret, "repeats": arguments.repeats}
+        settings = {
+            "secret": secret,
+            "repeats": arguments.repeats,
+            "dtype": arguments.dtype,
+            "device": arguments.device,
+        }
         for part in arguments.parts:
             began, busy = time.monotonic(), machine_seconds()
             match part:
                 case "first":
-                    figures[part] = asyncio.run(first_tokens(MODEL, folder, **settings))
+                    figures[part] = asyncio.run(first_tokens(arguments.model, folder, **settings))
                 case "decodes":
-                    figures[part] = asyncio.run(beside_decodes(MODEL, folder, **settings))
+                    figures[part] = asyncio.run(beside_decodes(arguments.model, folder, **settings))
                 case "harm":
                     figures[part] = asyncio.run(
                         wrong_tokens(folder, trials=arguments.trials, seed=arguments.seed)
                     )
                 case "links":
-                    figures[part] = {"rates": links(folder, arguments.repeats)}
+                    figures[part] = {"rates": links(arguments.repeats)}
             seconds = time.monotonic() - began
             own = sum(os.times()[:4]) - figures.get("own_seconds", 0.0)
             figures["own_seconds"] = sum(os.times()[:4])
@@ -102,10 +109,12 @@ def _at_most(name: str, value: float, floor: float) -> Floor:
 
 def text_of(figures: Mapping[str, Any], arguments: argparse.Namespace) -> str:
     assert __doc__ is not None
+    where = "one GPU" if arguments.device == "cuda" else "the CPU with one thread each"
     way = "plaintext" if arguments.plaintext else "TLS"
     parts = [__doc__.rpartition("\n\n")[2].strip()]
     parts.append(
-        f"{MODEL} with random weights in float32, one thread each, {way}, {arguments.repeats} repeats."
+        f"{arguments.model} with random weights in {arguments.dtype}, both workers on {where}, {way}, "
+        f"{arguments.repeats} repeats."
     )
     if arguments.beside:
         parts.append(f"What else ran on the machine: {arguments.beside}.")
@@ -153,6 +162,10 @@ def text_of(figures: Mapping[str, Any], arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=MODEL, help="A shape of bench.engine. Links and harm keep theirs.")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--name", default="transfer", help="The report's name begins with it.")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trials", type=int, default=TRIALS, help="Transfers to harm.")
     parser.add_argument("--seed", type=int, default=1, help="Seed of the harm.")
@@ -165,7 +178,7 @@ def main() -> None:
     figures = measure(arguments)
     parts = () if arguments.parts == list(PARTS) else arguments.parts
     path = write_report(
-        "-".join(("transfer", *parts)),
+        "-".join((arguments.name, *parts)),
         title="Blocks that travel between two workers",
         text=text_of(figures, arguments),
         figures=figures,

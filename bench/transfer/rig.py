@@ -183,7 +183,7 @@ class Worker:
 
 
 def options_of(model: Path, *, blocks: int, block_bytes: int, host_blocks: int, **more: Any) -> list[str]:
-    """Return the options of a worker on a CPU."""
+    """Return the options of a worker, on a CPU unless `more` has another device."""
     options: dict[str, Any] = {
         "model": model,
         "device": "cpu",

@@ -23,14 +23,15 @@ DECODE_SECONDS = 8.0
 OUTPUT_TOKENS = 4
 
 
-def block_bytes(model: str) -> int:
+def block_bytes(model: str, dtype: str = "float32") -> int:
     shape = SHAPES[model]
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * BLOCK_SIZE * 4
+    value_bytes = 4 if dtype == "float32" else 2
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * BLOCK_SIZE * value_bytes
 
 
-def options(model: str, folder: Path, **more: Any) -> list[str]:
-    sizes = {"blocks": POOL_BLOCKS, "block_bytes": block_bytes(model), "host_blocks": HOST_BLOCKS}
-    settings = {"load_format": "random", "dtype": "float32", "max_model_len": PREFIX_TOKENS + 512}
+def options(model: str, folder: Path, *, dtype: str = "float32", **more: Any) -> list[str]:
+    sizes = {"blocks": POOL_BLOCKS, "block_bytes": block_bytes(model, dtype), "host_blocks": HOST_BLOCKS}
+    settings = {"load_format": "random", "dtype": dtype, "max_model_len": PREFIX_TOKENS + 512}
     return options_of(folder, **(sizes | settings | more))
 
 
@@ -38,8 +39,11 @@ def prompt_of(chance: random.Random, length: int = PREFIX_TOKENS + TAIL_TOKENS) 
     return [chance.randrange(3, 30_000) for _ in range(length)]
 
 
-async def first_tokens(model: str, folder: Path, *, secret: str, repeats: int) -> dict[str, Any]:
+async def first_tokens(
+    model: str, folder: Path, *, secret: str, repeats: int, dtype: str, device: str
+) -> dict[str, Any]:
     """Measure each way in turns. Return the times in seconds, and how often the tokens differed."""
+    settings = options(model, folder, dtype=dtype, device=device)
     times: dict[str, list[float]] = {
         "recomputed": [],
         "pulled": [],
@@ -48,7 +52,7 @@ async def first_tokens(model: str, folder: Path, *, secret: str, repeats: int) -
         "set-up": [],
     }
     chance, differing = random.Random(1), 0
-    async with two_workers(folder, options(model, folder), secret=secret) as (source, destination):
+    async with two_workers(folder, settings, secret=secret) as (source, destination):
         earlier = None
         for repeat in range(repeats + 1):
             prompt = prompt_of(chance)
@@ -72,7 +76,7 @@ async def first_tokens(model: str, folder: Path, *, secret: str, repeats: int) -
     return {
         "seconds": {name: round(statistics.median(found), 4) for name, found in times.items()},
         "all_seconds": {name: [round(value, 4) for value in found] for name, found in times.items()},
-        "megabytes": BLOCKS * block_bytes(model) / 1e6,
+        "megabytes": BLOCKS * block_bytes(model, dtype) / 1e6,
         "other_tokens": differing,
         "pulled_to_recomputed": ratio(times["pulled"], times["recomputed"]),
         "pulled_to_host_hit": ratio(times["pulled"], times["host hit"]),
@@ -84,7 +88,9 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
     return round(statistics.median(one / other for one, other in zip(values, others, strict=True)), 4)
 
 
-async def beside_decodes(model: str, folder: Path, *, secret: str, repeats: int) -> dict[str, Any]:
+async def beside_decodes(
+    model: str, folder: Path, *, secret: str, repeats: int, dtype: str, device: str
+) -> dict[str, Any]:
     """Measure gaps between tokens at both ends, in turns without and with pulls one after the other."""
     gaps: dict[str, dict[str, list[float]]] = {
         name: {"without": [], "with": []} for name in ("source", "destination")
@@ -92,7 +98,8 @@ async def beside_decodes(model: str, folder: Path, *, secret: str, repeats: int)
     pulls = 0
     chance = random.Random(2)
     roomy = {"blocks": POOL_BLOCKS + 150, "mixed_step_seconds": 0.05}
-    async with two_workers(folder, options(model, folder, **roomy), secret=secret) as (source, destination):
+    settings = options(model, folder, dtype=dtype, device=device, **roomy)
+    async with two_workers(folder, settings, secret=secret) as (source, destination):
         prompt = prompt_of(chance)
         await source.ask(prompt, 1)
         for turn in range(2 * repeats):

@@ -71,7 +71,9 @@ def items_of_step(
     decode_W6, partial_starts_D1 = _decode_items(context_D, begin_D, shared_splits_D, wanted_tokens)
     return {
         "decode": decode_W6,
-        "prefill": _prefill_items(query_R, context_R, window, num_decodes),
+        "prefill": NO_ITEMS["prefill"]
+        if num_decodes == len(query_R)
+        else _prefill_items(query_R, context_R, window, num_decodes),
         "shared": shared_Y5,
         "members": shared.members_M.astype(np.int32),
         "partials": partial_starts_D1,
@@ -90,6 +92,9 @@ def _decode_items(
     cut into splits of about equal size. The total work sets the size, not the batch size. A row with splits of shared
     keys has partial slots for them and for its own."""
     keys_D = context_D - begin_D
+    if keys_D.max(initial=0) <= wanted_tokens and not shared_splits_D.any():
+        whole_D6 = _item_array(np.arange(len(keys_D)), 0, 1, begin_D, context_D, -1)
+        return whole_D6, np.zeros(len(keys_D) + 1, dtype=np.int32)
     wanted_D = -(-keys_D // wanted_tokens)
     size_D = -(-keys_D // (wanted_D * SPLIT_ALIGNMENT_TOKENS)) * SPLIT_ALIGNMENT_TOKENS
     splits_D = -(-keys_D // size_D)
@@ -102,8 +107,15 @@ def _decode_items(
     end_W = np.minimum(first_W + size_D[row_W], context_D[row_W])
     own_slot_W = partial_starts_D1[row_W] + shared_splits_D[row_W] + split_W
     slot_W = np.where(partials_D[row_W] > 0, own_slot_W, -1)
-    items_W6 = np.stack((row_W, np.zeros_like(row_W), np.ones_like(row_W), first_W, end_W, slot_W), axis=1)
-    return items_W6.astype(np.int32), partial_starts_D1.astype(np.int32)
+    return _item_array(row_W, 0, 1, first_W, end_W, slot_W), partial_starts_D1.astype(np.int32)
+
+
+def _item_array(row_W: Int64Array, *others: Int64Array | int) -> Int32Array:
+    """Return items [W, 6] from their six columns. A number stands for a column of that number."""
+    items_W6 = np.empty((len(row_W), 6), dtype=np.int32)
+    for column, values in enumerate((row_W, *others)):
+        items_W6[:, column] = values
+    return items_W6
 
 
 def _prefill_items(
@@ -120,7 +132,5 @@ def _prefill_items(
     first_position_X = context_Q[row_X] - query_Q[row_X]
     begin_X = _first_keys(first_position_X + first_X, window)
     keys_X = first_position_X + end_X
-    items_X6 = np.stack(
-        (row_X + num_decodes, first_X, end_X, begin_X, keys_X, np.full_like(row_X, -1)), axis=1
-    )
-    return items_X6[np.argsort(begin_X - keys_X, kind="stable")].astype(np.int32)
+    items_X6 = _item_array(row_X + num_decodes, first_X, end_X, begin_X, keys_X, -1)
+    return items_X6[np.argsort(begin_X - keys_X, kind="stable")]

@@ -30,6 +30,9 @@ from blockyard.kernels.attention.shared_prefix import (
 )
 
 PADDING_SLOT = -1
+# Block tables are multiples of so many blocks wide. Triton compiles a kernel anew for a width of 1, for multiples of 16
+# and for other widths, which would hold up a worker that serves.
+TABLE_WIDTH_STEP = 16
 # Views into the shared buffer start on 16 bytes, which Triton needs for its widest loads.
 _ALIGNMENT_BYTES = 16
 
@@ -272,10 +275,15 @@ def _check_rows(
         raise ValueError(f"{table_RB.shape[1]} blocks of {block_size} for {longest} tokens")
 
 
+def table_width(num_blocks: int) -> int:
+    """Return the width of a block table that holds so many blocks."""
+    return -(-num_blocks // TABLE_WIDTH_STEP) * TABLE_WIDTH_STEP
+
+
 def _dense_table(block_tables: Sequence[Sequence[int]]) -> Int32Array:
     """Pack tables of uneven length into one array in one flat pass, because an array for each row costs more."""
     lens_R = np.fromiter(map(len, block_tables), dtype=np.int64, count=len(block_tables))
-    width = int(lens_R.max(initial=0))
+    width = table_width(int(lens_R.max(initial=0)))
     table_RB = np.zeros((len(block_tables), width), dtype=np.int32)
     flat = np.fromiter(chain.from_iterable(block_tables), dtype=np.int32, count=int(lens_R.sum()))
     table_RB[np.arange(width) < lens_R[:, None]] = flat
@@ -307,25 +315,27 @@ def _no_items(device: torch.device) -> Mapping[str, torch.Tensor]:
 
 
 def _to_device(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy arrays to the device as views of one byte buffer, in one asynchronous copy. On a CPU the tensors are views
-    of the arrays themselves."""
+    """Return arrays as tensors on the device. On a CPU the tensors are views of the arrays themselves."""
     if device.type == "cpu":
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-    offsets: dict[str, int] = {}
+    return _in_one_copy(arrays, device)
+
+
+def _in_one_copy(arrays: Mapping[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy arrays to the device as views of one byte buffer, in one asynchronous copy."""
+    offsets: list[int] = []
     size = 0
-    for name, array in arrays.items():
-        offsets[name] = size
+    for array in arrays.values():
+        offsets.append(size)
         size += -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host_bytes = host.numpy()
-    for name, array in arrays.items():
-        host_bytes[offsets[name] : offsets[name] + array.nbytes] = (
-            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        )
+    for offset, array in zip(offsets, arrays.values(), strict=True):
+        host_bytes[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     buffer = host.to(device, non_blocking=True)
+    buffers = {4: buffer.view(torch.int32), 8: buffer.view(torch.int64)}
+    # One operation each, where slices and views would be three.
     return {
-        name: buffer[offsets[name] : offsets[name] + array.nbytes]
-        .view(torch.int64 if array.dtype == np.int64 else torch.int32)
-        .view(array.shape)
-        for name, array in arrays.items()
+        name: buffers[array.itemsize].as_strided(array.shape, (*array.shape[1:], 1), offset // array.itemsize)
+        for offset, (name, array) in zip(offsets, arrays.items(), strict=True)
     }

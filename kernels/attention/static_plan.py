@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from blockyard.kernels.attention.items import DEFAULT_GROUP, DEFAULT_TARGET_PROGRAMS
-from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention
+from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention, table_width
 from blockyard.kernels.attention.shared_prefix import MIN_SHARERS, members_of_item
 
 
@@ -69,7 +69,7 @@ class StaticDecodes:
         device: torch.device,
     ) -> None:
         self._bounds = bounds
-        self._max_blocks = -(-max_context_tokens // block_size)
+        self._max_blocks = table_width(-(-max_context_tokens // block_size))
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
         self._largest = replace(
             _empty_plan(max_rows, block_size, bounds, device),

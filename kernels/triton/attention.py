@@ -12,7 +12,7 @@ in the pool, S partial slots. M packed query rows of a program, J keys of a tile
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import widened
+from blockyard.kernels.triton.quantised_heads import load_scales, widened
 
 
 @triton.jit
@@ -95,14 +95,13 @@ def attend_tile(
         k_scale_ptrs_J = (
             scales_ptr + first_scale + slot_J + block_J.to(tl.int64) * (2 * NUM_KV_HEADS * row_scales)
         )
-        v_scale_ptrs_J = k_scale_ptrs_J + NUM_KV_HEADS * row_scales
-        k_scale_J = tl.load(k_scale_ptrs_J)
-        v_scale_J = (
-            tl.load(v_scale_ptrs_J, mask=key_J < end_key, other=0.0) if MASKED else tl.load(v_scale_ptrs_J)
+        is_read_J = (key_J < end_key) if MASKED else tl.full([BLOCK_J], True, tl.int1)
+        k_scale_J, v_scale_J = load_scales(
+            k_scale_ptrs_J, NUM_KV_HEADS * row_scales, is_read_J, BLOCK_J, q_MD.shape[0] >= 64
         )
         exact: tl.constexpr = tl.float32 if WIDEN else q_MD.dtype
-        k_JD = widened(k_JD, exact)
-        v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact)
+        k_JD = widened(k_JD, exact, False)
+        v_JD = widened(v_JD, tl.bfloat16 if exact == tl.float16 else exact, True)
     scores_MJ = _dot(q_MD, tl.trans(k_JD), WIDEN)
     if SCALE_BYTES:
         scores_MJ *= k_scale_J[None, :]
@@ -184,10 +183,10 @@ def attend_keys(
     return acc_MD, peak_M, total_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def attend_items_kernel(
     q_ptr,  # [T, N, D], strides (q_stride_t, q_stride_n, 1)
-    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or the bits of e4m3, with scales behind each P heads
+    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or e4m3 (also as bits), with scales behind each P heads
     scales_ptr,  # the same memory as fp32, only with SCALE_BYTES
     table_ptr,  # [R, blocks], int32, contiguous
     query_starts_ptr,  # [R + 1], int32

@@ -15,7 +15,7 @@ from blockyard.kernels.triton.quantised_heads import peak_of, quantised, scale_o
 def write_kv_kernel(
     k_ptr,  # [T, K, D], strides (k_stride_t, k_stride_k, 1)
     v_ptr,  # [T, K, D], strides (v_stride_t, v_stride_k, 1)
-    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or the bits of e4m3, with scales behind each P heads
+    pool_ptr,  # [B, 2, K, P, D], contiguous; quantised, int8 or e4m3 (also as bits), with scales behind each P heads
     scales_ptr,  # the same memory as fp32, only with SCALE_BYTES
     slots_ptr,  # [T], int64, negative for padding
     k_stride_t,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [T, H], strides (x_stride_t, 1)
     residual_ptr,  # [T, H], strides (residual_stride_t, 1), only with HAS_RESIDUAL

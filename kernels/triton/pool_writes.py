@@ -7,6 +7,8 @@ positions.
 # Triton ships no types.
 # mypy: disable-error-code="import-untyped"
 
+from functools import cache
+
 import torch
 import triton
 from blockyard.kernels.attention.plan import AttentionPlan
@@ -83,13 +85,20 @@ def launch_qk_norm_rope_write(
 
 
 def pool_pointers(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return a kernel's `pool_ptr`, `scales_ptr` and `SCALE_BYTES`. fp8 is passed as bits, and the scales lie in the
-    same memory."""
+    """Return a kernel's `pool_ptr`, `scales_ptr` and `SCALE_BYTES`. fp8 is passed as bits where the device does not
+    convert it. The scales lie in the same memory."""
     if not is_quantised(kv_pool_B2KPD):
         return kv_pool_B2KPD, kv_pool_B2KPD, 0
-    is_int8 = kv_pool_B2KPD.dtype == torch.int8
-    numbers = kv_pool_B2KPD if is_int8 else kv_pool_B2KPD.view(torch.uint8)
+    as_bits = kv_pool_B2KPD.dtype == torch.float8_e4m3fn and not converts_e4m3(kv_pool_B2KPD.device)
+    numbers = kv_pool_B2KPD.view(torch.uint8) if as_bits else kv_pool_B2KPD
     return numbers, kv_pool_B2KPD.view(torch.float32), SCALE_BYTES
+
+
+@cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Return whether the device has instructions that convert e4m3: NVIDIA's GPUs from compute capability 8.9 on."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:

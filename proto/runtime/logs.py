@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 LEVEL_VARIABLE = "BLOCKYARD_LOG_LEVEL"
 FORMAT_VARIABLE = "BLOCKYARD_LOG_FORMAT"
+GRPC_LOGGER = "grpc._cython.cygrpc"
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -51,6 +52,17 @@ def configure_logging(config: LogConfig | None = None, **identity: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(identity) if config.format == "json" else TextFormatter())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])
+    logging.getLogger(GRPC_LOGGER).addFilter(is_no_lost_answer)
+
+
+def is_no_lost_answer(record: logging.LogRecord) -> bool:
+    """Return False for gRPC's report that an answer could not be sent because the call had ended.
+
+    gRPC reports this as an error, with a traceback, if it has not noticed yet that the client is gone. Its reports of
+    misuse, such as two writes at once, have another text.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (type(error).__name__ == "ExecuteBatchError" and '"execute_batch"' in str(error))
 
 
 @contextmanager

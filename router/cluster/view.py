@@ -655,7 +655,8 @@ class ClusterView:
     def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:
         """Return the worker that has handed a request over as a source for it, or None where it is gone or silent.
 
-        It takes no new requests, so neither the index nor `ready` has it.
+        It takes no new requests, so neither the index nor `ready` has it. It has handed all of them over, so no step
+        delays it, whatever its last report says.
         """
         worker = self._workers.get(holder.address)
         if (
@@ -665,7 +666,8 @@ class ClusterView:
             or self.silence_seconds(worker) >= self._suspect_seconds
         ):
             return None
-        return self.pull_source(worker, holder.tokens // worker.hello.block_size, prompt_tokens)
+        source = self.pull_source(worker, holder.tokens // worker.hello.block_size, prompt_tokens)
+        return source and source._replace(step_ms=0.0)
 
     def check_invariants(self) -> None:
         self._arrivals.check_invariants()

@@ -20,7 +20,7 @@ from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, Unk
 from blockyard.router.generation.generation import RouterParts, scoped_session, tokenise
 from blockyard.router.request.validation import check_context, prompt_estimate, valid_question
 from blockyard.router.services.inference import model_message
-from blockyard.router.services.interceptor import Context
+from blockyard.router.services.interceptor import Context, write
 from blockyard.router.services.messages import (
     candidate_message,
     latencies_message,
@@ -111,7 +111,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             # Silence changes states without an event, so the watch polls.
             now = workers_message(self._parts.fleet)
             if sent is None or timeless(now) != timeless(sent):
-                await context.write(now)
+                await write(context, now)
                 sent = now
             await asyncio.sleep(WATCH_SECONDS)
 

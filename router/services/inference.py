@@ -10,7 +10,7 @@ from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.services.delta_messages import gathered, stream_response
-from blockyard.router.services.interceptor import Context
+from blockyard.router.services.interceptor import Context, write
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -23,10 +23,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GenerateStream(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         async with self._calls.deltas(request, context) as (request_id, run):
 
-            async def write(delta: Delta) -> None:
-                await context.write(stream_response(request_id, delta))
+            async def write_delta(delta: Delta) -> None:
+                await write(context, stream_response(request_id, delta))
 
-            await self._calls.deliver(run, write)
+            await self._calls.deliver(run, write_delta)
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context

@@ -37,6 +37,8 @@ MAX_LASTING = 256
 """Most calls of each such method at once."""
 MAX_LASTING_A_CLIENT = 32
 LASTING_RETRY_SECONDS = 5.0
+END_SECONDS = 10.0
+"""Longest time from a failed write until gRPC cancels the task of its call."""
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -59,7 +61,7 @@ def _refusal(error: RouterError) -> Any:
     """Return a handler that refuses any call. On the wire a response without a message is the same for all methods."""
 
     async def refuse(_: Any, context: Context) -> None:
-        await context.abort(code_of(error), error.message, trailing_metadata(error))
+        await _end(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -67,7 +69,7 @@ def _refusal(error: RouterError) -> Any:
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     """Wraps methods with one request message or a stream of them.
 
-    A handler with one message must be a coroutine. It writes a stream with `context.write`.
+    A handler with one message must be a coroutine. It writes a stream with `write`.
     """
 
     def __init__(self, gate: CallGate, intake: Intake, *, message_bytes: int) -> None:
@@ -113,7 +115,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
                 await self._gate.free(error)
                 raise
             except Exception as error:
-                await _abort(context, error, method)
+                await _end(context, answer_to(error, method))
 
         return behave
 
@@ -121,7 +123,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         async def behave(context: Context) -> Any:
             raw = await self._read(context)
             if raw is grpc.aio.EOF:
-                await _end_without_message(context)
+                # gRPC reports the same for a message too large or broken off, and has ended that call.
+                raise MalformedMessage("the call has no message")
             return await inner(_parsed(parse, raw), context)
 
         return behave
@@ -144,7 +147,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         async def behave(context: Context) -> None:
             async with aclosing(handler.stream_stream(requests(context), context)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await write(context, response)
 
         return behave
 
@@ -172,13 +175,16 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
                 del self._num_lasting[own]
 
 
-async def _end_without_message(context: Context) -> NoReturn:
-    """Refuse a call without a message. gRPC reports the same for a message too large or broken off, and has ended that
-    call."""
+async def write(context: Context, message: Any) -> None:
+    """Write one message of a stream.
+
+    If the call has ended, its task is cancelled here: gRPC may report the failed write before the end of the call.
+    """
     try:
-        await _abort(context, MalformedMessage("the call has no message"), "a call")
+        await context.write(message)
     except grpc.aio.InternalError:
-        raise asyncio.CancelledError from None
+        await asyncio.sleep(END_SECONDS)
+        raise
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
@@ -188,6 +194,9 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         raise MalformedMessage("the request is not a valid message of this method") from None
 
 
-async def _abort(context: Context, error: Exception, method: str) -> NoReturn:
-    answer = answer_to(error, method)
-    await context.abort(code_of(answer), answer.message, trailing_metadata(answer))
+async def _end(context: Context, error: RouterError) -> NoReturn:
+    try:
+        await context.abort(code_of(error), error.message, trailing_metadata(error))
+    except grpc.aio.InternalError:
+        # The call has ended before its status was sent. gRPC would log this as an error.
+        raise asyncio.CancelledError from None

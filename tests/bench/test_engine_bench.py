@@ -1,4 +1,4 @@
-"""The engine bench: its workloads are as described, its clock and figures are right, and a red test keeps no report."""
+"""The engine bench: its workloads are as described, its clock and figures are right."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ from bench.engine.workloads import WORKLOADS, requests_of
 from bench.kernels.timing import Machine
 from bench.plots import draw, figure_of
 from bench.profile.roofline import used_weights
-from bench.proof import RedTests, prove
+from bench.proof import Proof
 
 SETTINGS = {
     "model": str(model_folder("demo", "float32", Path(), with_weights=True)),
@@ -307,7 +307,7 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.engine", "--output", str(tmp_path)])
-    monkeypatch.setattr(main, "prove", lambda _: "all")
+    monkeypatch.setattr(main, "proof_of", lambda *_, **__: Proof(proven="all"))
     monkeypatch.setattr(main, "run", lambda *_: NOTHING)
     printed: list[str] = []
 
@@ -320,18 +320,6 @@ def test_a_run_in_which_nothing_of_ours_was_measured_is_kept_printed_and_drawn_a
         main.main()
     assert "blockyard triton: not measured (CUDA out of memory)." in printed[0]
     assert len(list(tmp_path.glob("*-engine.*"))) == (2 if find_spec("matplotlib") is None else 3)
-
-
-@pytest.mark.slow
-def test_no_figure_comes_of_a_red_test(tmp_path: Path) -> None:
-    red, green = tmp_path / "test_red.py", tmp_path / "test_green.py"
-    red.write_text("def test_it() -> None:\n    assert False\n")
-    green.write_text("def test_it() -> None:\n    pass\n")
-    assert prove([str(green)]).startswith("1 tests passed")
-    with pytest.raises(RedTests, match="no benchmark on a red test"):
-        prove([str(red)])
-    with pytest.raises(RedTests):  # where nothing ran nothing is proven
-        prove([str(tmp_path / "test_missing.py")])
 
 
 @pytest.mark.slow

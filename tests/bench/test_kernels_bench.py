@@ -24,8 +24,9 @@ from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import FULL, Sizes, cases
 from bench.kernels.report import CASCADE_SHAPE, PREFILL_SHAPE, floors_of, text_of
-from bench.kernels.timing import Clock, Machine
+from bench.kernels.timing import Clock, Machine, fill_cache
 from bench.plots import figure_of
+from bench.proof import Proof
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -284,7 +285,7 @@ def test_a_run_cut_short_fails_and_leaves_the_complete_report_of_its_day_as_it_i
     options = ["--device", "cpu", "--backend", "torch", "--threads", str(torch.get_num_threads())]
     monkeypatch.setattr(sys, "argv", ["bench.kernels", *options, "--output", str(tmp_path)])
     monkeypatch.setattr(main, "measure_machine", lambda *_: MACHINE)
-    monkeypatch.setattr(main, "proof_of", lambda *_: "all")
+    monkeypatch.setattr(main, "proof_of", lambda *_, **__: Proof(proven="all"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(main, "cases", lambda *_: iter([one, other]))
     main.main()
@@ -380,6 +381,12 @@ def test_a_picture_shows_kernels_that_compute_and_such_as_only_copy(tmp_path: Pa
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
+def test_a_cache_is_filled_without_writing() -> None:
+    values = torch.zeros(100)
+    fill_cache(values)
+    assert values._version == 0
+
+
 def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -388,22 +395,23 @@ def test_tritons_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails() -> None:
-    with subprocess.Popen(
-        [*COMMAND, "--only", "linear", "--skip-proof"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as running:
+def test_the_command_prints_what_it_has_when_it_is_told_to_end_and_fails(tmp_path: Path) -> None:
+    options = ("--only", "linear", "--skip-proof", "--output", str(tmp_path))
+    with subprocess.Popen([*COMMAND, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline().endswith(" us\n")
         running.terminate()
         told, _ = running.communicate(timeout=100)
     assert running.returncode == 1
     assert "**Cut short: later cases" in told
+    (short,) = tmp_path.glob("*-kernels-cpu-torch-cut-short-unproven.json")
+    assert json.loads(short.read_text(encoding="utf-8"))["figures"]["rows"]
 
 
 @pytest.mark.slow
-def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> None:
+def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*COMMAND, "--only", "silu", "--memory-gib", "0.01", "--skip-proof"],
+        [*COMMAND, "--only", "silu", "--memory-gib", "0.01", "--skip-proof", "--output", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -413,3 +421,6 @@ def test_the_command_prints_each_kernel_beside_the_rates_of_its_own_run() -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     assert "GB/s, matmul" in done.stdout
     assert "## silu_mul, llama-166m" in done.stdout
+    assert "left out for lack of memory: llama-166m silu_mul 512 tokens\n" in done.stdout
+    (report,) = tmp_path.glob("*.md")
+    assert report.read_text(encoding="utf-8").splitlines()[2].startswith("**UNPROVEN: ")

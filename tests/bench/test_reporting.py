@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockyard.deploy.bench.machine import cpu, machine
@@ -77,6 +78,17 @@ def test_a_report_names_its_command_and_its_gpu(tmp_path: Path, monkeypatch: pyt
     assert "1 x NVIDIA H200 (CUDA 12.8, triton 3.6.0)" in text
     assert twin["gpu"] == H200
     assert twin.keys() >= machine().keys()
+
+
+def test_an_unproven_report_says_so_first_and_replaces_no_other(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"title": "X", "text": "Y", "figures": {}, "floors": [], "versions": {}}
+    proven = write_report("x", folder=tmp_path, **settings)
+    unproven = write_report("x", folder=tmp_path, **settings, unproven="2 failed", is_cut_short=True)
+    assert unproven.name == proven.name.replace("x.md", "x-cut-short-unproven.md")
+    assert unproven.read_text(encoding="utf-8").startswith("# X\n\n**UNPROVEN: 2 failed.**\n")
+    assert "UNPROVEN" not in proven.read_text(encoding="utf-8")
+    of_each = [json.loads(path.with_suffix(".json").read_text())["unproven"] for path in (proven, unproven)]
+    assert of_each == [None, "2 failed"]
 
 
 def test_a_gpu_is_none_where_torch_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Two routers behind one address, of which one is frozen: it accepts connections and sends nothing on them."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -62,7 +63,7 @@ def shared() -> Iterator[Shared]:
             for router in routers:
                 assert router.stdout is not None
                 assert router.stdout.readline() == "serves\n"
-            routers[1].send_signal(signal.SIGSTOP)
+            _freeze(routers[1])
             yield Shared(address=address, sound=routers[0], frozen=routers[1])
         finally:
             for router in routers:
@@ -72,6 +73,12 @@ def shared() -> Iterator[Shared]:
 
 def _router(address: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", ROUTER, address], stdout=subprocess.PIPE, text=True)
+
+
+def _freeze(router: "subprocess.Popen[str]") -> None:
+    """Stop a router, and wait until it has stopped. On a busy machine its threads may greet clients until then."""
+    router.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, router.pid, os.WSTOPPED)
 
 
 @contextmanager
@@ -139,7 +146,7 @@ def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_noth
 def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_deadline(
     shared: Shared,
 ) -> None:
-    shared.sound.send_signal(signal.SIGSTOP)
+    _freeze(shared.sound)
     with (
         Client(shared.address, timeout_seconds=GIVE_UP_SECONDS) as client,
         pytest.raises(UnavailableError, match="no router answers at"),

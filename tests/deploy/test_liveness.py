@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import wraps
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 from blockyard.deploy.supervision.actors import START_SECONDS
@@ -13,24 +11,12 @@ from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views.views import replica_dict
 from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, SupervisorWatch
 
-from simulation.virtual_time import Process, VirtualLoop
+from simulation.virtual_time import Process, VirtualLoop, in_virtual_time
 
 from .incarnations import PID, Downloads, FakeIncarnations
 
 TRUTH_SECONDS = 5.0
 """Time within which `status` shows a frozen replica."""
-
-
-def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    @wraps(test)
-    def run() -> None:
-        loop = VirtualLoop()
-        try:
-            loop.run_until_complete(test())
-        finally:
-            loop.close()
-
-    return run
 
 
 @in_virtual_time

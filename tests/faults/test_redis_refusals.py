@@ -111,13 +111,17 @@ async def test_a_redis_20_ms_away_costs_one_round_trip_a_request(
         hold_seconds=3.0,
     )
     assert survived.added_p50_ms < 10_000 * LATENCY_SECONDS
+    num_asked = num_answered = 0
     async with redis_cluster.client() as client:
         before, began = _num_scripts(redis), time.monotonic()
-        for number in range(NUM_QUESTIONS):
-            assert (await client.explain_placement(f"question {number} " * 30)).index_available
+        while num_answered < NUM_QUESTIONS:
+            # On a busy machine Redis may answer too late. Such a question has cost a round trip, or none.
+            assert num_asked < 10 * NUM_QUESTIONS, "Redis answers too few look-ups in time"
+            explained = await client.explain_placement(f"question {num_asked} " * 30)
+            num_asked, num_answered = num_asked + 1, num_answered + explained.index_available
         num_scripts, took = _num_scripts(redis) - before, time.monotonic() - began
     # Beside them each process renews its lease or reads the directory each second, and may purge.
-    assert NUM_QUESTIONS <= num_scripts <= NUM_QUESTIONS + 10 * (1 + took)
+    assert num_answered <= num_scripts <= num_asked + 10 * (1 + took)
 
 
 def _num_scripts(redis: RedisServer) -> int:

@@ -207,7 +207,10 @@ def compile_attentions(dtype: str, *, is_quick: bool) -> dict[str, Any]:
         shapes[", head size 64"] = {"head_dim": 64}
         if dtype == "bf16":  # Qwen3-0.6B's and Qwen3-14B's
             shapes |= {f", group {group}": {"group": group} for group in (2, 5)}
-    shapes |= {f", KV in {stored}": {"stored": stored} for stored in (("u8",) if is_quick else ("i8", "u8"))}
+    shapes |= {
+        f", KV in {stored}": {"stored": stored}
+        for stored in (("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"))
+    }
     compiled = {
         f"{launch}{shape}": compile_attention(launch, dtype, **options)
         for shape, options in shapes.items()
@@ -215,8 +218,24 @@ def compile_attentions(dtype: str, *, is_quick: bool) -> dict[str, Any]:
     }
     compiled["prefill, window"] = compile_attention("prefill", dtype, windowed=True)
     if dtype == "bf16":
-        compiled["decode, KV in u8 beside fp16"] = compile_attention("decode", "fp16", stored="u8")
+        for stored in ("u8", "fp8e4nv"):
+            compiled[f"decode, KV in {stored} beside fp16"] = compile_attention(
+                "decode", "fp16", stored=stored
+            )
     return compiled
+
+
+def check_conversions(name: str, ptx: str) -> None:
+    """Check that e4m3 is converted by instructions, and that values in 8 bits do not leave shared memory one by one.
+
+    fp32 has no tensor cores that read columns of 16 bits.
+    """
+    if "KV in fp8e4nv" in name:
+        assert "cvt.rn.f16x2.e4m3x2" in ptx, name
+    if " to fp8e4nv," in name:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx, name
+    if "KV in fp8e4nv" in name or "KV in i8" in name:
+        assert name.endswith("fp32") or not re.search(r"ld\.shared\.[bsu]8\b", ptx), name
 
 
 def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
@@ -231,7 +250,7 @@ def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
         "qk_norm_rope_write": compile_qk_norm_rope_write(dtype, normed=False),
         "qk_norm_rope_write with norms": compile_qk_norm_rope_write(dtype, normed=True),
     }
-    for stored in ("u8",) if is_quick else ("i8", "u8"):
+    for stored in ("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"):
         compiled[f"write_kv to {stored}"] = compile_write_kv(dtype, stored)
         compiled[f"qk_norm_rope_write to {stored}"] = compile_qk_norm_rope_write(
             dtype, normed=True, stored=stored
@@ -247,6 +266,7 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> list[str]:
     for dtype in dtypes:
         for name, kernel in compile_attentions(dtype, is_quick=is_quick).items():
             facts = facts_of(kernel)
+            check_conversions(f"{name}, {dtype}", kernel.asm["ptx"])
             assert facts.shared_bytes <= MAX_SHARED_BYTES[kernel.metadata.target], (name, dtype, facts)
             if dtype != "fp32":  # No tensor cores, and tiles of few keys: its pipeline is no concern.
                 assert facts.loop, (name, facts)
@@ -256,6 +276,7 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> list[str]:
             if dtype == "bf16":
                 shown.append(facts.row(f"{name}, {dtype}"))
         for name, kernel in compile_others(dtype, is_quick=is_quick).items():
+            check_conversions(f"{name}, {dtype}", kernel.asm["ptx"])
             print(facts_of(kernel).row(f"{name}, {dtype}"))
     return shown
 

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
-from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention, plan_rows
+from blockyard.kernels.attention.plan import (
+    PADDING_SLOT,
+    AttentionPlan,
+    IntArray,
+    _in_one_copy,
+    plan_attention,
+    plan_rows,
+)
 from blockyard.kernels.attention.shared_prefix import MIN_SHARED_TOKENS, MIN_SHARERS
 
 
@@ -252,3 +259,22 @@ def test_a_dense_table_narrower_than_a_context_is_refused() -> None:
             device="cpu",
             num_kv_heads=1,
         )
+
+
+def test_a_copy_to_a_device_keeps_every_array_and_aligns_it(device: torch.device) -> None:
+    arrays: dict[str, IntArray] = {
+        "odd": np.arange(3, dtype=np.int32),
+        "none": np.zeros((0, 6), dtype=np.int32),
+        "wide": np.arange(5, dtype=np.int64) - 2,
+        "table": np.arange(21, dtype=np.int32).reshape(3, 7),
+        "columns": np.arange(12, dtype=np.int32).reshape(4, 3).T,
+        "last": np.arange(1, dtype=np.int64),
+    }
+    tensors = _in_one_copy(arrays, device)
+    for name, array in arrays.items():
+        assert tensors[name].tolist() == array.tolist()
+        assert tensors[name].shape == array.shape
+        assert tensors[name].is_contiguous()
+        assert tensors[name].dtype == torch.from_numpy(array.copy()).dtype
+        assert tensors[name].data_ptr() % 16 == 0
+    assert [len(tensor) for tensor in _in_one_copy({"none": arrays["none"]}, device).values()] == [0]

@@ -10,7 +10,7 @@ from blockyard.kernels.attention.shared_prefix import MIN_SHARED_TOKENS, MIN_SHA
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.torch import reference
 
-from .conftest import quantised_pool
+from .conftest import in_computed_type, quantised_pool
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 BLOCK_SIZE = 64
@@ -164,4 +164,4 @@ def test_the_result_is_that_of_rows_that_read_alone(
     expected, out = torch.full_like(q_TND, float("nan")), torch.full_like(q_TND, float("nan"))
     reference.attention(q_TND, pool_B2KPD, plan, scale=0.25, out_TND=expected)
     backend.attention(q_TND, pool_B2KPD, plan, scale=0.25, out_TND=out)
-    assert_near(out, expected)
+    assert_near(*in_computed_type(out, expected, kv_dtype))

@@ -95,6 +95,7 @@ def test_attention_is_the_fall_backs(
         block_size=16,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        on=torch.device("cpu"),
     )
     expected_TND = torch.empty_like(step.out_TND)
     TorchBackend().attention(

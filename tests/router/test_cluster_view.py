@@ -406,3 +406,16 @@ def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_inca
     assert view.holding_source(holder, 101) == source
     view.disconnected("b:1", "it has ended")
     assert view.holding_source(holder, 101) is None
+
+
+def test_no_step_delays_a_worker_that_has_handed_its_requests_over() -> None:
+    view, _ = view_of("a")
+    hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7)
+    view.accepted("b:1", hello)
+    view.heard("b:1", cluster_pb2.WorkerLoad(running=3, steps=10, step_seconds=5.0))
+    (worker,) = (one for one in view.workers() if one.worker_id == "b")
+    busy = view.pull_source(worker, 6, 101)
+    holding = view.holding_source(Holder("b:1", Incarnation("b1"), 100), 101)
+    assert busy is not None
+    assert busy.step_ms > 0.0
+    assert holding == busy._replace(step_ms=0.0)

@@ -20,8 +20,10 @@ from blockyard.router.errors import (
 from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Generation, Progress
 
+from simulation.virtual_time import in_virtual_time
+
 from .fake_worker import BLOCK_SIZE, FakeWorker, Script, expected_tokens
-from .relay_rig import Rig, generation, rig
+from .relay_rig import Rig, generation, rig, virtual_rig
 
 Scripts = Callable[[session_pb2.Submit], Script]
 
@@ -216,15 +218,17 @@ async def test_a_pong_puts_right_what_an_overtaken_refusal_made_the_router_belie
         await made.until(lambda: made.states()[address] is WorkerState.READY)
 
 
-@pytest.mark.alone
+@in_virtual_time
 async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
     worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
     worker.max_running, worker.max_waiting = 8, 8
-    async with rig(worker) as made:
+    deadline = asyncio.get_running_loop().time() + 30
+    async with virtual_rig(worker) as made:
         running = []
         async with asyncio.TaskGroup() as tasks:
             for seed in range(300):
-                running.append(tasks.create_task(collect(made, generation(seed, max_tokens=10))))
+                asked = generation(seed, max_tokens=10, deadline=deadline)
+                running.append(tasks.create_task(collect(made, asked)))
                 await asyncio.sleep(0.004)
         assert all(task.result()[0] == expected_tokens(seed, 10) for seed, task in enumerate(running))
         displaced = displacement(worker)
@@ -234,13 +238,15 @@ async def test_busy_workers_make_requests_wait_in_order_and_lose_none() -> None:
         await made.until_quiet()
 
 
+@in_virtual_time
 async def test_a_burst_beyond_the_places_keeps_its_order() -> None:
     worker = FakeWorker("a", script=lambda submit: Script(step_seconds=0.005))
     worker.max_running, worker.max_waiting = 4, 4
-    async with rig(worker) as made:
+    deadline = asyncio.get_running_loop().time() + 30
+    async with virtual_rig(worker) as made:
         async with asyncio.TaskGroup() as tasks:
             for seed in range(60):
-                tasks.create_task(collect(made, generation(seed, max_tokens=10)))
+                tasks.create_task(collect(made, generation(seed, max_tokens=10, deadline=deadline)))
         print(f"60 requests at once, 8 places: {len(worker.submits)} submits")
         assert displacement(worker) <= 16
         await made.until_quiet()

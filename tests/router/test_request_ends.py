@@ -2,11 +2,18 @@
 
 import asyncio
 import gc
+import logging
+from typing import Any
 
 import grpc
 import pytest
+from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.router.calls.gate import CallGate
+from blockyard.router.calls.intake import Intake
+from blockyard.router.errors import DeadlinePassed
 from blockyard.router.generation.client_buffer import Outbox
+from blockyard.router.services.interceptor import BoundaryInterceptor, Context, write
 
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import (
@@ -124,3 +131,48 @@ async def test_a_client_that_stops_reading_is_cut_off_and_frees_everything() -> 
         assert flood.cancelled, "the worker was told"
         error = await refused(stream)
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER")
+
+
+class Ending(grpc.GenericRpcHandler):
+    """Methods that send something to their client at its deadline: an error, messages of a stream, or an answer."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        kind = details.method.rpartition("/")[2]
+        if kind == "answer":
+            return grpc.unary_unary_rpc_method_handler(self._answer, request_deserializer=bytes)
+        behave = self._fail if kind == "error" else self._write
+        return grpc.unary_stream_rpc_method_handler(behave, request_deserializer=bytes)
+
+    async def _answer(self, _: bytes, context: Context) -> bytes:
+        await asyncio.sleep(context.time_remaining() or 0.0)
+        return b""
+
+    async def _fail(self, _: bytes, context: Context) -> None:
+        await asyncio.sleep(context.time_remaining() or 0.0)
+        raise DeadlinePassed("the deadline passed")
+
+    async def _write(self, _: bytes, context: Context) -> None:
+        while True:
+            await write(context, b"message")
+            await asyncio.sleep(0.0)
+
+
+@pytest.mark.parametrize("kind", ["error", "stream", "answer"])
+async def test_what_is_sent_to_a_client_that_is_gone_is_no_error(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC may report that the sending has failed before it reports the end of the call."""
+    configure_logging()
+    boundary = BoundaryInterceptor(CallGate(None), Intake(), message_bytes=1000)
+    server = grpc.aio.server(interceptors=[boundary])
+    server.add_generic_rpc_handlers((Ending(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(5):
+            # Many calls with one deadline: then gRPC ends each while the router sends.
+            calls = [channel.unary_stream(f"/test.Ending/{kind}")(b"", timeout=0.5) for _ in range(200)]
+            codes = {await call.code() for call in calls}
+            assert codes <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK}
+    await server.stop(None)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []

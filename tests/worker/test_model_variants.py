@@ -33,7 +33,7 @@ from .checkpoints import (
 
 BLOCK_SIZE = 16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-MIN_GAP = 2.5e-4 if DEVICE.type == "cpu" else 1e-2
+MIN_GAP = 2.5e-4
 MODES = [False, True] if DEVICE.type == "cpu" else [False]
 PROMPT_LENGTH = 75
 NUM_TOKENS = 6

@@ -17,13 +17,15 @@ from blockyard.worker.sampling.sampler import Sampler
 from blockyard.worker.scheduling.overlap import may_be_in_flight
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.step_plan import ScheduledRow, StepPlan
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sampling import Draw, make_row, random_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "unique"}
-"""Operations whose result the host needs at once."""
+NUMBER_AT_INDEX = "tensor[index] = number"
+WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "unique", "torch.tensor", NUMBER_AT_INDEX}
+"""Operations whose result the host needs at once, and those that copy pageable memory to a GPU."""
 SORTS = {"sort", "topk", "argsort", "msort", "kthvalue"}
 VOCAB_SIZE = 4 * NUCLEUS_CANDIDATES
 
@@ -39,6 +41,23 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """Adds to `names` the calls within it whose operations on a CPU do not show that a GPU waits for them."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor:
+            self._names.add("torch.tensor")
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float):
+            self._names.add(NUMBER_AT_INDEX)
         return func(*args, **(kwargs or {}))
 
 
@@ -66,13 +85,14 @@ def operations_of(*options: dict[str, Any], find_thresholds: FindThresholds | No
         DEVICE,
         backend.greedy_tokens,
         NucleusSearch(find=find_thresholds or backend.top_k_top_p_thresholds),
+        backend.draw_unfiltered,
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
     rows = [make_row(Draw(params, 7, 2), index) for index, params in enumerate(drawn)]
     seen = Operations()
     for position in (7, 8):
-        with seen:
+        with seen, Calls(seen.names):
             started = sampler.start(logits_SV, rows, in_flight={})
         tokens = started.result().tokens
         rows = [_next_row(row, token, position) for row, token in zip(rows, tokens, strict=True)]
@@ -115,6 +135,37 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
     params = SamplingParams(max_tokens=64, **option)
     assert may_be_in_flight(StepPlan(step=0, rows=(make_row(Draw(params, 7, 2), 0),)))
     assert not operations_of(option, {}) & WAITS
+
+
+def test_draws_without_top_k_and_top_p_are_those_of_pytorch() -> None:
+    """Beside greedy and filtered rows, from the model's logits and from edited ones, one token and several a row."""
+    backend = TritonBackend()
+    nuclei = NucleusSearch.of(backend)
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.3},
+        {"temperature": 2.0, "min_p": 0.1},
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {},
+    ]
+    logits_SV = random_logits(15, VOCAB_SIZE).to(DEVICE)
+    for common in ({}, {"n": 3}, {"bad_token_ids": frozenset({5})}):
+        params = [SamplingParams(seed=seed, **options[seed % 5], **common) for seed in range(15)]
+        rows = [make_row(Draw(each, 7, 0), number) for number, each in enumerate(params)]
+        by_kernel = Sampler(VOCAB_SIZE, DEVICE, backend.greedy_tokens, nuclei, backend.draw_unfiltered)
+        by_torch = Sampler(VOCAB_SIZE, DEVICE)
+        assert by_kernel.sample(logits_SV, rows, in_flight={}) == by_torch.sample(
+            logits_SV, rows, in_flight={}
+        )
+
+
+def test_copies_of_pageable_memory_count_as_waits() -> None:
+    names: set[str] = set()
+    x_S = torch.zeros(3, device=DEVICE)
+    with Calls(names):
+        x_S[torch.arange(2, device=DEVICE)] = 1.0
+        torch.tensor([1, 2], device=DEVICE)
+    assert names == {NUMBER_AT_INDEX, "torch.tensor"}
 
 
 def test_sorting_a_wide_nucleus_does_wait() -> None:

@@ -17,6 +17,7 @@ from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.engine import Engine
+from blockyard.worker.scheduling import pulls
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer import receiver
@@ -29,6 +30,12 @@ KV_BYTES = 128 * 2 * 3 * 2 * 16 * 16 * 4
 LENGTH = 200
 """Tokens of a prompt: 12 full blocks, and part of another one."""
 BLOCKS = 12
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests wait until their pulls have ended, and so hear of each, also where its thread gets no processor."""
+    monkeypatch.setattr(pulls, "LATE_SECONDS", 20.0)
 
 
 @asynccontextmanager
@@ -243,7 +250,8 @@ async def test_a_slow_source_delays_a_request_no_longer_than_its_pull_may_take()
             expected = await router.ask(1)
         async with Router(destination, "") as router:
             async with harmed(source, lambda data, _: data, delay_seconds=0.02) as address:
-                pull = await pull_from(source, "", address=address, seconds=0.5)
+                # A block takes 0.26 s at least, so not all of them can arrive.
+                pull = await pull_from(source, "", address=address, seconds=2.0)
                 assert await router.ask(1, pull=pull) == expected
             report = router.reports[1]
             assert report.end == PullEnd.PULL_END_LATE

@@ -54,11 +54,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, architecture, **overrides)
 
 
-def make_runner(folder: Path, options: dict[str, Any]) -> TorchRunner:
+def make_runner(folder: Path, options: dict[str, Any], device: torch.device = DEVICE) -> TorchRunner:
     """Return a runner with NaN in every unwritten block."""
     try:
         runner = TorchRunner.create(
-            folder, device=DEVICE, dtype="float32", num_blocks=64, block_size=16, **options
+            folder, device=device, dtype="float32", num_blocks=64, block_size=16, **options
         )
     except ValueError as error:
         if "linears" not in options:
@@ -121,7 +121,8 @@ def test_wanted_rows_alone_are_as_among_all_and_the_pools_too(folder: Path, opti
 
 def test_an_mlp_in_pieces_has_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Pieces hold 4 tokens, in a mode where each token's result does not depend on the others."""
-    runner = make_runner(make_checkpoint(tmp_path, "LlamaForCausalLM"), {"deterministic": True})
+    folder = make_checkpoint(tmp_path, "LlamaForCausalLM")
+    runner = make_runner(folder, {"deterministic": True}, torch.device("cpu"))
     inputs = runner._inputs.prepare(mixed_rows(runner), NewestTokens.none())
     expected_QH, expected_pools = hidden(runner, inputs, None)
     silu_mul, num_computed = runner.backend.silu_mul, []

@@ -27,7 +27,13 @@ from blockyard.worker.execution.started_step import Chunks, StartedStep
 from blockyard.worker.execution.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.execution.step_inputs import InputRows, StepInputs
 from blockyard.worker.execution.step_moves import StepMoves
-from blockyard.worker.execution.warm_up_rows import largest_rows, warm_up_row
+from blockyard.worker.execution.warm_up_rows import (
+    chunk_behind,
+    edited_rows,
+    largest_rows,
+    sharing_rows,
+    warm_up_row,
+)
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
@@ -133,7 +139,9 @@ class TorchRunner:
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         nuclei = NucleusSearch.of(backend)
-        self._sampler = Sampler(config.vocab_size, self.device, backend.greedy_tokens, nuclei)
+        self._sampler = Sampler(
+            config.vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draw_unfiltered
+        )
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
@@ -241,13 +249,22 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
 
-        Raises ValueError if the logits are not finite: no request could then be served.
+        Where Triton compiles, also run what only some steps need: a compilation while requests run would hold them all
+        up. Raises ValueError if the logits are not finite: no request could then be served.
         """
         fitting = min(len(self.kv_pools[0]) * self.block_size, self.config.max_position_embeddings)
         num_tokens = min(WARM_UP_PREFILL_TOKENS, fitting)
         tokens = self._try(warm_up_row(-1, 1, self.block_size), warm_up_row(-2, num_tokens, self.block_size))
         if FAILED_TOKEN in tokens:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
+        if self.backend.name == "triton":
+            longest = self.config.max_position_embeddings
+            self._try(*sharing_rows(longest, self.block_size))
+            self._try(*edited_rows(self.block_size))
+            windows = [window for window in self.config.layer_windows if window and window < longest]
+            if windows:
+                self._try(chunk_behind(min(windows), self.block_size))
+            self._copy_blocks([(BlockId(0), BlockId(len(self.kv_pools[0]) - 1))])
 
     def run_largest_step(self, num_tokens: int, num_sequences: int) -> None:
         """Run the step that takes the most memory beside the pools. A pool of one block is enough for it."""

@@ -19,6 +19,7 @@ from operator import and_, is_
 
 import numpy as np
 import numpy.typing as npt
+from blockyard.kernels.attention.plan import table_width
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence
 
@@ -63,7 +64,7 @@ class TableRows:
         is_plain: Items[bool],
         needed_R: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int32]:
-        """Return the blocks of each sequence as a new array [R, the most that one needs].
+        """Return the blocks of each sequence as a new array, at least as wide as the most that one needs.
 
         Entries beyond those that a sequence needs mean nothing. Each needs at least one block, and ids are distinct.
         Raises ValueError where one has fewer than it needs: behind them lie entries of earlier sequences. `is_plain` is
@@ -86,9 +87,9 @@ class TableRows:
                 f"row {row_number}: {lengths_R[row_number]} blocks, {needed_R[row_number]} needed"
             )
         self._last = _Gathered(versions, entries_2R)
-        num_blocks = int(needed_R.max())
-        self._widen(num_blocks)
-        tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :num_blocks][numbers_R]
+        width = table_width(int(needed_R.max()))
+        self._widen(width)
+        tables_RB: npt.NDArray[np.int32] = self._tables_NB[:, :width][numbers_R]
         return tables_RB
 
     def forget(self, ended: Iterable[SequenceId]) -> None:

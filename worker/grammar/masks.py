@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from blockyard.worker.grammar.compiled import CompiledGrammar, Mask, Matcher
 from blockyard.worker.grammar.rotation import ClientQueue
+from blockyard.worker.memory.transfers import upload
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence as EngineSequence
 from blockyard.worker.sequences.sequence import token_array
@@ -149,7 +150,7 @@ class Masks:
         if len(indices) == len(rows):
             logits_SV.masked_fill_(forbidden_GV, float("-inf"))
             return
-        index_G = torch.tensor(indices, device=logits_SV.device)
+        index_G = upload(indices, logits_SV.device)
         logits_SV[index_G] = logits_SV[index_G].masked_fill_(forbidden_GV, float("-inf"))
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
@@ -232,7 +233,7 @@ def _fill_one(follower: _Follower, sequence_id: SequenceId, output: "array[int]"
 
 def _forbidden(mask_GW: Mask, logits_SV: torch.Tensor) -> torch.Tensor:
     """Return [G, V], true where a token is forbidden. Tokens beyond the masks are forbidden."""
-    bytes_GB = torch.from_numpy(mask_GW.view(np.uint8)).to(logits_SV.device)
+    bytes_GB = upload(mask_GW.view(np.uint8), logits_SV.device)
     shifts_8 = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
     bits_GB8 = (bytes_GB[:, :, None] >> shifts_8) & 1
     allowed_GV = bits_GB8.flatten(1)[:, : logits_SV.shape[1]]

@@ -14,6 +14,7 @@ top-k or top-p.
 import numpy as np
 import numpy.typing as npt
 import torch
+from blockyard.kernels.interface import DrawUnfiltered
 from blockyard.kernels.torch.nucleus import NUCLEUS_CANDIDATES, NucleusSearch, thresholds
 from blockyard.worker.memory.transfers import upload
 from blockyard.worker.sampling.state import Batch, Ids
@@ -42,6 +43,28 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
+
+
+def has_filter(batch: Batch, rows_D: Ids, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return which of the batch's rows `rows_D` have top-k or top-p."""
+    params_D = batch.params_S[rows_D]
+    filtered_D: npt.NDArray[np.bool_] = (params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0)
+    return filtered_D
+
+
+def draw_by_kernel(
+    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, rows_D: Ids, kernel: DrawUnfiltered
+) -> torch.Tensor:
+    """Return tokens [D, N] of rows without top-k and top-p, as `draw` does but for the rounding of the weights."""
+    device = logits_SV.device
+    return kernel(
+        logits_SV,
+        greedy_S,
+        upload(rows_D, device),
+        batch.column("temperature", rows_D, device).squeeze(1),
+        batch.column("min_p", rows_D, device).squeeze(1),
+        upload(_uniforms_of(batch, rows_D), device),
+    )
 
 
 def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
@@ -86,7 +109,7 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: 
         weights_DV[index_M] = weights_MV.masked_fill_(dropped_MV, 0.0)
         # Min-p keeps the most probable tokens, so to top-k and top-p it is a smaller k.
         top_k_D[index_M] = torch.minimum(top_k_D[index_M], vocab_size - dropped_MV.sum(dim=-1))
-    rows_F = np.flatnonzero((params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0))
+    rows_F = np.flatnonzero(has_filter(batch, rows_D, vocab_size))
     if len(rows_F):
         index_F = upload(rows_F, device)
         top_p_F = upload(params_D["top_p"][rows_F], device)

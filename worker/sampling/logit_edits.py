@@ -31,7 +31,7 @@ def has_edits(batch: Batch) -> bool:
 
 
 def edit(logits_SV: torch.Tensor, batch: Batch, state: SamplingState) -> None:
-    """Apply the edits that the requests ask for, in place."""
+    """Apply the edits that the requests ask for, in place. The logits are contiguous."""
     params_S = batch.params_S
     _restrict(logits_SV, np.flatnonzero(params_S["allows"]), batch, state)
     _forbid(logits_SV, np.flatnonzero(params_S["forbids"]), "bad", batch, state)
@@ -43,23 +43,24 @@ def edit(logits_SV: torch.Tensor, batch: Batch, state: SamplingState) -> None:
 def _restrict(logits_SV: torch.Tensor, rows_A: Ids, batch: Batch, state: SamplingState) -> None:
     if not len(rows_A):
         return
-    index = _entries(rows_A, "allowed", batch, state, logits_SV.device)
-    allowed_N = logits_SV[index]
-    logits_SV[upload(rows_A, logits_SV.device)] = IMPOSSIBLE
-    logits_SV[index] = allowed_N
+    index_N = _entries(rows_A, "allowed", batch, state, logits_SV)
+    allowed_N = logits_SV.view(-1)[index_N]
+    logits_SV.index_fill_(0, upload(rows_A, logits_SV.device), IMPOSSIBLE)
+    logits_SV.view(-1).index_copy_(0, index_N, allowed_N)
 
 
 def _forbid(logits_SV: torch.Tensor, rows: Ids, kind: ListName, batch: Batch, state: SamplingState) -> None:
+    # An assignment of a number, `logits[index] = x`, would copy it to the device and wait for that.
     if len(rows):
-        logits_SV[_entries(rows, kind, batch, state, logits_SV.device)] = IMPOSSIBLE
+        logits_SV.view(-1).index_fill_(0, _entries(rows, kind, batch, state, logits_SV), IMPOSSIBLE)
 
 
 def _add_biases(logits_SV: torch.Tensor, rows: Ids, batch: Batch, state: SamplingState) -> None:
     if not len(rows):
         return
-    index = _entries(rows, "biased", batch, state, logits_SV.device)
+    index_N = _entries(rows, "biased", batch, state, logits_SV)
     biases_N = np.concatenate([state.lists[slot].biases for slot in batch.slots_S[rows].tolist()])
-    logits_SV.index_put_(index, upload(biases_N, logits_SV.device), accumulate=True)
+    logits_SV.view(-1).index_put_((index_N,), upload(biases_N, logits_SV.device), accumulate=True)
 
 
 def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: SamplingState) -> None:
@@ -77,11 +78,10 @@ def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: Samplin
 
 
 def _entries(
-    rows: Ids, kind: ListName, batch: Batch, state: SamplingState, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row and token of every entry in the lists of some rows."""
+    rows: Ids, kind: ListName, batch: Batch, state: SamplingState, logits_SV: torch.Tensor
+) -> torch.Tensor:
+    """Return the index in the flat logits of every entry in the lists of some rows."""
     slots = batch.slots_S[rows].tolist()
     lists = [getattr(state.lists[slot], kind) if slot in state.lists else _NONE for slot in slots]
     rows_N = np.repeat(rows, [len(ids) for ids in lists])
-    tokens_N = np.concatenate([_NONE, *lists])
-    return upload(rows_N, device), upload(tokens_N, device)
+    return upload(rows_N * logits_SV.shape[1] + np.concatenate([_NONE, *lists]), logits_SV.device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from blockyard.proto.limits import MAX_LOGPROBS
+from blockyard.worker.memory.transfers import upload
 from blockyard.worker.sequences.sequence import TokenLogprob
 
 
@@ -57,8 +58,7 @@ def score(logits_LV: torch.Tensor, tokens: Sequence[int], *, num_top: int) -> tu
     """Return the log-probability of one token in each row, with the row's `num_top` most probable ones."""
     if not tokens:
         return ()
-    tokens_L1 = torch.tensor(tokens, dtype=torch.int64, device=logits_LV.device)[:, None]
-    found = token_logprobs(logits_LV, tokens_L1)
+    found = token_logprobs(logits_LV, upload(tokens, logits_LV.device)[:, None])
     return tuple(found.of_row(row, num_tokens=1, num_top=num_top)[0] for row in range(len(tokens)))
 
 
@@ -75,7 +75,7 @@ def candidates(
     # One search for each width, so that other requests do not change the order among equals.
     for width in sorted(set(widths)):
         rows = [row for row, own in enumerate(widths) if own == width]
-        top = logprobs_LV[torch.tensor(rows, device=logits_LV.device)].topk(width, dim=-1)
+        top = logprobs_LV[upload(rows, logits_LV.device)].topk(width, dim=-1)
         for row, tokens, logprobs in zip(rows, top.indices.tolist(), top.values.tolist(), strict=True):
             results[row] = tuple(zip(tokens, logprobs, strict=True))
     return results

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from blockyard.kernels.interface import greedy_tokens
+from blockyard.kernels.interface import DrawUnfiltered, greedy_tokens
 from blockyard.kernels.torch.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.memory.transfers import Readback, upload
-from blockyard.worker.sampling.draw import draw
+from blockyard.worker.sampling.draw import draw, draw_by_kernel, has_filter
 from blockyard.worker.sampling.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.sampling.logprobs import candidates, token_logprobs
 from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, InFlight, SamplingState
@@ -71,10 +71,12 @@ class Sampler:
         device: torch.device,
         greedy_tokens: GreedyTokens = greedy_tokens,
         nuclei: NucleusSearch = BY_SORTING,
+        draw_unfiltered: DrawUnfiltered | None = None,
     ) -> None:
         self.state = SamplingState(vocab_size, device)
         self._greedy_tokens = greedy_tokens
         self._nuclei = nuclei
+        self._draw_unfiltered = draw_unfiltered
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         self.state.forget(ended)
@@ -114,7 +116,7 @@ class Sampler:
             greedy_S, _ = self._greedy_tokens(edited_SV)
             finite_S = torch.isfinite(logits_SV.amin(dim=-1)) & torch.isfinite(logits_SV.amax(dim=-1))
             usable_S = finite_S & torch.isfinite(edited_SV.amax(dim=-1))
-        tokens_SN = _choose(edited_SV, greedy_S, batch, self._nuclei)
+        tokens_SN = self._choose(edited_SV, greedy_S, batch)
         self.state.note_drawn(batch, tokens_SN[:, 0], usable_S)
         tokens_SN.masked_fill_(~usable_S[:, None], NO_CHOICE).masked_fill_(~finite_S[:, None], FAILED_TOKEN)
         reports = _asks_for_more(batch)
@@ -137,26 +139,30 @@ class Sampler:
         is_edited = has_edits(batch)
         if not is_edited and apply_masks is None:
             return logits_SV
-        edited_SV = logits_SV.to(torch.float32, copy=True)
+        edited_SV = logits_SV.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if apply_masks is not None:
             apply_masks(edited_SV, rows)
         if is_edited:
             edit(edited_SV, batch, self.state)
         return edited_SV
 
-
-def _choose(
-    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, nuclei: NucleusSearch
-) -> torch.Tensor:
-    """Return tokens [S, N]. In a row that does not fork, the first counts."""
-    tokens_SN = greedy_S[:, None].repeat(1, batch.num_columns)
-    drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
-    at_once = _drawn_at_once(logits_SV)
-    for first in range(0, len(drawing), at_once):
-        rows_D = drawing[first : first + at_once]
-        index_D = upload(rows_D, logits_SV.device)
-        tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, nuclei)
-    return tokens_SN
+    def _choose(self, logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return tokens [S, N]. In a row that does not fork, the first counts."""
+        tokens_SN = greedy_S[:, None].repeat(1, batch.num_columns)
+        drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
+        if self._draw_unfiltered is not None:
+            filtered = has_filter(batch, drawing, logits_SV.shape[1])
+            rows_D, drawing = drawing[~filtered], drawing[filtered]
+            if len(rows_D):
+                tokens_SN[upload(rows_D, logits_SV.device)] = draw_by_kernel(
+                    logits_SV, greedy_S, batch, rows_D, self._draw_unfiltered
+                )
+        at_once = _drawn_at_once(logits_SV)
+        for first in range(0, len(drawing), at_once):
+            rows_D = drawing[first : first + at_once]
+            index_D = upload(rows_D, logits_SV.device)
+            tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, self._nuclei)
+        return tokens_SN
 
 
 def _drawn_at_once(logits_SV: torch.Tensor) -> int:
@@ -202,7 +208,7 @@ def _candidates(
 ) -> dict[int, tuple[tuple[int, float], ...]]:
     if not rows:
         return {}
-    index_L = torch.tensor(rows, device=logits_SV.device)
+    index_L = upload(rows, logits_SV.device)
     possible_LV = edited_SV[index_L] != IMPOSSIBLE
     widths = batch.params_S["num_candidates"][rows].tolist()
     return dict(zip(rows, candidates(logits_SV[index_L], possible_LV, widths), strict=True))
@@ -213,7 +219,7 @@ def _logprobs(
 ) -> dict[int, tuple[TokenLogprob, ...]]:
     if not rows:
         return {}
-    index_L = torch.tensor(rows, device=logits_SV.device)
+    index_L = upload(rows, logits_SV.device)
     found = token_logprobs(logits_SV[index_L], tokens_SN[index_L])
     num_tokens, num_top = batch.num_outputs_S[rows].tolist(), batch.params_S["logprobs"][rows].tolist()
     return {row: found.of_row(i, num_tokens=num_tokens[i], num_top=num_top[i]) for i, row in enumerate(rows)}

@@ -18,7 +18,7 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.execution.runner import Runner, TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
-from blockyard.worker.memory.gpu_memory import CudaMeter
+from blockyard.worker.memory.gpu_memory import GIB, CudaMeter
 from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
@@ -301,4 +301,9 @@ def _capture_graphs(config: EngineConfig, runner: Runner, max_model_len: int) ->
     if sizes is None:
         logger.info("decode graphs: none, the %s backend cannot be captured", runner.backend.name)
         return
+    meter = CudaMeter(runner.device) if runner.device.type == "cuda" else None
+    taken_before = meter.taken()[0] if meter is not None else 0
     runner.capture_decodes(sizes, max_context_tokens=max_model_len)
+    if meter is not None:
+        # The pool's size left room for an estimate of it, as the line "memory: ..." says.
+        logger.info("decode graphs take %.2f GiB", (meter.taken()[0] - taken_before) / GIB)

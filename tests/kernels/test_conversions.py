@@ -1,0 +1,86 @@
+"""Conversions of a quantised pool's numbers in Triton equal PyTorch's bit for bit, also by the device's own e4m3
+instructions.
+
+Integer arithmetic is tried everywhere, the instructions only on a GPU that has them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from blockyard.kernels.kv_pool import LARGEST
+from blockyard.kernels.triton.pool_writes import converts_e4m3
+from blockyard.kernels.triton.quantised_heads import rounded, widened
+
+WAYS = ["int8", "e4m3 by integer arithmetic", "e4m3 by instructions"]
+LINE = 256
+
+
+@triton.jit
+def read_kernel(numbers_ptr, out_ptr, EARLY: tl.constexpr, LINE: tl.constexpr):
+    at = tl.program_id(0) * LINE + tl.arange(0, LINE)[None, :]
+    tl.store(out_ptr + at, widened(tl.load(numbers_ptr + at), out_ptr.dtype.element_ty, EARLY))
+
+
+@triton.jit
+def write_kernel(wide_ptr, numbers_ptr, LINE: tl.constexpr):
+    at = tl.program_id(0) * LINE + tl.arange(0, LINE)[None, :]
+    tl.store(numbers_ptr + at, rounded(tl.load(wide_ptr + at), numbers_ptr.dtype.element_ty))
+
+
+def number_types(way: str, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Return the type of the numbers, and the one under which a kernel gets their memory."""
+    if way == "e4m3 by instructions" and not converts_e4m3(device):
+        pytest.skip("no GPU here converts e4m3: NVIDIA's do from compute capability 8.9 on")
+    if way == "int8":
+        return torch.int8, torch.int8
+    return torch.float8_e4m3fn, torch.uint8 if way == "e4m3 by integer arithmetic" else torch.float8_e4m3fn
+
+
+def edges_of_rounding(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of the type, every midpoint between two of them, and the fp32 on both sides of each; a multiple of
+    LINE."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.abs() <= LARGEST[dtype]].unique()
+    points = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    infinity = torch.tensor(float("inf"))
+    beside = torch.cat([points, points.nextafter(infinity), points.nextafter(-infinity)])
+    tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38])
+    scattered = (torch.rand(4096) * 2 - 1) * LARGEST[dtype] * 2.0 ** -torch.randint(0, 20, (4096,))
+    edges = torch.cat([beside, tiny, scattered])
+    return torch.cat([edges, torch.zeros(-len(edges) % LINE)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_each_of_256_codes_is_read_as_pytorch_reads_it(
+    device: torch.device, way: str, is_early: bool, dtype: torch.dtype
+) -> None:
+    stored, passed = number_types(way, device)
+    if way == "int8" and dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("the interpreter does not run PTX, and attention reads fp32 there")
+    codes = torch.arange(256, dtype=torch.uint8)
+    wide = torch.full((256,), 7.0, dtype=dtype, device=device)
+    read_kernel[(1,)](codes.to(device).view(passed), wide, is_early, LINE, num_warps=1)
+    expected = codes.view(stored).to(dtype)
+    is_nan = expected.isnan()
+    assert torch.equal(wide.cpu().isnan(), is_nan)
+    assert torch.equal(bits_of(wide.cpu())[~is_nan], bits_of(expected)[~is_nan])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_fp32_is_stored_as_pytorch_rounds_it(device: torch.device, way: str) -> None:
+    """The edges go one fp32 beyond the largest number, as a head's peak does when its scale was rounded down."""
+    stored, passed = number_types(way, device)
+    wide = edges_of_rounding(stored)
+    codes = torch.empty(len(wide), dtype=torch.uint8, device=device)
+    write_kernel[(len(wide) // LINE,)](wide.to(device), codes.view(passed), LINE, num_warps=1)
+    expected = wide.round().to(stored) if stored == torch.int8 else wide.to(stored)
+    assert torch.equal(codes.cpu(), expected.view(torch.uint8))
+
+
+def bits_of(wide: torch.Tensor) -> torch.Tensor:
+    return wide.view(torch.int32 if wide.dtype == torch.float32 else torch.int16)

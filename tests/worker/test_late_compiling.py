@@ -1,0 +1,55 @@
+"""Triton compiles nothing once a worker serves: a compilation holds up every stream for a second or two.
+
+The steps run in a process of their own, which has compiled nothing yet and does not interpret kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .checkpoints import shared_checkpoint
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "graphs": ("LlamaForCausalLM", {}, "auto"),
+    "kernel by kernel": ("LlamaForCausalLM", {}, "auto"),
+    "windows": ("MistralForCausalLM", {"sliding_window": 600}, "auto"),
+    "int8": ("Qwen3ForCausalLM", {}, "int8"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> None:
+    architecture, overrides, kv_cache_dtype = CASES[case]
+    # Of a wide vocabulary, top-p may keep more tokens than it looks at first.
+    overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides
+    checkpoint = shared_checkpoint(architecture, **overrides)
+    steps = "graphs" if case in ("graphs", "int8") else "kernel by kernel"
+    # The kernels that tests/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
+    compiled_modules = ["blockyard.kernels.triton.choice"] if case == "graphs" else []
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("compile_while_serving.py")),
+            str(checkpoint),
+            kv_cache_dtype,
+            steps,
+            *compiled_modules,
+        ],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout.splitlines()[-1])
+    print(compiled)
+    assert not compiled["while_serving"]
+    kernels = {"attend_items", "merge_partials", "copy_blocks", "top_k_top_p", "largest_of_rows"}
+    assert set(compiled["at_start"]) >= {f"{kernel}_kernel" for kernel in kernels}
