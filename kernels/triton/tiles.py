@@ -55,6 +55,7 @@ _PREFILL = Tiles(rows=128, keys=64, warps=8, stages=3)
 _FEW_KEYS = 32
 
 
+@functools.cache
 def attention_tiles(
     launch: Launch, *, group: int, head_dim: int, dtype: torch.dtype, is_quantised: bool, shared_bytes: int
 ) -> Tiles:
