@@ -8,7 +8,6 @@ positions in the rotary table, or rows of logits. V vocabulary, F rows with a to
 N outputs a row.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -139,14 +138,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def draw_unfiltered(self) -> "DrawUnfiltered | None":
-        """Return the function that draws tokens [D, N] without top-k and top-p, or None where PyTorch's operations do
-        (worker/sampling/draw.py).
-
-        It takes logits [S, V], the tokens with the largest ones [S], and the rows to draw [D], both int64. Then come
-        temperatures and min-p [D] in fp32, and numbers in [0, 1) [D, N] in fp64. The token is the first one whose
-        cumulative weight exceeds the number's share of the sum. A row with NaN or infinity gets any token.
-        """
+    def draws(self) -> "Draws | None":
+        """Return the kernels that draw tokens, or None where PyTorch's operations do (worker/sampling/draw.py)."""
         ...
 
     def top_k_top_p_thresholds(
@@ -181,10 +174,31 @@ class Backend(Protocol):
         ...
 
 
-DrawUnfiltered = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
-"""The type of `Backend.draw_unfiltered`."""
+class Draws(Protocol):
+    """Draws of tokens [D, N] by numbers in [0, 1) [D, N], in fp64.
+
+    The token is the first one whose cumulative weight exceeds the number's share of the sum, in the order of ids. A row
+    with NaN or infinity gets any token. Vectors are contiguous.
+    """
+
+    def from_logits(
+        self,
+        logits_SV: torch.Tensor,
+        greedy_S: torch.Tensor,
+        rows_D: torch.Tensor,
+        temperature_D: torch.Tensor,
+        min_p_D: torch.Tensor,
+        uniform_DN: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw for the rows `rows_D` (int64). `greedy_S` are the tokens with the largest logits. A weight counts from
+        min-p on (fp32), as a share of the largest. Temperatures are fp32."""
+        ...
+
+    def from_weights(
+        self, weights_FV: torch.Tensor, least_F: torch.Tensor, uniform_FN: torch.Tensor
+    ) -> torch.Tensor:
+        """Draw for all rows from weights in fp32. Those below `least_F` count as 0."""
+        ...
 
 
 def greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -220,7 +220,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
 
     def draw(top_p: float) -> Callable[[], object]:
         nuclei = NucleusSearch.of(backend)
-        sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, nuclei, backend.draw_unfiltered)
+        sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, nuclei, backend.draws)
         logits, rows = (
             bench.random(tokens, shape.vocab),
             [_row_that_draws(number, top_p) for number in range(tokens)],

@@ -55,7 +55,7 @@ class CpuBackend(TorchBackend):
 
     name = "cpu"
     thresholds_all_rows = True
-    draw_unfiltered = None
+    draws = None
     mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:

@@ -89,7 +89,7 @@ class TorchBackend:
     name = "torch"
     reads_items = False
     thresholds_all_rows = False
-    draw_unfiltered = None
+    draws = None
     mlp_rows: int | None = None
     widens_bfloat16 = False
 

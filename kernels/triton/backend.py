@@ -23,12 +23,7 @@ from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
-from blockyard.kernels.triton.choice import (
-    draw_kernel,
-    largest_of_chunks_kernel,
-    largest_of_rows_kernel,
-    weigh_chunks_kernel,
-)
+from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from blockyard.kernels.triton.nucleus import top_k_top_p_kernel
 from blockyard.kernels.triton.pool_writes import (
@@ -55,7 +50,6 @@ COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
 NUCLEUS_TILE, NUCLEUS_WARPS = 4096, 8
-CHOICE_TILE = 4096
 
 
 class TritonBackend:
@@ -66,6 +60,7 @@ class TritonBackend:
     thresholds_all_rows = False
     mlp_rows = None
     widens_bfloat16 = False
+    draws = TritonDraws()
 
     def __init__(self) -> None:
         self.choose_tiles: ChooseTiles = attention_tiles
@@ -297,66 +292,7 @@ class TritonBackend:
         copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        num_rows, vocab_size = logits_SV.shape
-        check_dense_rows(logits_SV)
-        num_chunks = triton.cdiv(vocab_size, CHOICE_TILE)
-        chunk_largest_SC = logits_SV.new_empty((num_rows, num_chunks), dtype=torch.float32)
-        chunk_tokens_SC = logits_SV.new_empty((num_rows, num_chunks), dtype=torch.int32)
-        chunk_finite_SC = logits_SV.new_empty((num_rows, num_chunks), dtype=torch.int8)
-        tokens_S = logits_SV.new_empty(num_rows, dtype=torch.int64)
-        finite_S = logits_SV.new_empty(num_rows, dtype=torch.bool)
-        if not num_rows:
-            return tokens_S, finite_S
-        largest_of_chunks_kernel[(num_rows, num_chunks)](
-            logits_SV,
-            chunk_largest_SC,
-            chunk_tokens_SC,
-            chunk_finite_SC,
-            logits_SV.stride(0),
-            vocab_size,
-            TILE=CHOICE_TILE,
-        )
-        largest_of_rows_kernel[(num_rows,)](
-            chunk_largest_SC,
-            chunk_tokens_SC,
-            chunk_finite_SC,
-            tokens_S,
-            finite_S,
-            num_chunks,
-            CHUNKS_POW2=triton.next_power_of_2(num_chunks),
-        )
-        return tokens_S, finite_S
-
-    def draw_unfiltered(
-        self,
-        logits_SV: torch.Tensor,
-        greedy_S: torch.Tensor,
-        rows_D: torch.Tensor,
-        temperature_D: torch.Tensor,
-        min_p_D: torch.Tensor,
-        uniform_DN: torch.Tensor,
-    ) -> torch.Tensor:
-        (num_rows, num_outputs), vocab_size = uniform_DN.shape, logits_SV.shape[1]
-        check_dense_rows(logits_SV, greedy_S, rows_D, temperature_D, min_p_D, uniform_DN)
-        num_chunks = triton.cdiv(vocab_size, CHOICE_TILE)
-        sums_DC = logits_SV.new_empty((num_rows, num_chunks), dtype=torch.float64)
-        tokens_DN = logits_SV.new_empty((num_rows, num_outputs), dtype=torch.int64)
-        if not num_rows:
-            return tokens_DN
-        inputs = (logits_SV, rows_D, greedy_S, temperature_D, min_p_D, sums_DC)
-        stride_s = logits_SV.stride(0)
-        weigh_chunks_kernel[(num_rows, num_chunks)](*inputs, stride_s, vocab_size, TILE=CHOICE_TILE)
-        draw_kernel[(num_rows, num_outputs)](
-            *inputs,
-            uniform_DN,
-            tokens_DN,
-            stride_s,
-            vocab_size,
-            num_chunks,
-            TILE=CHOICE_TILE,
-            CHUNKS_POW2=triton.next_power_of_2(num_chunks),
-        )
-        return tokens_DN
+        return launch_greedy_tokens(logits_SV)
 
     def top_k_top_p_thresholds(
         self,

@@ -1,8 +1,8 @@
-"""Triton kernels that choose tokens from logits: the largest, and a draw without top-k and top-p.
+"""Triton kernels that choose tokens: the largest logit, and draws from logits or from weights.
 
 A row is cut into chunks, one program each, so that a single row keeps many multiprocessors busy. A second launch joins
-the chunks. The draw finds the chunk in which the cumulative weight exceeds the target, and reads that one again. So
-both read the logits about once, and write next to nothing.
+the chunks. A draw finds the chunk in which the cumulative weight exceeds the target, and reads that one again. So both
+read a row about once, and write next to nothing. Owns the kernels alone: choosing.py launches.
 
 Shapes: S rows of logits, V vocabulary, D rows that draw, N outputs a row. C chunks of a row, J tokens of a chunk.
 """
@@ -70,56 +70,75 @@ def largest_of_rows_kernel(
 
 
 @triton.jit
-def _weights_of_chunk(logits_ptr, first, largest, temperature, min_p, vocab_size, TILE: tl.constexpr):
-    """Return the weights [J] of one chunk in fp64, as shares of the row's largest, 0 where min-p drops them."""
+def _weights_of_chunk(
+    values_ptr,
+    rows_ptr,
+    greedy_ptr,
+    temperatures_ptr,
+    least_ptr,
+    values_stride_s,
+    drawn,
+    first,
+    vocab_size,
+    TILE: tl.constexpr,
+    ARE_WEIGHTS: tl.constexpr,
+):
+    """Return the weights [J] of one chunk in fp64, and 0 where they are less than the least that is kept."""
     token_J = first + tl.arange(0, TILE)
-    logit_J = tl.load(logits_ptr + token_J, mask=token_J < vocab_size, other=float("-inf")).to(tl.float32)
-    weight_J = tl.exp((logit_J - largest) / temperature)
-    return tl.where(weight_J >= min_p, weight_J, 0.0).to(tl.float64)
+    if ARE_WEIGHTS:
+        values_ptr += drawn * values_stride_s
+        weight_J = tl.load(values_ptr + token_J, mask=token_J < vocab_size, other=0.0)
+    else:
+        row = tl.load(rows_ptr + drawn)
+        values_ptr += row * values_stride_s
+        logit_J = tl.load(values_ptr + token_J, mask=token_J < vocab_size, other=float("-inf")).to(tl.float32)
+        largest = tl.load(values_ptr + tl.load(greedy_ptr + row)).to(tl.float32)
+        weight_J = tl.exp((logit_J - largest) / tl.load(temperatures_ptr + drawn))
+    return tl.where(weight_J >= tl.load(least_ptr + drawn), weight_J, 0.0).to(tl.float64)
 
 
 @triton.jit
 def weigh_chunks_kernel(
-    logits_ptr,  # [S, V], strides (logits_stride_s, 1)
-    rows_ptr,  # [D], int64
-    greedy_ptr,  # [S], int64
-    temperatures_ptr,  # [D], fp32
-    min_p_ptr,  # [D], fp32
+    values_ptr,  # logits [S, V], strides (values_stride_s, 1); with ARE_WEIGHTS weights [D, V], fp32
+    rows_ptr,  # [D], int64, not with ARE_WEIGHTS
+    greedy_ptr,  # [S], int64, not with ARE_WEIGHTS
+    temperatures_ptr,  # [D], fp32, not with ARE_WEIGHTS
+    least_ptr,  # [D], fp32: min-p; with ARE_WEIGHTS the smallest weight that is kept
     sums_ptr,  # [D, C], fp64
-    logits_stride_s,
+    values_stride_s,
     vocab_size,
     TILE: tl.constexpr,
+    ARE_WEIGHTS: tl.constexpr,
 ):
-    """sum = the weights of a chunk, e^((logit - the largest) / temperature) where at least min_p.
+    """sum = the weights of a chunk that are at least `least`. Without ARE_WEIGHTS a weight is e^((logit - the row's
+    largest) / temperature).
 
-    Grid (D, C). Bytes: V * itemsize a row. FLOPs: 5 * V a row.
+    Grid (D, C). Bytes: V * itemsize a row. FLOPs: 5 * V a row, with ARE_WEIGHTS 2 * V.
     """
     drawn = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + drawn)
-    logits_ptr += row * logits_stride_s
-    largest = tl.load(logits_ptr + tl.load(greedy_ptr + row)).to(tl.float32)
-    temperature, min_p = tl.load(temperatures_ptr + drawn), tl.load(min_p_ptr + drawn)
     weight_J = _weights_of_chunk(
-        logits_ptr, tl.program_id(1) * TILE, largest, temperature, min_p, vocab_size, TILE
-    )
+        values_ptr, rows_ptr, greedy_ptr, temperatures_ptr, least_ptr, values_stride_s, drawn,
+        tl.program_id(1) * TILE, vocab_size, TILE, ARE_WEIGHTS,
+    )  # fmt: skip
     tl.store(sums_ptr + drawn * tl.num_programs(1) + tl.program_id(1), tl.sum(weight_J, axis=0))
 
 
 @triton.jit
 def draw_kernel(
-    logits_ptr,  # [S, V], strides (logits_stride_s, 1)
-    rows_ptr,  # [D], int64
-    greedy_ptr,  # [S], int64
-    temperatures_ptr,  # [D], fp32
-    min_p_ptr,  # [D], fp32
+    values_ptr,  # as `weigh_chunks_kernel`'s, and so on
+    rows_ptr,
+    greedy_ptr,
+    temperatures_ptr,
+    least_ptr,
     sums_ptr,  # [D, C], fp64
     uniforms_ptr,  # [D, N], fp64
     tokens_ptr,  # [D, N], int64
-    logits_stride_s,
+    values_stride_s,
     vocab_size,
     num_chunks,
     TILE: tl.constexpr,
     CHUNKS_POW2: tl.constexpr,
+    ARE_WEIGHTS: tl.constexpr,
 ):
     """token = the first one whose cumulative weight exceeds uniform * the sum of all, in the order of ids.
 
@@ -140,11 +159,10 @@ def draw_kernel(
     chunk = tl.minimum(tl.sum((cumulative_C <= target).to(tl.int32), axis=0), last)
     before = tl.sum(tl.where(chunk_C < chunk, sum_C, 0.0), axis=0)
 
-    row = tl.load(rows_ptr + drawn)
-    logits_ptr += row * logits_stride_s
-    largest = tl.load(logits_ptr + tl.load(greedy_ptr + row)).to(tl.float32)
-    temperature, min_p = tl.load(temperatures_ptr + drawn), tl.load(min_p_ptr + drawn)
-    weight_J = _weights_of_chunk(logits_ptr, chunk * TILE, largest, temperature, min_p, vocab_size, TILE)
+    weight_J = _weights_of_chunk(
+        values_ptr, rows_ptr, greedy_ptr, temperatures_ptr, least_ptr, values_stride_s, drawn,
+        chunk * TILE, vocab_size, TILE, ARE_WEIGHTS,
+    )  # fmt: skip
     offset_J = tl.arange(0, TILE)
     # Of the tokens with a weight: the first beyond the target, or the last where rounding leaves none beyond it.
     is_beyond_J = (tl.cumsum(weight_J, axis=0) + before > target) & (weight_J > 0)

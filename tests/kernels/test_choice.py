@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from blockyard.kernels.interface import Backend, greedy_tokens
-from blockyard.kernels.triton.backend import CHOICE_TILE
+from blockyard.kernels.triton.choosing import CHUNK_TOKENS
 
-VOCABULARIES = [1, 63, CHOICE_TILE - 1, CHOICE_TILE, CHOICE_TILE + 1, 2 * CHOICE_TILE + 77]
+VOCABULARIES = [1, 63, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 77]
 ROUNDING = 1e-6
 """Share of a row's weights by which the rounding of fp32 may move a boundary between tokens."""
 
@@ -30,12 +30,12 @@ def test_the_greedy_token_has_the_largest_logit(
     assert tokens_S.dtype == torch.int64
 
 
-@pytest.mark.parametrize("at", [0, 5, CHOICE_TILE - 1, CHOICE_TILE, CHOICE_TILE + 60])
+@pytest.mark.parametrize("at", [0, 5, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 60])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_with_a_number_that_is_not_finite_is_found_and_has_some_token(
     triton_backend: Backend, device: torch.device, at: int, bad: float
 ) -> None:
-    logits_SV = logits_of(3, CHOICE_TILE + 61).to(device)
+    logits_SV = logits_of(3, CHUNK_TOKENS + 61).to(device)
     logits_SV[1, at] = bad
     tokens_S, finite_S = triton_backend.greedy_tokens(logits_SV)
     expected_S, expected_finite_S = greedy_tokens(logits_SV)
@@ -52,7 +52,7 @@ def test_a_row_with_a_number_that_is_not_finite_is_found_and_has_some_token(
 def test_a_row_in_which_every_token_is_forbidden_has_some_token(
     triton_backend: Backend, device: torch.device
 ) -> None:
-    logits_SV = torch.full((2, CHOICE_TILE + 3), -math.inf, device=device)
+    logits_SV = torch.full((2, CHUNK_TOKENS + 3), -math.inf, device=device)
     tokens_S, _ = triton_backend.greedy_tokens(logits_SV)
     drawn = draw(triton_backend, logits_SV, [0, 1], uniforms=[[0.0], [0.9]])
     assert all(0 <= token < logits_SV.shape[1] for token in (*tokens_S.tolist(), *np.ravel(drawn)))
@@ -67,9 +67,9 @@ def draw(
     temperatures: list[float] | None = None,
     min_p: list[float] | None = None,
 ) -> list[list[int]]:
-    kernel, device = backend.draw_unfiltered, logits_SV.device
-    assert kernel is not None
-    tokens_DN = kernel(
+    device = logits_SV.device
+    assert backend.draws is not None
+    tokens_DN = backend.draws.from_logits(
         logits_SV,
         backend.greedy_tokens(logits_SV)[0],
         torch.tensor(rows, device=device),
@@ -122,7 +122,7 @@ def test_a_draw_is_where_its_number_falls_in_the_cumulative_distribution(
 
 
 def test_a_draw_does_not_depend_on_the_rows_beside_it(triton_backend: Backend, device: torch.device) -> None:
-    logits_SV = logits_of(6, CHOICE_TILE + 500).to(device)
+    logits_SV = logits_of(6, CHUNK_TOKENS + 500).to(device)
     uniforms = [[0.1 + 0.15 * row] for row in range(6)]
     together = draw(triton_backend, logits_SV, list(range(6)), uniforms=uniforms)
     for row in range(6):
@@ -131,9 +131,32 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it(triton_backend: Backend, d
 
 def test_forbidden_tokens_are_never_drawn(triton_backend: Backend, device: torch.device) -> None:
     """Also not by a number of almost one, behind which only forbidden tokens lie."""
-    logits_SV = torch.full((1, 2 * CHOICE_TILE + 9), -math.inf)
-    allowed = [7, CHOICE_TILE + 2]
+    logits_SV = torch.full((1, 2 * CHUNK_TOKENS + 9), -math.inf)
+    allowed = [7, CHUNK_TOKENS + 2]
     logits_SV[0, allowed] = torch.tensor([1.0, 1.0])
     numbers = [0.0, 0.49, 0.51, 0.9999999999999999]
     drawn = draw(triton_backend, logits_SV.to(device), [0], uniforms=[numbers])
-    assert drawn == [[7, 7, CHOICE_TILE + 2, CHOICE_TILE + 2]]
+    assert drawn == [[7, 7, CHUNK_TOKENS + 2, CHUNK_TOKENS + 2]]
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_a_draw_from_weights_is_exactly_that_of_their_cumulative_sum(
+    triton_backend: Backend, device: torch.device, vocab_size: int
+) -> None:
+    """Weights are quarters, so that sums in fp64 are exact in any order. Those below the least count as 0."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    weights_FV = torch.randint(0, 9, (3, vocab_size), generator=generator).float() / 4
+    weights_FV[:, vocab_size // 2] = 2.0
+    least_F = torch.tensor([0.0, 1.0, 2.0])
+    uniform_FN = torch.rand(3, 8, generator=generator, dtype=torch.float64)
+    uniform_FN[:, 0], uniform_FN[:, 1] = 0.0, 1 - 2**-53
+    assert triton_backend.draws is not None
+    tokens_FN = triton_backend.draws.from_weights(
+        weights_FV.to(device), least_F.to(device), uniform_FN.to(device)
+    )
+    kept_FV = weights_FV.masked_fill(weights_FV < least_F[:, None], 0.0).double()
+    cumulative_FV = kept_FV.cumsum(-1)
+    expected_FN = torch.searchsorted(cumulative_FV, uniform_FN * cumulative_FV[:, -1:], right=True)
+    last_weighted_F = (kept_FV > 0).double().cumsum(-1).argmax(-1)
+    expected_FN = torch.minimum(expected_FN, last_weighted_F[:, None])
+    assert tokens_FN.tolist() == expected_FN.tolist()

@@ -15,6 +15,7 @@ import torch
 import triton
 from blockyard.kernels.interface import greedy_tokens
 from blockyard.kernels.triton.backend import TritonBackend
+from blockyard.kernels.triton.choosing import TritonDraws
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
@@ -58,8 +59,20 @@ class NoGPU:
         return 0
 
 
+class FirstTokens(TritonDraws):
+    """Launches draws that write nothing, and draws the first token."""
+
+    def from_logits(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().from_logits(*inputs).zero_()
+
+    def from_weights(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().from_weights(*inputs).zero_()
+
+
 class FiniteOutputs(TritonBackend):
     """A backend whose launches write nothing. Its outputs are finite numbers all the same."""
+
+    draws = FirstTokens()
 
     def attention(self, *args: Any, out_TND: torch.Tensor, **kwargs: Any) -> None:
         super().attention(*args, out_TND=out_TND, **kwargs)
@@ -76,9 +89,6 @@ class FiniteOutputs(TritonBackend):
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         super().greedy_tokens(logits_SV)
         return greedy_tokens(logits_SV)
-
-    def draw_unfiltered(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return super().draw_unfiltered(*inputs).zero_()
 
 
 class Compiled:

@@ -85,7 +85,7 @@ def operations_of(*options: dict[str, Any], find_thresholds: FindThresholds | No
         DEVICE,
         backend.greedy_tokens,
         NucleusSearch(find=find_thresholds or backend.top_k_top_p_thresholds),
-        backend.draw_unfiltered,
+        backend.draws,
     )
     drawn = [SamplingParams(max_tokens=64, seed=index, **option) for index, option in enumerate(options)]
     logits_SV = random_logits(len(options), VOCAB_SIZE).to(DEVICE)
@@ -152,7 +152,7 @@ def test_draws_without_top_k_and_top_p_are_those_of_pytorch() -> None:
     for common in ({}, {"n": 3}, {"bad_token_ids": frozenset({5})}):
         params = [SamplingParams(seed=seed, **options[seed % 5], **common) for seed in range(15)]
         rows = [make_row(Draw(each, 7, 0), number) for number, each in enumerate(params)]
-        by_kernel = Sampler(VOCAB_SIZE, DEVICE, backend.greedy_tokens, nuclei, backend.draw_unfiltered)
+        by_kernel = Sampler(VOCAB_SIZE, DEVICE, backend.greedy_tokens, nuclei, backend.draws)
         by_torch = Sampler(VOCAB_SIZE, DEVICE)
         assert by_kernel.sample(logits_SV, rows, in_flight={}) == by_torch.sample(
             logits_SV, rows, in_flight={}

@@ -139,9 +139,7 @@ class TorchRunner:
         self.grammar_masks: GrammarMasks | None = None
         self._decoder = Decoder(config, weights, backend)
         nuclei = NucleusSearch.of(backend)
-        self._sampler = Sampler(
-            config.vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draw_unfiltered
-        )
+        self._sampler = Sampler(config.vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draws)
         self._inputs = InputRows(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,

@@ -14,7 +14,7 @@ top-k or top-p.
 import numpy as np
 import numpy.typing as npt
 import torch
-from blockyard.kernels.interface import DrawUnfiltered
+from blockyard.kernels.interface import Draws
 from blockyard.kernels.torch.nucleus import NUCLEUS_CANDIDATES, NucleusSearch, thresholds
 from blockyard.worker.memory.transfers import upload
 from blockyard.worker.sampling.state import Batch, Ids
@@ -45,19 +45,35 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def has_filter(batch: Batch, rows_D: Ids, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Return which of the batch's rows `rows_D` have top-k or top-p."""
-    params_D = batch.params_S[rows_D]
-    filtered_D: npt.NDArray[np.bool_] = (params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0)
-    return filtered_D
+def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
+    """Return tokens [D, N] of the batch's rows `rows_D`, from their logits in fp32.
+
+    Rows with NaN or infinity get any token. Waits for the device only if `nuclei` do.
+    """
+    device, vocab_size = logits_DV.device, logits_DV.shape[1]
+    weights_DV = _weights(logits_DV, batch, rows_D)
+    top_k_D = _drop_by_min_p(weights_DV, batch, rows_D)
+    rows_F = np.flatnonzero(has_filter(batch, rows_D, vocab_size))
+    if len(rows_F):
+        index_F = upload(rows_F, device)
+        weights_FV = weights_DV[index_F]
+        least_F = _least_kept(weights_FV, top_k_D[index_F], batch, rows_D[rows_F], nuclei)
+        weights_DV[index_F] = weights_FV.masked_fill(weights_FV < least_F[:, None], 0.0)
+    cumulative_DV = weights_DV.cumsum(dim=-1, dtype=torch.float64)
+    total_D1 = cumulative_DV[:, -1:]
+    uniform_DN = upload(_uniforms_of(batch, rows_D), device)
+    # Strictly below the total, however the product is rounded, so that the token found always has a weight.
+    below_total_D1 = torch.nextafter(total_D1, torch.zeros_like(total_D1))
+    target_DN = torch.minimum(uniform_DN * total_D1, below_total_D1)
+    return torch.searchsorted(cumulative_DV, target_DN, right=True).clamp_(max=vocab_size - 1)
 
 
-def draw_by_kernel(
-    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, rows_D: Ids, kernel: DrawUnfiltered
+def draw_unfiltered(
+    logits_SV: torch.Tensor, greedy_S: torch.Tensor, batch: Batch, rows_D: Ids, draws: Draws
 ) -> torch.Tensor:
-    """Return tokens [D, N] of rows without top-k and top-p, as `draw` does but for the rounding of the weights."""
+    """Return what `draw` does, but for the rounding of the weights, for rows without top-k and top-p."""
     device = logits_SV.device
-    return kernel(
+    return draws.from_logits(
         logits_SV,
         greedy_S,
         upload(rows_D, device),
@@ -67,23 +83,28 @@ def draw_by_kernel(
     )
 
 
-def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
-    """Return tokens [D, N] of the batch's rows `rows_D`, from their logits in fp32.
+def draw_filtered(
+    logits_FV: torch.Tensor, batch: Batch, rows_F: Ids, nuclei: NucleusSearch, draws: Draws
+) -> torch.Tensor:
+    """Return what `draw` does for rows with top-k or top-p."""
+    weights_FV = _weights(logits_FV, batch, rows_F)
+    top_k_F = _drop_by_min_p(weights_FV, batch, rows_F)
+    least_F = _least_kept(weights_FV, top_k_F, batch, rows_F, nuclei)
+    return draws.from_weights(weights_FV, least_F, upload(_uniforms_of(batch, rows_F), logits_FV.device))
 
-    Rows with NaN or infinity get any token. Waits for the device only if `nuclei` do.
-    """
+
+def has_filter(batch: Batch, rows_D: Ids, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return which of the batch's rows `rows_D` have top-k or top-p."""
+    params_D = batch.params_S[rows_D]
+    filtered_D: npt.NDArray[np.bool_] = (params_D["top_k"] < vocab_size) | (params_D["top_p"] < 1.0)
+    return filtered_D
+
+
+def _weights(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> torch.Tensor:
     temperature_D1 = batch.column("temperature", rows_D, logits_DV.device)
     # The largest becomes 0 before the division: a tiny temperature would otherwise make it infinite.
     shifted_DV = (logits_DV - logits_DV.amax(dim=-1, keepdim=True)).div_(temperature_D1)
-    weights_DV = torch.softmax(shifted_DV, dim=-1)
-    _drop_filtered(weights_DV, batch, rows_D, nuclei)
-    cumulative_DV = weights_DV.cumsum(dim=-1, dtype=torch.float64)
-    total_D1 = cumulative_DV[:, -1:]
-    uniform_DN = upload(_uniforms_of(batch, rows_D), logits_DV.device)
-    # Strictly below the total, however the product is rounded, so that the token found always has a weight.
-    below_total_D1 = torch.nextafter(total_D1, torch.zeros_like(total_D1))
-    target_DN = torch.minimum(uniform_DN * total_D1, below_total_D1)
-    return torch.searchsorted(cumulative_DV, target_DN, right=True).clamp_(max=logits_DV.shape[1] - 1)
+    return torch.softmax(shifted_DV, dim=-1)
 
 
 def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
@@ -95,8 +116,11 @@ def _uniforms_of(batch: Batch, rows_D: Ids) -> npt.NDArray[np.float64]:
     return uniforms(seed_D1, batch.positions_S[rows_D][:, None], index_DN)
 
 
-def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> None:
-    """Set to 0, in place, what min-p and then top-k and top-p leave out. Rows without filters are not touched."""
+def _drop_by_min_p(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids) -> torch.Tensor:
+    """Set to 0, in place, what min-p leaves out, and return each row's top-k [D].
+
+    Min-p keeps the most probable tokens, so to top-k and top-p it is a smaller k.
+    """
     vocab_size, device = weights_DV.shape[1], weights_DV.device
     params_D = batch.params_S[rows_D]
     top_k_D = upload(params_D["top_k"].copy(), device)
@@ -107,21 +131,22 @@ def _drop_filtered(weights_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: 
         least_M1 = weights_MV.amax(dim=-1, keepdim=True) * batch.column("min_p", rows_D[rows_M], device)
         dropped_MV = weights_MV < least_M1
         weights_DV[index_M] = weights_MV.masked_fill_(dropped_MV, 0.0)
-        # Min-p keeps the most probable tokens, so to top-k and top-p it is a smaller k.
         top_k_D[index_M] = torch.minimum(top_k_D[index_M], vocab_size - dropped_MV.sum(dim=-1))
-    rows_F = np.flatnonzero(has_filter(batch, rows_D, vocab_size))
-    if len(rows_F):
-        index_F = upload(rows_F, device)
-        top_p_F = upload(params_D["top_p"][rows_F], device)
-        limits = params_D["top_k"][params_D["top_k"] < vocab_size]
-        num_candidates = max(int(limits.max(initial=0)), NUCLEUS_CANDIDATES)
-        weights_FV = weights_DV[index_F]
-        threshold_F = thresholds(
-            weights_FV,
-            top_k_D[index_F],
-            top_p_F,
-            nuclei,
-            num_candidates=num_candidates,
-            may_be_wide=bool((params_D["top_k"][rows_F] > num_candidates).any()),
-        )
-        weights_DV[index_F] = weights_FV.masked_fill(weights_FV < threshold_F[:, None], 0.0)
+    return top_k_D
+
+
+def _least_kept(
+    weights_FV: torch.Tensor, top_k_F: torch.Tensor, batch: Batch, rows_F: Ids, nuclei: NucleusSearch
+) -> torch.Tensor:
+    """Return the smallest weight [F] that top-k and top-p keep."""
+    params_F = batch.params_S[rows_F]
+    limits = params_F["top_k"][params_F["top_k"] < weights_FV.shape[1]]
+    num_candidates = max(int(limits.max(initial=0)), NUCLEUS_CANDIDATES)
+    return thresholds(
+        weights_FV,
+        top_k_F,
+        upload(params_F["top_p"].copy(), weights_FV.device),
+        nuclei,
+        num_candidates=num_candidates,
+        may_be_wide=bool((params_F["top_k"] > num_candidates).any()),
+    )

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from blockyard.kernels.interface import DrawUnfiltered, greedy_tokens
+from blockyard.kernels.interface import Draws, greedy_tokens
 from blockyard.kernels.torch.nucleus import BY_SORTING, NucleusSearch
 from blockyard.worker.memory.transfers import Readback, upload
-from blockyard.worker.sampling.draw import draw, draw_by_kernel, has_filter
+from blockyard.worker.sampling.draw import draw, draw_filtered, draw_unfiltered, has_filter
 from blockyard.worker.sampling.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.sampling.logprobs import candidates, token_logprobs
-from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, InFlight, SamplingState
+from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, Ids, InFlight, SamplingState
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import TokenLogprob
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, RowExtras, ScheduledRow, StepTokens
@@ -71,12 +71,12 @@ class Sampler:
         device: torch.device,
         greedy_tokens: GreedyTokens = greedy_tokens,
         nuclei: NucleusSearch = BY_SORTING,
-        draw_unfiltered: DrawUnfiltered | None = None,
+        draws: Draws | None = None,
     ) -> None:
         self.state = SamplingState(vocab_size, device)
         self._greedy_tokens = greedy_tokens
         self._nuclei = nuclei
-        self._draw_unfiltered = draw_unfiltered
+        self._draws = draws
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         self.state.forget(ended)
@@ -150,19 +150,35 @@ class Sampler:
         """Return tokens [S, N]. In a row that does not fork, the first counts."""
         tokens_SN = greedy_S[:, None].repeat(1, batch.num_columns)
         drawing = np.flatnonzero(batch.params_S["temperature"] >= GREEDY_BELOW_TEMPERATURE)
-        if self._draw_unfiltered is not None:
-            filtered = has_filter(batch, drawing, logits_SV.shape[1])
-            rows_D, drawing = drawing[~filtered], drawing[filtered]
-            if len(rows_D):
-                tokens_SN[upload(rows_D, logits_SV.device)] = draw_by_kernel(
-                    logits_SV, greedy_S, batch, rows_D, self._draw_unfiltered
-                )
+        if self._draws is not None:
+            self._draw_by_kernels(tokens_SN, logits_SV, greedy_S, batch, drawing, self._draws)
+            return tokens_SN
         at_once = _drawn_at_once(logits_SV)
         for first in range(0, len(drawing), at_once):
             rows_D = drawing[first : first + at_once]
             index_D = upload(rows_D, logits_SV.device)
             tokens_SN[index_D] = draw(logits_SV[index_D].float(), batch, rows_D, self._nuclei)
         return tokens_SN
+
+    def _draw_by_kernels(
+        self,
+        tokens_SN: torch.Tensor,
+        logits_SV: torch.Tensor,
+        greedy_S: torch.Tensor,
+        batch: Batch,
+        rows_D: Ids,
+        draws: Draws,
+    ) -> None:
+        """Write the tokens of rows that draw, first those without top-k and top-p."""
+        is_filtered_D = has_filter(batch, rows_D, logits_SV.shape[1])
+        rows, rows_F = rows_D[~is_filtered_D], rows_D[is_filtered_D]
+        if len(rows):
+            tokens = draw_unfiltered(logits_SV, greedy_S, batch, rows, draws)
+            tokens_SN.index_copy_(0, upload(rows, logits_SV.device), tokens)
+        if len(rows_F):
+            index_F = upload(rows_F, logits_SV.device)
+            tokens = draw_filtered(logits_SV[index_F].float(), batch, rows_F, self._nuclei, draws)
+            tokens_SN.index_copy_(0, index_F, tokens)
 
 
 def _drawn_at_once(logits_SV: torch.Tensor) -> int:
