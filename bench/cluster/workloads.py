@@ -75,6 +75,18 @@ def steady(seed: int) -> Workload:
     )
 
 
+def large(seed: int) -> Workload:
+    return plans.shared_prefix(
+        plans.at_once(),
+        seed,
+        num_groups=16,
+        num_followers=15,
+        prefix=parse_lengths(str(1024 // TOKENS_A_WORD)),
+        question=parse_lengths("16-64"),
+        output=parse_lengths("256"),
+    )
+
+
 def quick(seed: int) -> Workload:
     return plans.shared_prefix(
         plans.at_once(),
@@ -92,6 +104,7 @@ LOADS = {
     "chat": Load(make=chat, concurrency=16),
     "mixed": Load(make=mixed, concurrency=32),
     "one-a-second": Load(make=steady, concurrency=None),
+    "large": Load(make=large, concurrency=256),
     "quick": Load(make=quick, concurrency=8),
 }
-"""Loads by name. `shared-prefix` is 64 requests at once in 8 groups."""
+"""Loads by name. `shared-prefix` is 64 requests at once in 8 groups. `large` is for GPUs: 256 in 16 groups."""
