@@ -12,12 +12,13 @@ from bench.reporting import write_report
 
 TITLE = "The whole path, beside vLLM behind sglang-router"
 INTRODUCTION = f"""\
-Each system has {NUM_WORKERS} workers of one core each, unless an `--up-option` of the command says otherwise. All have
-the same checkpoint and the same HTTP client, which streams `/v1/completions`. Prompts are words, of about
-{TOKENS_A_WORD} tokens each. Only one system runs at a time, and they take turns, seed by seed. Each gets other words of the same number. `First` is the time to the first token, `between`
-the time between two messages with tokens. CPU seconds are those of all processes of the system, without the client.
-Numbers are medians over the seeds. A ratio compares ours with the peer that is best in this figure, in the same seed.
-`Foreign cores` were used by other programs or virtual machines."""
+Each system has {NUM_WORKERS} workers of one core each, unless an `--up-option` of the command says otherwise. All
+have the same checkpoint and the same HTTP client, which streams `/v1/completions`. Prompts are words, of about
+{TOKENS_A_WORD} tokens each. Only one system runs at a time, and they take turns, seed by seed. Each gets other words
+of the same number. `First` is the time to the first token, `between` the time between two messages with tokens. CPU
+seconds are those of all processes of the system, without the client. Numbers are medians over the seeds. A ratio
+compares ours with the peer that is best in this figure, in the same seed. `Foreign cores` were used by other programs
+or virtual machines."""
 
 
 def text_of(figures: Figures, model: str) -> str:
