@@ -16,15 +16,12 @@ from tests.kernels.compiled_code import COLUMNS, HEADS, NUM_STEADY_COLUMNS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "num_kernels"), [(["--quick"], 23), pytest.param([], 67, marks=pytest.mark.slow)]
-)
-def test_every_kernel_compiles_to_machine_code(
-    tmp_path: Path, arguments: list[str], num_kernels: int
-) -> None:
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_kernel_compiles_to_the_machine_code_in_the_docs(tmp_path: Path, is_quick: bool) -> None:
+    """Another version of triton than the docs name may take other registers and instructions."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_cuda", *arguments],
+        [sys.executable, "-m", "tests.kernels.compile_for_cuda", *(["--quick"] if is_quick else [])],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         cwd=ROOT,
         capture_output=True,
@@ -35,21 +32,14 @@ def test_every_kernel_compiles_to_machine_code(
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     rows = {row[0]: row for row in map(cells_of, done.stdout.splitlines())}
-    assert len(rows) == num_kernels
-    compare_with_docs(rows)
-
-
-def compare_with_docs(rows: dict[str, list[str]]) -> None:
-    """Compare the rows that the docs have too. Another version of triton may take other registers and instructions."""
+    shown = {name for name, row in rows.items() if row[2] != "-" and name.endswith(", bf16")}
     text = (ROOT / "docs" / "performance.md").read_text()
-    is_same_triton = f"(triton {triton.__version__})" in text
     table = text.split(HEADS)[1].split("\n\n")[0]
-    documented = [cells_of(line) for line in table.splitlines()[2:]]
-    compared = [row for row in documented if row[0] in rows]
-    assert len(compared) >= 9
-    for row in compared:
-        columns = len(COLUMNS) if is_same_triton else NUM_STEADY_COLUMNS
-        assert rows[row[0]][:columns] == row[:columns]
+    documented = {row[0]: row for row in map(cells_of, table.splitlines()[2:])}
+    assert shown <= documented.keys() if is_quick else shown == documented.keys()
+    columns = len(COLUMNS) if f"(triton {triton.__version__})" in text else NUM_STEADY_COLUMNS
+    for name in shown:
+        assert rows[name][:columns] == documented[name][:columns]
 
 
 def cells_of(line: str) -> list[str]:
