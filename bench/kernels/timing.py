@@ -1,6 +1,6 @@
 """Timing of calls, alone or in turns, and the machine's copy bandwidth and matmul rate in the same run.
 
-On a GPU, CUDA events measure the replay of a call that a CUDA graph has captured, as decode steps are served, and the
+On a GPU, CUDA events measure the replay of a call that a CUDA graph has captured, as decode steps are served. The
 last-level cache is filled with other data before. On a CPU, the wall clock measures; large cases have inputs far larger
 than its caches. Owns no case.
 """
