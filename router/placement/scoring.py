@@ -136,21 +136,28 @@ def score_all(
 def _best_score(
     prompt_tokens: int, candidate: Candidate, config: PlacementConfig, sources: Sequence[PullSource]
 ) -> Score:
-    """Return the score without a pull, or that with the best one where it pays."""
+    """Return the score without a pull, or that with the best one that pays."""
     alone = _score(prompt_tokens, candidate, config)
     if not _can_pull(candidate) or alone.memory_ms:
         return alone
+    tie = tie_ms(alone.cost, config)
     pulling = [
-        _score(prompt_tokens, candidate, config, source) for source in _richer(alone, candidate, sources)
+        score
+        for source in _richer(alone, candidate, sources)
+        for score, plan in [_pulling(prompt_tokens, candidate, config, source, alone)]
+        if plan.pays(tie)
     ]
-    best = min(pulling, key=lambda score: score.cost, default=alone)
-    plan = _plan_beside(alone, best)
-    return best._replace(pull=plan) if plan is not None and plan.pays(tie_ms(alone.cost, config)) else alone
+    return min(pulling, key=lambda score: score.cost, default=alone)
 
 
-def _plan_beside(alone: Score, score: Score) -> PullPlan | None:
-    """Return a score's pull, with the time that it saves."""
-    return None if score.pull is None else score.pull._replace(saved_ms=alone.cost - score.cost)
+def _pulling(
+    prompt_tokens: int, candidate: Candidate, config: PlacementConfig, source: PullSource, alone: Score
+) -> tuple[Score, PullPlan]:
+    """Return the score with a pull, and the pull. The pull saves what `alone` costs more."""
+    score = _score(prompt_tokens, candidate, config, source)
+    assert score.pull is not None, "it has a source"
+    plan = score.pull._replace(saved_ms=alone.cost - score.cost)
+    return score._replace(pull=plan), plan
 
 
 def _can_pull(candidate: Candidate) -> bool:
@@ -178,9 +185,7 @@ def pull_options(
     chosen = _best_score(prompt_tokens, candidate, config, sources).pull
     options = []
     for source in richer:
-        score = _score(prompt_tokens, candidate, config, source)
-        plan = _plan_beside(alone, score)
-        assert plan is not None, "it has a source"
+        score, plan = _pulling(prompt_tokens, candidate, config, source, alone)
         if chosen is not None and chosen.source == source:
             verdict = PullVerdict.CHOSEN
         elif plan.pays(tie_ms(alone.cost, config)):
