@@ -31,8 +31,8 @@ from blockyard.router.placement.scoring import Candidate
 
 MAX_SOURCES = 2
 """Workers from which a prompt's blocks may be fetched: those that have most of them."""
-STEP_SHARE = 0.3
-"""Weight of the newest load report in a worker's average time of a step."""
+STEP_WINDOW_SECONDS = 0.5
+"""Time over which a worker's steps are averaged."""
 MAX_STEP_SECONDS = 60.0
 """A report of longer steps is not believed."""
 MAX_SETUP_SECONDS = 60.0
@@ -79,14 +79,19 @@ class WorkerView:
     incarnation: Incarnation = field(init=False)
 
     def note_steps(self, load: cluster_pb2.WorkerLoad) -> None:
-        """Count the steps between the last load report and this one in their average time."""
+        """Count the steps between the last load report and this one in their average time.
+
+        They count by their time, not by their number: who comes at any moment finds a long step rather than a short
+        one.
+        """
         steps, seconds = load.steps - self.load.steps, load.step_seconds - self.load.step_seconds
         if steps > 0 and 0 <= seconds <= MAX_STEP_SECONDS * steps:
-            self._step_ms += STEP_SHARE * (1000 * seconds / steps - self._step_ms)
+            share = min(seconds / STEP_WINDOW_SECONDS, 1.0)
+            self._step_ms += share * (1000 * seconds / steps - self._step_ms)
 
     @property
     def step_ms(self) -> float:
-        """Return the average time of the last steps. 0 while the worker has nothing to do."""
+        """Return the average time of the step that a moment lies in. 0 while the worker has nothing to do."""
         return self._step_ms if self.load.running or self.load.waiting else 0.0
 
     def __post_init__(self) -> None:
