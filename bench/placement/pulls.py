@@ -41,16 +41,14 @@ TCP = replace(HardwareProfile(), host_cache_bytes=64.0 * GIB)
 RDMA = replace(TCP, link_bytes_per_second=40e9)
 POOLED = replace(TCP, link_bytes_per_second=1e15, link_setup_seconds=1e-6, host_bytes_per_second=1e15)
 """Every worker reads the blocks of all others at no cost, as from one cache of the same size."""
-PULLS = "pulls, 4 GB/s"
 ROUTING = "routing alone"
+PULLS, FAST_PULLS = "pulls, 4 GB/s", "pulls, 40 GB/s"
 ARMS = {
     ROUTING: Setup(profile=TCP),
-    "least_loaded": Setup(profile=TCP, policy="least_loaded"),
     PULLS: Setup(profile=TCP, pulls=True),
-    "pulls, 40 GB/s": Setup(profile=RDMA, pulls=True),
+    FAST_PULLS: Setup(profile=RDMA, pulls=True),
     "one pooled cache": Setup(profile=POOLED, pulls=True),
 }
-PULLING = (PULLS, "pulls, 40 GB/s")
 COLUMNS = {
     "reuse": ("reuse", 1, ".3f"),
     "pulled": ("pulled", 1, ".3f"),
@@ -81,7 +79,7 @@ def main() -> None:
         Job(load=load, setup=replace(setup, seed=seed), tag=tag)
         for seed in range(options.seeds)
         for load in loads
-        for tag, setup in ARMS.items()
+        for tag, setup in _arms(load).items()
     ]
     table = Table()
     runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
@@ -100,11 +98,16 @@ def main() -> None:
     print(path.read_text(encoding="utf-8"))
 
 
+def _arms(load: Load) -> dict[str, Setup]:
+    """Return the arms by tag. Where nothing is shared, only whether pulls cost anything is to be seen."""
+    return {tag: ARMS[tag] for tag in (ROUTING, PULLS)} if load is NOTHING_SHARED else ARMS
+
+
 def _text(table: Table, loads: Sequence[Load], num_seeds: int) -> str:
     parts = [
         f"Seeds: {num_seeds}, time is virtual, workers are {TCP.name} by a roofline, with "
         f"{TCP.host_cache_bytes / GIB:g} GiB of host memory for blocks. All start without cached blocks. "
-        "`routing alone` and `least_loaded` never pull. `one pooled cache` is a bound: pulls that take no time. "
+        "`routing alone` never pulls. `one pooled cache` is a bound: pulls that take no time. "
         "Ideal reuse is that of one unlimited cache. A floor is the mean of the seeds' ratios to routing alone. It "
         "allows one standard deviation of them, at most 3 % of a mean and 10 % of a p99."
     ]
@@ -119,7 +122,7 @@ def _text(table: Table, loads: Sequence[Load], num_seeds: int) -> str:
             "",
             "| arm | " + " | ".join(headings) + " |",
             "|---" * (1 + len(headings)) + "|",
-            *(f"| {tag} | {_cells(table, load, tag)} |" for tag in ARMS),
+            *(f"| {tag} | {_cells(table, load, tag)} |" for tag in _arms(load)),
         ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -134,8 +137,8 @@ def _cells(table: Table, load: Load, tag: str) -> str:
 
 def _floors(table: Table, loads: Sequence[Load]) -> Iterator[Floor]:
     for load in loads:
-        for tag in PULLING:
-            for figure in ("ttft_mean", "ttft_p99"):
+        for tag in (PULLS, FAST_PULLS):
+            for figure in ("ttft_mean", "ttft_p99") if tag in _arms(load) else ():
                 floor = rival_floor(table, load, ROUTING, figure, ours=tag)
                 if load is NOTHING_SHARED:
                     floor = replace(floor, floor=MOST_WITH_NOTHING_SHARED)
