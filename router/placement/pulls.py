@@ -36,7 +36,7 @@ class PullSource(NamedTuple):
     lending_bytes: int = 0
     """Bytes that it still has to send."""
     step_ms: float = 0.0
-    """Average time of its steps. 0 while it is idle."""
+    """Time of the step that it is likely to be in. 0 while it is idle."""
 
 
 class Holder(NamedTuple):
