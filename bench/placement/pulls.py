@@ -107,7 +107,8 @@ def _text(table: Table, loads: Sequence[Load], num_seeds: int) -> str:
     parts = [
         f"Seeds: {num_seeds}, time is virtual, workers are {TCP.name} by a roofline, with "
         f"{TCP.host_cache_bytes / GIB:g} GiB of host memory for blocks. All start without cached blocks. "
-        "`routing alone` never pulls. `one pooled cache` is a bound: pulls that take no time. "
+        "`routing alone` never pulls. `one pooled cache` has pulls that take no time. It is no strict bound: "
+        "each request is placed for itself. "
         "Ideal reuse is that of one unlimited cache. A floor is the mean of the seeds' ratios to routing alone. It "
         "allows one standard deviation of them, at most 3 % of a mean and 10 % of a p99."
     ]
