@@ -8,9 +8,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
-from blockyard.worker.engine import Engine
+from blockyard.worker.engine import HELD_SECONDS, Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, StepResult
 
@@ -96,12 +97,23 @@ class VirtualEngineThread(EngineThread):
 
     async def _step(self) -> None:
         self._began = asyncio.get_running_loop().time()
+        self._engine.wake()  # where all wait for pulls, a step would wait in real time
         result = self._engine.step()
         seconds = self._clock.take()
-        await asyncio.sleep(seconds)
+        if seconds or self._waiting or not self._engine.scheduler.pulls:
+            await asyncio.sleep(seconds)
+        else:
+            await self._wait_for_pulls()
         self.busy_seconds += seconds
         self._began = None
         self._report(result)
+
+    async def _wait_for_pulls(self) -> None:
+        """Wait as long as a step would, until a pull ends or there is another command."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HELD_SECONDS):
+                await self._wake.wait()
 
     def _report(self, result: StepResult) -> None:
         self._reported = self._engine.load()

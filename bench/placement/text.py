@@ -187,14 +187,15 @@ def rival_floors(table: Table, loads: Iterable[Load]) -> list[Floor]:
     ]
 
 
-def rival_floor(table: Table, load: Load, rival: str, figure: str) -> Floor:
-    """Return the floor of a figure of `prefix` over that of a rival. It allows the spread of the seeds."""
-    ratios = table.ratios(load.label, "prefix", rival, figure)
+def rival_floor(table: Table, load: Load, rival: str, figure: str, *, ours: str = "prefix") -> Floor:
+    """Return the floor of a figure of `ours` over that of a rival. It allows the spread of the seeds."""
+    ratios = table.ratios(load.label, ours, rival, figure)
     spread = stdev(ratios) if len(ratios) > 1 else 0.0
     margin = min(max(spread, LEAST_MARGIN), MOST_MARGINS[figure])
     better: Literal["higher", "lower"] = "higher" if figure == "reuse" else "lower"
     bound = 1 - margin if better == "higher" else 1 + margin
-    return _floor(f"{figure} beside {rival}, {load.label}", fmean(ratios), bound, better)
+    of = figure if ours == "prefix" else f"{figure} of {ours}"
+    return _floor(f"{of} beside {rival}, {load.label}", fmean(ratios), bound, better)
 
 
 def _floor(name: str, value: float, floor: float, better: Literal["higher", "lower"]) -> Floor:

@@ -36,7 +36,7 @@ REQUEST_STATES = {
 UNPRICED = frozenset({cluster_pb2.PULL_VERDICT_UNMEASURED, cluster_pb2.PULL_VERDICT_MEMORY})
 VERDICTS = {
     cluster_pb2.PULL_VERDICT_CHOSEN: "chosen",
-    cluster_pb2.PULL_VERDICT_TIE: "not chosen: it saves no more than a tie",
+    cluster_pb2.PULL_VERDICT_TIE: "not chosen: it saves too little",
     cluster_pb2.PULL_VERDICT_OTHER_SOURCE: "not chosen: the other source saves as much or more",
     cluster_pb2.PULL_VERDICT_UNMEASURED: "not possible: no host cache, or its rates are not measured yet",
     cluster_pb2.PULL_VERDICT_MEMORY: "not chosen: the worker's memory is short",

@@ -26,13 +26,15 @@ from blockyard.router.cluster.shortlist import SHORTLIST, shortlist
 from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import UNKNOWN_LINK, Holder, Link, PullPlan, PullSource
-from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
+from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed, is_measured
 from blockyard.router.placement.scoring import Candidate
 
 MAX_SOURCES = 2
 """Workers from which a prompt's blocks may be fetched: those that have most of them."""
-STEP_SHARE = 0.3
-"""Weight of the newest load report in a worker's average time of a step."""
+STEP_WINDOW_SECONDS = 0.5
+"""Time over which a worker's steps are averaged."""
+LONGEST_STEP_SECONDS = 60.0
+"""Time in steps after which a worker's longest one counts no more."""
 MAX_STEP_SECONDS = 60.0
 """A report of longer steps is not believed."""
 MAX_SETUP_SECONDS = 60.0
@@ -73,20 +75,30 @@ class WorkerView:
     is_draining: bool = False
     """True if the worker has announced that it takes no new requests."""
     _step_ms: float = 0.0
+    longest_step_ms: float = 0.0
+    """Time of the longest step of late: an older one counts less."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
     incarnation: Incarnation = field(init=False)
 
     def note_steps(self, load: cluster_pb2.WorkerLoad) -> None:
-        """Count the steps between the last load report and this one in their average time."""
+        """Count the steps between the last load report and this one in their average time.
+
+        They count by their time, not by their number: who comes at any moment finds a long step rather than a short
+        one.
+        """
         steps, seconds = load.steps - self.load.steps, load.step_seconds - self.load.step_seconds
         if steps > 0 and 0 <= seconds <= MAX_STEP_SECONDS * steps:
-            self._step_ms += STEP_SHARE * (1000 * seconds / steps - self._step_ms)
+            share = min(seconds / STEP_WINDOW_SECONDS, 1.0)
+            step_ms = 1000 * seconds / steps
+            self._step_ms += share * (step_ms - self._step_ms)
+            fading = 1 - min(seconds / LONGEST_STEP_SECONDS, 1.0)
+            self.longest_step_ms = max(step_ms, fading * self.longest_step_ms)
 
     @property
     def step_ms(self) -> float:
-        """Return the average time of the last steps. 0 while the worker has nothing to do."""
+        """Return the average time of the step that a moment lies in. 0 while the worker has nothing to do."""
         return self._step_ms if self.load.running or self.load.waiting else 0.0
 
     def __post_init__(self) -> None:
@@ -581,15 +593,14 @@ class ClusterView:
         context_tokens = waiting.prompt_tokens + max(
             load.context_tokens + fresh.prompt_tokens, sent.prompt_tokens
         )
+        queued_tokens, queued_pairs = _queued_prefill(worker)
         return Candidate(
             address=worker.address,
             worker_id=worker.worker_id,
             cached_tokens=cached_tokens,
             host_cached_tokens=usable_cached_tokens(anywhere, prompt_tokens, block_size) - cached_tokens,
-            queued_prefill_tokens=waiting.unstarted_tokens
-            + max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens),
-            queued_pairs=waiting.unstarted_pairs
-            + max(load.queued_pairs + fresh.unstarted_pairs, sent.unstarted_pairs),
+            queued_prefill_tokens=queued_tokens,
+            queued_pairs=queued_pairs,
             sequences=sequences,
             context_tokens=context_tokens,
             used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
@@ -649,8 +660,17 @@ class ClusterView:
             transfer_address=f"{host}:{hello.transfer_port}",
             cached_tokens=usable_cached_tokens(blocks, prompt_tokens, hello.block_size),
             lending_bytes=max(worker.load.lending_bytes, self._lending[worker.address]),
-            step_ms=worker.step_ms,
+            step_ms=self._lending_step_ms(worker),
         )
+
+    def _lending_step_ms(self, worker: WorkerView) -> float:
+        """Return the time of the step that a worker is likely to be in. With prompts queued, that is a long one."""
+        rate = self.speeds.costs.tokens_per_second / worker.speed.slowness
+        if not is_measured(rate):
+            return worker.step_ms
+        tokens, pairs = _queued_prefill(worker)
+        queue_ms = 1000 * (tokens + self.speeds.costs.pair_tokens * pairs) / rate
+        return max(worker.step_ms, min(queue_ms, worker.longest_step_ms))
 
     def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:
         """Return the worker that has handed a request over as a source for it, or None where it is gone or silent.
@@ -673,6 +693,15 @@ class ClusterView:
         self._arrivals.check_invariants()
         for worker in self._workers.values():
             worker.booked.check_invariants()
+
+
+def _queued_prefill(worker: WorkerView) -> tuple[int, int]:
+    """Return the prompt tokens that a worker has yet to compute, and their pairs (Candidate.queued_pairs)."""
+    load, sent, fresh = worker.load, worker.booked.sent, worker.booked.unreported
+    waiting = worker.booked.waiting
+    tokens = max(load.queued_prefill_tokens + fresh.unstarted_tokens, sent.unstarted_tokens)
+    pairs = max(load.queued_pairs + fresh.unstarted_pairs, sent.unstarted_pairs)
+    return waiting.unstarted_tokens + tokens, waiting.unstarted_pairs + pairs
 
 
 def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:

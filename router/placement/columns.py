@@ -76,6 +76,12 @@ def costs_of(
     `costs` are those of a machine whose slowness is 1. With a `source`, each worker fetches from it what it lacks, if
     its link is measured.
     """
+
+    def computing_ms(tokens: Column) -> Column:
+        pairs = tokens * (2 * prompt_tokens - tokens) // 2
+        time_ms: Column = (tokens + costs.pair_tokens * pairs) / per_ms
+        return time_ms
+
     block_size = workers.block_size
     reusable = (prompt_tokens - 1) // block_size * block_size
     cached = np.minimum(on_gpu_blocks * block_size, reusable)
@@ -87,6 +93,7 @@ def costs_of(
     has_host = are_measured(host_rate)
     host_tokens = np.where(has_host, np.minimum(host_cached, needed), 0)
     computed = needed - host_tokens
+    taken_ms = computing_ms(computed)
     loaded_tokens = host_tokens
     pull_time_ms = np.zeros_like(needed)
     if source is not None:
@@ -98,17 +105,15 @@ def costs_of(
         setup_ms = np.maximum(workers.pull_setup_ms, (workers.step_ms + source.step_ms) / 2)
         pull_time_ms = np.where(pulled > 0, setup_ms + moved / rate, 0)
         computed, loaded_tokens = computed - pulled, host_tokens + pulled
-    pairs = computed * (2 * prompt_tokens - computed) // 2
-    prefill_ms = (computed + costs.pair_tokens * pairs) / per_ms
     queue_ms = (workers.queued_prefill_tokens + costs.pair_tokens * workers.queued_pairs) / per_ms
     total_ms: Column = (
         queue_ms
         + np.maximum(pull_time_ms - queue_ms, 0)
         + config.context_fraction * workers.context_tokens / per_ms
         + _decode_step_ms(workers, costs, config)
-        + (config.later_fraction + config.others_fraction * workers.sequences) * prefill_ms
+        + (config.later_fraction + config.others_fraction * workers.sequences) * taken_ms
         + config.memory_full_ms * np.minimum(np.maximum(_shortage(needed, workers, config), 0), 1)
-        + prefill_ms
+        + computing_ms(computed)
         + 1000 * loaded_tokens / np.where(has_host, host_rate, 1)
     )
     return total_ms

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
 
+LEAST_GAIN = 0.25
+"""A pull must save its request more than this part of its own time, since it may take longer than estimated."""
 PATIENCE = 2.0
 """A request waits for a pull at most this many times as long as estimated."""
 PATIENCE_SECONDS = 0.05
@@ -34,7 +36,7 @@ class PullSource(NamedTuple):
     lending_bytes: int = 0
     """Bytes that it still has to send."""
     step_ms: float = 0.0
-    """Average time of its steps. 0 while it is idle."""
+    """Time of the step that it is likely to be in. 0 while it is idle."""
 
 
 class Holder(NamedTuple):
@@ -83,6 +85,10 @@ class PullPlan(NamedTuple):
     saved_ms: float
     """Estimated time to the first token on this worker without a pull, less that with it."""
 
+    def pays(self, tie_ms: float) -> bool:
+        """Return whether it saves more than a tie, and more than its time may be wrong."""
+        return self.saved_ms > max(tie_ms, LEAST_GAIN * self.time_ms)
+
     @property
     def patience_seconds(self) -> float:
         """Return the time after which the request should go on without the rest."""
@@ -94,7 +100,7 @@ class PullVerdict(Enum):
 
     CHOSEN = auto()
     TIE = auto()
-    """It saves no more than a tie."""
+    """It saves too little (`PullPlan.pays`)."""
     OTHER_SOURCE = auto()
     """The chosen source saves as much, or more."""
     UNMEASURED = auto()

@@ -7,9 +7,10 @@ check each of them (ExplainPlacement shows them). The last term is the delay tha
 on the worker, and to requests that come later. With its full weight (`others_fraction=1`), a choice minimises the cost
 of all requests together, not only its own.
 
-A worker may fetch a prefix from another one that has more of it. Fetching must save the request itself more than a tie.
-A pull that only spares others a prefill would delay its own first token. A worker whose memory is short fetches
-nothing, since the copy would make others wait for room.
+A worker may fetch a prefix from another one that has more of it, where that pays for the request itself
+(`PullPlan.pays`). To others a pulled prefix costs as much as a computed one: its copy takes room from what they have
+cached, and its context slows their steps. Otherwise long prompts would be pulled to the worker that has most short
+ones. A worker whose memory is short fetches nothing, since the copy would make others wait for room.
 
 Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the state of workers
 (cluster/view.py).
@@ -92,7 +93,8 @@ class Score(NamedTuple):
     memory_ms: float
     """Price of a pool that is nearly full once it holds this request."""
     interference_ms: float
-    """Part of the delay that this prompt's prefill causes to present sequences and to later requests."""
+    """Part of the delay that this prompt's prefill causes to present sequences and to later requests. Pulled tokens
+    count as if they were computed."""
     cost: float
     """Value that the policy compares, in its own unit. The least wins.
 
@@ -134,23 +136,28 @@ def score_all(
 def _best_score(
     prompt_tokens: int, candidate: Candidate, config: PlacementConfig, sources: Sequence[PullSource]
 ) -> Score:
-    """Return the score without a pull, or that with the best one where it saves more than a tie."""
+    """Return the score without a pull, or that with the best one that pays."""
     alone = _score(prompt_tokens, candidate, config)
     if not _can_pull(candidate) or alone.memory_ms:
         return alone
+    tie = tie_ms(alone.cost, config)
     pulling = [
-        _score(prompt_tokens, candidate, config, source) for source in _richer(alone, candidate, sources)
+        score
+        for source in _richer(alone, candidate, sources)
+        for score, plan in [_pulling(prompt_tokens, candidate, config, source, alone)]
+        if plan.pays(tie)
     ]
-    best = min(pulling, key=_own_ms, default=alone)
-    saved_ms = _own_ms(alone) - _own_ms(best)
-    if best.pull is None or saved_ms <= tie_ms(alone.cost, config):
-        return alone
-    return best._replace(pull=best.pull._replace(saved_ms=saved_ms))
+    return min(pulling, key=lambda score: score.cost, default=alone)
 
 
-def _own_ms(score: Score) -> float:
-    """Return the part of the cost that delays the request itself."""
-    return score.cost - score.interference_ms
+def _pulling(
+    prompt_tokens: int, candidate: Candidate, config: PlacementConfig, source: PullSource, alone: Score
+) -> tuple[Score, PullPlan]:
+    """Return the score with a pull, and the pull. The pull saves what `alone` costs more."""
+    score = _score(prompt_tokens, candidate, config, source)
+    assert score.pull is not None, "it has a source"
+    plan = score.pull._replace(saved_ms=alone.cost - score.cost)
+    return score._replace(pull=plan), plan
 
 
 def _can_pull(candidate: Candidate) -> bool:
@@ -178,16 +185,14 @@ def pull_options(
     chosen = _best_score(prompt_tokens, candidate, config, sources).pull
     options = []
     for source in richer:
-        score = _score(prompt_tokens, candidate, config, source)
-        saved_ms = _own_ms(alone) - _own_ms(score)
+        score, plan = _pulling(prompt_tokens, candidate, config, source, alone)
         if chosen is not None and chosen.source == source:
             verdict = PullVerdict.CHOSEN
-        elif chosen is None or saved_ms <= tie_ms(alone.cost, config):
-            verdict = PullVerdict.TIE
-        else:
+        elif plan.pays(tie_ms(alone.cost, config)):
             verdict = PullVerdict.OTHER_SOURCE
-        time_ms = 0.0 if score.pull is None else score.pull.time_ms
-        options.append(PullOption(source, verdict, score.pulled_tokens, time_ms, saved_ms))
+        else:
+            verdict = PullVerdict.TIE
+        options.append(PullOption(source, verdict, score.pulled_tokens, plan.time_ms, plan.saved_ms))
     return options
 
 
@@ -210,8 +215,13 @@ def _score(
         pulled_tokens = min(source.cached_tokens - candidate.cached_tokens, needed_tokens) - host_tokens
     uncached_tokens = needed_tokens - host_tokens - pulled_tokens
     queue_ms = (candidate.queued_prefill_tokens + pair_tokens * candidate.queued_pairs) / tokens_per_ms
-    pairs = pairs_of(prompt_tokens - uncached_tokens, uncached_tokens)
-    prefill_ms = (uncached_tokens + pair_tokens * pairs) / tokens_per_ms
+
+    def computing_ms(tokens: int) -> float:
+        """Return the time to compute the last tokens of the prompt."""
+        return (tokens + pair_tokens * pairs_of(prompt_tokens - tokens, tokens)) / tokens_per_ms
+
+    prefill_ms = computing_ms(uncached_tokens)
+    taken_ms = computing_ms(uncached_tokens + pulled_tokens) if pulled_tokens else prefill_ms
     loaded_tokens = host_tokens + pulled_tokens
     host_load_ms = 1000 * loaded_tokens / host_rate if loaded_tokens else 0.0
     decode_ms = (
@@ -219,7 +229,7 @@ def _score(
         + config.context_fraction * candidate.context_tokens / tokens_per_ms
     )
     memory_ms = _memory_ms(needed_tokens, candidate, config)
-    interference_ms = (config.later_fraction + config.others_fraction * candidate.sequences) * prefill_ms
+    interference_ms = (config.later_fraction + config.others_fraction * candidate.sequences) * taken_ms
     pull, pull_ms = None, 0.0
     if source is not None:
         pull = _plan(candidate, source, pulled_tokens)

@@ -233,3 +233,18 @@ def test_a_worker_that_joins_takes_part_from_then_on():
     joined = simulate(load, Setup(num_workers=2, num_joiners=1, join_seconds=1.0))
     assert joined.largest_share < 0.9
     assert joined.busy_max < alone.busy_max
+
+
+def test_an_idle_worker_pulls_the_prefix_of_a_busy_one_and_the_first_token_comes_sooner() -> None:
+    prefix = Run(0, 24_000)
+    load = workload(
+        request(0, 0.0, prefix),
+        request(1, 4.0, prefix, Run(100_000, 60_000)),
+        request(2, 4.1, prefix, Run(200_000, 100)),
+    )
+    profile = HardwareProfile(host_cache_bytes=16 * 2.0**30, link_bytes_per_second=40e9)
+    alone = simulate(load, Setup(num_workers=2, profile=profile))
+    pulling = simulate(load, Setup(num_workers=2, profile=profile, pulls=True))
+    assert (alone.pulled, pulling.pulled) == (0.0, 24_000 / pulling.prompt_tokens)
+    assert pulling.reuse > alone.reuse
+    assert pulling.ttft_mean < alone.ttft_mean

@@ -253,7 +253,7 @@ def test_explain_says_of_each_source_whether_it_is_chosen_and_why_not() -> None:
         "a could pull from b 4,096 tokens in 12.2 ms, which saves 800.0 ms; chosen",
         "a could pull from c 4,096 tokens in 12.2 ms, which saves 799.0 ms; "
         "not chosen: the other source saves as much or more",
-        "d could pull from b 4,096 tokens in 12.2 ms, which costs 3.0 ms; not chosen: it saves no more than a tie",
+        "d could pull from b 4,096 tokens in 12.2 ms, which costs 3.0 ms; not chosen: it saves too little",
         "d could pull from c; not possible: no host cache, or its rates are not measured yet",
         "d could pull from c; not chosen: the worker's memory is short",
     ]

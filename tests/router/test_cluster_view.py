@@ -419,3 +419,20 @@ def test_no_step_delays_a_worker_that_has_handed_its_requests_over() -> None:
     assert busy is not None
     assert busy.step_ms > 0.0
     assert holding == busy._replace(step_ms=0.0)
+
+
+@given(st.integers(1, 20), st.integers(0, 20))
+def test_a_pull_expects_the_step_that_is_most_likely_under_way(num_short: int, num_rounds: int) -> None:
+    """A step of 300 ms between short ones of 10 ms weighs as much as the time that it takes."""
+    view, _ = view_of("a")
+    (worker,) = view.workers()
+    steps, seconds = 0, 0.0
+    for step_seconds in [*[0.01] * num_short, 0.3] * num_rounds:
+        steps, seconds = steps + 1, seconds + step_seconds
+        view.heard("a", cluster_pb2.WorkerLoad(steps=steps, step_seconds=seconds, running=1))
+    mean_ms = 1000 * seconds / max(steps, 1)
+    assert mean_ms * 0.99 <= worker.step_ms <= 300 or not num_rounds
+    if num_rounds > 5:
+        assert worker.step_ms > 100
+    view.heard("a", cluster_pb2.WorkerLoad(steps=steps, step_seconds=seconds))
+    assert worker.step_ms == 0

@@ -11,7 +11,8 @@ import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import PlacementRequest, place
-from blockyard.router.placement.pulls import Link, PullSource, PullVerdict
+from blockyard.router.placement.pulls import LEAST_GAIN, Link, PullSource, PullVerdict
+from blockyard.router.placement.rates import is_measured
 from blockyard.router.placement.scoring import Candidate, Score, pull_options, score_all, tie_ms
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,7 +115,7 @@ def test_the_explained_source_is_the_planned_one_and_each_other_one_has_its_reas
             case PullVerdict.CHOSEN:
                 assert option.pulled_tokens == score.pulled_tokens
             case PullVerdict.TIE:
-                assert not option.saved_ms > tie_ms(without.cost, config)
+                assert not option.saved_ms > max(tie_ms(without.cost, config), LEAST_GAIN * option.time_ms)
             case PullVerdict.OTHER_SOURCE:
                 assert score.pull is not None
                 assert option.saved_ms <= score.pull.saved_ms
@@ -127,7 +128,7 @@ def test_the_explained_source_is_the_planned_one_and_each_other_one_has_its_reas
 
 
 @given(CANDIDATES, COUNTS, CONFIGS, SOURCES)
-def test_a_pull_is_planned_only_where_it_saves_more_than_a_tie(
+def test_a_pull_is_planned_only_where_it_pays_for_the_request_and_others_lose_nothing(
     candidates: list[Candidate], prompt_tokens: int, config: PlacementConfig, sources: list[PullSource]
 ) -> None:
     alone = score_all(prompt_tokens, candidates, config)
@@ -136,9 +137,9 @@ def test_a_pull_is_planned_only_where_it_saves_more_than_a_tie(
         if score.pull is None:
             assert score == without
             continue
-        own, own_without = (one.cost - one.interference_ms for one in (score, without))
-        assert score.pull.saved_ms == own_without - own > tie_ms(without.cost, config)
-        assert score.cost < without.cost
+        assert score.pull.saved_ms == without.cost - score.cost
+        assert score.pull.saved_ms > max(tie_ms(without.cost, config), LEAST_GAIN * score.pull.time_ms)
+        assert score.interference_ms == without.interference_ms
         assert score.pull.source in sources
         assert 0 < score.pulled_tokens <= score.pull.source.cached_tokens - candidate.cached_tokens
         assert score.pull.time_ms >= candidate.link.setup_ms
@@ -146,6 +147,59 @@ def test_a_pull_is_planned_only_where_it_saves_more_than_a_tie(
         tokens = score.cached_tokens + score.host_cached_tokens + score.pulled_tokens + score.uncached_tokens
         assert tokens == max(prompt_tokens, score.cached_tokens)
         assert score.needed_tokens == without.needed_tokens
+
+
+@given(CANDIDATE, COUNTS, CONFIGS, SOURCES, st.floats(1, 1e6))
+def test_a_pull_that_pays_also_pays_over_a_faster_link(
+    candidate: Candidate,
+    prompt_tokens: int,
+    config: PlacementConfig,
+    sources: list[PullSource],
+    factor: float,
+) -> None:
+    (slow,) = score_all(prompt_tokens, [candidate], config, sources)
+    link = candidate.link._replace(bytes_per_ms=candidate.link.bytes_per_ms * factor)
+    (fast,) = score_all(prompt_tokens, [candidate._replace(link=link)], config, sources)
+    if slow.pull is not None and is_measured(link.bytes_per_ms):
+        assert fast.pull is not None
+        assert fast.cost <= slow.cost
+
+
+@given(CANDIDATES, COUNTS, CONFIGS, SOURCES)
+def test_sources_that_have_no_more_than_the_workers_change_nothing(
+    candidates: list[Candidate], prompt_tokens: int, config: PlacementConfig, sources: list[PullSource]
+) -> None:
+    """Prompts that share nothing are placed as without pulls."""
+    least = min(candidate.cached_tokens for candidate in candidates)
+    poor = [source._replace(cached_tokens=min(source.cached_tokens, least)) for source in sources]
+    assert score_all(prompt_tokens, candidates, config, poor) == score_all(prompt_tokens, candidates, config)
+
+
+@given(st.integers(1000, 100_000), st.integers(0, 255), CONFIGS)
+def test_a_pulled_prompt_avoids_many_short_ones_as_a_computed_one_does(
+    prompt_tokens: int, sequences: int, config: PlacementConfig
+) -> None:
+    """Two workers that differ in their sequences alone differ in their cost as much with a pull as without."""
+    link = Link(setup_ms=1.0, bytes_per_ms=1e9, token_bytes=100_000.0)
+    few, many = (
+        Candidate(
+            address=str(number),
+            worker_id=WorkerId(str(number)),
+            sequences=number,
+            prefill_tokens_per_second=40_000.0,
+            pair_tokens=1e-5,
+            host_tokens_per_second=1e6,
+            link=link,
+        )
+        for number in (sequences, sequences + 1)
+    )
+    source = PullSource(
+        WorkerId("s"), Incarnation("i"), "source", "t", cached_tokens=(prompt_tokens - 1) // 16 * 16
+    )
+    without = score_all(prompt_tokens, [few, many], config)
+    pulling = score_all(prompt_tokens, [few, many], config, [source])
+    if all(score.pull is not None for score in pulling):
+        assert pulling[1].cost - pulling[0].cost == pytest.approx(without[1].cost - without[0].cost)
 
 
 class Chooser(Random):

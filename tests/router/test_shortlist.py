@@ -268,7 +268,7 @@ def test_costs_of_columns_are_those_of_scores(
     for score, without, cost in zip(
         score_all(prompt_tokens, candidates, CONFIG, [source]), scores, pulling.tolist(), strict=True
     ):
-        # A pull that saves the request itself no more than a tie is left out there, not here.
+        # A pull that saves too little is left out there, not here.
         assert score.total_ms == pytest.approx(without.total_ms if score.pull is None else cost, rel=1e-9)
 
 

@@ -16,6 +16,8 @@ from blockyard.worker.sequences.identifiers import BlockName, RequestId, TenantI
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.simulated.runner import SimulatedRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from .scheduling import make_scheduler, make_sequence, run_to_end, step
 
@@ -226,6 +228,32 @@ def test_what_a_step_reads_from_host_memory_is_not_evicted_and_then_the_newest()
     cache.store(names("i", 1)[0], A)
     assert cache.match(old) == old[:1], "a child goes before its parent"
     cache.check_invariants()
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.booleans())
+def test_a_pulled_prefix_goes_first_while_the_gpu_has_it_too(
+    num_pulled: int, num_more: int, is_evicted_by_gpu: bool
+) -> None:
+    cache = HostCache(2 * num_pulled + num_more, first_slot=0, anywhere=AnywhereNames())
+    own, pulled = names("b", num_pulled + num_more), names("a", num_pulled)
+    for name in reversed(own):
+        cache.store(name, B)
+    for index, slot in enumerate(cache.reserve(num_pulled)):
+        parent = pulled[index - 1] if index else None
+        cache.commit(pulled[index], slot, B, parent=parent, is_indexed=True)
+    cache.done(pulled)
+    cache.read(pulled)
+    cache.done(pulled, are_loaded=True)
+    cache.check_invariants()
+    if is_evicted_by_gpu:
+        for name in reversed(pulled):
+            assert cache.store(name, B) is None, "it is here already"
+    kept, lost = (pulled, own) if is_evicted_by_gpu else (own, pulled)
+    for number, name in enumerate(names("f", num_pulled), start=1):
+        cache.store(name, B)
+        cache.check_invariants()
+        assert cache.match(kept) == kept
+        assert cache.match(lost) == lost[: len(lost) - number], "a child goes before its parent"
 
 
 def test_host_memory_that_is_all_being_read_takes_nothing() -> None:

@@ -367,7 +367,7 @@ class BlockTables:
             self.pool.release([source])
         self.swap.release(moves.read_slots)
         if self.host_cache is not None:
-            self.host_cache.done(moves.read_names)
+            self.host_cache.done(moves.read_names, are_loaded=True)
 
     def held_beside_sequences(self) -> Counter[BlockId]:
         """Return the references that copies and loans hold, for each block."""

@@ -41,6 +41,9 @@ class HostCache:
     It evicts the least recently used name that no step is reading, of the tenant that holds most. All names that begin
     with one block belong to one tenant. Among them a child is always older than its parent here, because blocks leave
     the GPU and are touched leaf first. So what is left, together with what the GPU holds, is closed under prefixes.
+
+    A block from another worker is evicted first once the GPU has loaded it: two others have it then. It is like any
+    other when the GPU evicts it.
     """
 
     def __init__(self, num_slots: int, *, first_slot: int, anywhere: AnywhereNames) -> None:
@@ -57,6 +60,8 @@ class HostCache:
         self._dropped: dict[BlockName, list[HostSlot]] = {}
         """Slots of names that were dropped while something read them. They are free once nothing does."""
         self._reserved: set[HostSlot] = set()
+        self._pulled: set[BlockName] = set()
+        """Names that came from other workers, until the GPU has loaded and evicted them."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -73,6 +78,7 @@ class HostCache:
 
         Return None where the name is here already, or nothing can be evicted.
         """
+        self._pulled.discard(name)
         if name in self._slots:
             self._touch(name)
             return None
@@ -118,6 +124,7 @@ class HostCache:
             self._parents[name] = parent
             self._accounts[name] = self._shares.hold(tenant)
             self._anywhere.add(name, is_indexed=is_indexed)
+            self._pulled.add(name)
         self.read([name])
 
     def release(self, slots: Iterable[HostSlot]) -> None:
@@ -126,12 +133,13 @@ class HostCache:
             self._reserved.remove(slot)
             self._free.append(slot)
 
-    def _touch(self, name: BlockName) -> None:
-        """Make a name the most recently used. Where a step is reading it, that happens at the step's end."""
+    def _touch(self, name: BlockName, *, is_first: bool = False) -> None:
+        """Make a name the most recently used, or the first to be evicted. Where a step is reading it, that happens at
+        the step's end."""
         if name not in self._reading:
             account = self._accounts[name]
             account.offered[0][name] = None
-            account.offered[0].move_to_end(name)
+            account.offered[0].move_to_end(name, last=not is_first)
             self._shares.offers(account)
 
     def _evict(self) -> bool:
@@ -143,6 +151,7 @@ class HostCache:
 
     def _free_slot(self, name: BlockName) -> None:
         del self._accounts[name], self._parents[name]
+        self._pulled.discard(name)
         slot = self._slots.pop(name)
         if name in self._reading:
             self._dropped.setdefault(name, []).append(slot)
@@ -166,8 +175,12 @@ class HostCache:
             self._accounts[name].offered[0].pop(name, None)
         return [self._slots[name] for name in names]
 
-    def done(self, names: Sequence[BlockName]) -> None:
-        """Release names that were read. They become the most recently used, the first of the list last."""
+    def done(self, names: Sequence[BlockName], *, are_loaded: bool = False) -> None:
+        """Release names that were read. They become the most recently used, the first of the list last.
+
+        Those that `are_loaded` to the GPU, and came from another worker, are evicted first, the last of the list first.
+        """
+        spare = [name for name in names if are_loaded and name in self._pulled]
         for name in reversed(names):
             self._reading[name] -= 1
             if not self._reading[name]:
@@ -175,6 +188,8 @@ class HostCache:
                 self._free += self._dropped.pop(name, ())
                 if name in self._slots:
                     self._touch(name)
+        for name in spare:
+            self._touch(name, is_first=True)
 
     def clear(self) -> None:
         """Drop all names: for a flush, or after a failed step, when it is unknown what was written. Slots that are
@@ -218,4 +233,5 @@ class HostCache:
         for name, account in self._accounts.items():
             assert (name in account.offered[0]) is (name not in self._reading)
         assert Counter(account.tenant for account in self._accounts.values()) == self._shares.num_held()
+        assert self._pulled <= self._slots.keys()
         assert self._dropped.keys() <= self._reading.keys() <= self._slots.keys() | self._dropped.keys()

@@ -234,6 +234,37 @@ def short_beside_long(rate: float, seconds: float, seed: int) -> Workload:
     )
 
 
+def uniform_pool(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "uniform-pool", "40 prefixes of 24,000, 256 in, 64 out", rate, seconds, seed,
+        systems=(Run(0, 24_000),) * 40, prompt_tokens=(256, 256), output_tokens=(64, 64),
+    )  # fmt: skip
+
+
+def hot_set(rate: float, seconds: float, seed: int) -> Workload:
+    return independent(
+        "hot-set", "4 prefixes of 24,000, 256 in, 512 out", rate, seconds, seed,
+        systems=(Run(0, 24_000),) * 4, prompt_tokens=(256, 256), output_tokens=(512, 512),
+    )  # fmt: skip
+
+
+DOCUMENTS = Conversation(
+    num_systems=1,
+    system_tokens=16,
+    num_turns=(6, 6),
+    first_tokens=(24_000, 24_000),
+    turn_tokens=(20, 60),
+    output_tokens=(256, 256),
+    pause_seconds=0.5,
+)
+
+
+def document_questions(rate: float, seconds: float, seed: int) -> Workload:
+    requests = _conversations(DOCUMENTS, rate, seconds, seed)
+    about = f"documents of 24,000, 6 questions about each, 256 out, {rate:g} documents a second"
+    return Workload(name="document-questions", about=about, requests=requests)
+
+
 GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -247,5 +278,8 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shifting": shifting,
     "pausing-agents": pausing_agents,
     "short-beside-long": short_beside_long,
+    "uniform-pool": uniform_pool,
+    "hot-set": hot_set,
+    "document-questions": document_questions,
 }
 """Generators by name. Arguments: rate per second, seconds, seed."""
