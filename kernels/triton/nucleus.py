@@ -22,6 +22,9 @@ SEARCHED_OCTAVES = tl.constexpr(28)
 """The first thresholds divide so many octaves below 1. Less than 0.2 % of a row's sum lies below them, if it has 2^19
 weights."""
 
+FEW_WEIGHTS = tl.constexpr(1024)
+"""A range that holds no more is not divided by a pass over the row."""
+
 
 @triton.jit
 def sums_above_kernel(
@@ -46,23 +49,33 @@ def sums_above_kernel(
 ):
     """count, mass = the number and the sum of a chunk's weights above each threshold.
 
-    The thresholds divide the range that the pass before left. Only pending rows are written. Grid (F, C). Bytes 4 * V +
-    12 * C * C * K a row. FLOPs (comparisons included) 3 * V * K a row.
+    The thresholds divide the range that the pass before left. If that range holds few weights, as is usual, its results
+    stay. Only pending rows are written.
+
+    Grid (F, C). Bytes 4 * V + 12 * C * C * K a row. FLOPs (comparisons included) 3 * V * K a row.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(pending_ptr + row) == 0:
         return
-    threshold_K = tl.arange(0, NUM_THRESHOLDS)
+    threshold = tl.arange(0, NUM_THRESHOLDS)
+    of_row_K = row * NUM_THRESHOLDS + threshold
+    place_K = (row * num_chunks + chunk) * NUM_THRESHOLDS + threshold
     if IS_FIRST:
         step: tl.constexpr = SEARCHED_OCTAVES * BITS_OF_OCTAVE // (NUM_THRESHOLDS - 2)
-        octave_K = BITS_OF_ONE - (NUM_THRESHOLDS - 2 - threshold_K) * step
-        above_one_K = tl.where(threshold_K == NUM_THRESHOLDS - 1, BITS_OF_INFINITY, octave_K)
-        threshold_K = tl.where(threshold_K == 0, -1, above_one_K)
+        octave_K = BITS_OF_ONE - (NUM_THRESHOLDS - 2 - threshold) * step
+        up_to_largest_K = tl.where(threshold == NUM_THRESHOLDS - 1, BITS_OF_INFINITY, octave_K)
+        threshold_K = tl.where(threshold == 0, -1, up_to_largest_K)
     else:
-        low, high, _, _, _ = _last_range(
+        low, high, _, _, held_C = _last_range(
             top_k_ptr, top_p_ptr, last_thresholds_ptr, last_counts_ptr, last_masses_ptr,
             row, vocab_size, num_chunks, NUM_THRESHOLDS, CHUNKS_POW2,
         )  # fmt: skip
+        if tl.sum(held_C, axis=0) <= FEW_WEIGHTS:
+            tl.store(counts_ptr + place_K, tl.load(last_counts_ptr + place_K))
+            tl.store(masses_ptr + place_K, tl.load(last_masses_ptr + place_K))
+            if chunk == 0:
+                tl.store(thresholds_ptr + of_row_K, tl.load(last_thresholds_ptr + of_row_K))
+            return
         threshold_K = _between(low, high, NUM_THRESHOLDS)
     count_KJ = tl.full([NUM_THRESHOLDS, TILE], 0, tl.int32)
     mass_KJ = tl.full([NUM_THRESHOLDS, TILE], 0, tl.float64)
@@ -72,12 +85,10 @@ def sums_above_kernel(
             weights_ptr + row * weights_stride_f, chunk * CHUNK + part * TILE, vocab_size, threshold_K,
             count_KJ, mass_KJ, TILE,
         )  # fmt: skip
-    threshold = tl.arange(0, NUM_THRESHOLDS)
-    place_K = (row * num_chunks + chunk) * NUM_THRESHOLDS + threshold
     tl.store(counts_ptr + place_K, tl.sum(count_KJ, axis=1))
     tl.store(masses_ptr + place_K, tl.sum(mass_KJ, axis=1))
     if chunk == 0:
-        tl.store(thresholds_ptr + row * NUM_THRESHOLDS + threshold, threshold_K)
+        tl.store(thresholds_ptr + of_row_K, threshold_K)
 
 
 @triton.jit
