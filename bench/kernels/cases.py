@@ -35,6 +35,8 @@ MOST_SEQUENCES = 256
 """Maximum number of sequences that sample in one step, or whose blocks are copied."""
 MOST_TOKENS = 8192
 """Maximum tokens of a step in cases other than attention."""
+PEAKED_SPREAD = 6.0
+"""Standard deviation of logits of which few are likely."""
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-14b")
 
 
@@ -218,13 +220,11 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         pairs = torch.arange(2 * tokens, device=bench.device).view(2, tokens).T.contiguous()
         return lambda: backend.copy_blocks(pool, pairs)
 
-    def draw(top_p: float) -> Callable[[], object]:
+    def draw(top_p: float, spread: float = 1.0) -> Callable[[], object]:
         nuclei = NucleusSearch.of(backend)
         sampler = Sampler(shape.vocab, bench.device, backend.greedy_tokens, nuclei, backend.draws)
-        logits, rows = (
-            bench.random(tokens, shape.vocab),
-            [_row_that_draws(number, top_p) for number in range(tokens)],
-        )
+        logits = bench.random(tokens, shape.vocab) * spread
+        rows = [_row_that_draws(number, top_p) for number in range(tokens)]
         return lambda: sampler.start(logits, rows, in_flight={})
 
     yield replace(case("embed", 2 * row, 0, embed), resident_bytes=shape.vocab * hidden * item + row)
@@ -237,10 +237,11 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
         # For each logit: its weight in fp32, the cumulative sum in fp64, and their inputs.
         held_bytes = logits_bytes + 24 * tokens * shape.vocab
         yield replace(case("draw, no filter", logits_bytes, 0, partial(draw, 1.0)), resident_bytes=held_bytes)
-        # Random logits: nine tenths of the probability lie on many tokens, while in real texts they lie on few.
-        yield replace(
-            case("draw, wide top-p", logits_bytes, 0, partial(draw, 0.9)), resident_bytes=2 * held_bytes
-        )
+        # Nine tenths of the probability lie on few tokens, as in real texts, or with standard normal logits on many.
+        for name, spread in (("draw, usual top-p", PEAKED_SPREAD), ("draw, wide top-p", 1.0)):
+            yield replace(
+                case(name, logits_bytes, 0, partial(draw, 0.9, spread)), resident_bytes=2 * held_bytes
+            )
 
 
 def _row_that_draws(number: int, top_p: float) -> ScheduledRow:

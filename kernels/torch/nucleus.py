@@ -1,9 +1,9 @@
 """Finds what top-k and top-p keep of a row: all tokens at least as likely as a threshold.
 
-The threshold is nearly always among a few most likely tokens (NUCLEUS_CANDIDATES). Rows where it is not are pending.
-Every backend searches the whole vocabulary for those (`Backend.top_k_top_p_thresholds`): by sorting, which is here, or
-by bisection (triton/nucleus.py). A backend with a search faster than the candidates uses it for all rows (bins in
-cpu/native/nucleus.cpp). All tokens as likely as the threshold stay, so equals need no order.
+The threshold is nearly always among a few most likely tokens (NUCLEUS_CANDIDATES). Rows where it is not are pending,
+and their whole vocabulary is sorted. A backend with a search faster than the candidates uses it for all rows
+(`Backend.top_k_top_p_thresholds`): triton/nucleus.py and cpu/native/nucleus.cpp. All tokens as likely as the threshold
+stay, so equals need no order.
 
 Shapes: F rows with top-k or top-p, V vocabulary, W most likely tokens.
 """

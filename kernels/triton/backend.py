@@ -23,9 +23,8 @@ from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
-from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens
+from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from blockyard.kernels.triton.nucleus import top_k_top_p_kernel
 from blockyard.kernels.triton.pool_writes import (
     check_dense_rows,
     check_pool,
@@ -49,7 +48,6 @@ MERGE_SPLITS = 16
 COPY_TILE = 2048
 SILU_TILE = 1024
 NORM_TILE = 2048
-NUCLEUS_TILE, NUCLEUS_WARPS = 4096, 8
 
 
 class TritonBackend:
@@ -57,7 +55,7 @@ class TritonBackend:
 
     name = "triton"
     reads_items = True
-    thresholds_all_rows = False
+    thresholds_all_rows = True
     mlp_rows = None
     widens_bfloat16 = False
     draws = TritonDraws()
@@ -302,21 +300,7 @@ class TritonBackend:
         pending_F: torch.Tensor,
         threshold_F: torch.Tensor,
     ) -> None:
-        num_rows, vocab_size = weights_FV.shape
-        check_dense_rows(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
-        if not num_rows:
-            return
-        top_k_top_p_kernel[(num_rows,)](
-            weights_FV,
-            top_k_F,
-            top_p_F,
-            pending_F,
-            threshold_F,
-            weights_FV.stride(0),
-            vocab_size,
-            TILE=NUCLEUS_TILE,
-            num_warps=NUCLEUS_WARPS,
-        )
+        launch_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI

@@ -1,4 +1,4 @@
-"""Host side of the Triton kernels that choose tokens: the largest logits, and draws.
+"""Host side of the Triton kernels that choose tokens: the largest logits, thresholds of top-k and top-p, and draws.
 
 Shapes: S rows of logits, V vocabulary, D rows that draw, F rows with a filter, N outputs a row. C chunks of a row.
 """
@@ -14,9 +14,15 @@ from blockyard.kernels.triton.choice import (
     largest_of_rows_kernel,
     weigh_chunks_kernel,
 )
+from blockyard.kernels.triton.nucleus import gather_nearest_kernel, sums_above_kernel, top_k_top_p_kernel
 from blockyard.kernels.triton.pool_writes import check_dense_rows
 
 CHUNK_TOKENS = 4096
+NUCLEUS_PASSES = 3
+"""Passes over whole rows that look for the threshold of a top-k or top-p."""
+NUCLEUS_THRESHOLDS = 8
+"""Thresholds that one pass tries."""
+NUCLEUS_TILE, NUCLEUS_WARPS = 512, 4
 
 
 def launch_greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +56,70 @@ def launch_greedy_tokens(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.T
         CHUNKS_POW2=triton.next_power_of_2(num_chunks),
     )
     return tokens_S, finite_S
+
+
+def launch_thresholds(
+    weights_FV: torch.Tensor,
+    top_k_F: torch.Tensor,
+    top_p_F: torch.Tensor,
+    pending_F: torch.Tensor,
+    threshold_F: torch.Tensor,
+) -> None:
+    """Do what `Backend.top_k_top_p_thresholds` does."""
+    num_rows, vocab_size = weights_FV.shape
+    check_dense_rows(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
+    if not num_rows:
+        return
+    num_chunks = triton.cdiv(vocab_size, CHUNK_TOKENS)
+    tried, of_chunks = (num_rows, NUCLEUS_THRESHOLDS), (num_rows, num_chunks, NUCLEUS_THRESHOLDS)
+    filters = (top_k_F, top_p_F, pending_F)
+    sizes = {"NUM_THRESHOLDS": NUCLEUS_THRESHOLDS, "CHUNKS_POW2": triton.next_power_of_2(num_chunks)}
+    grid = (num_rows, num_chunks)
+    last: tuple[torch.Tensor, ...] = ()
+    for _ in range(NUCLEUS_PASSES):
+        found = (
+            weights_FV.new_empty(tried, dtype=torch.int32),
+            weights_FV.new_empty(of_chunks, dtype=torch.int32),
+            weights_FV.new_empty(of_chunks, dtype=torch.float64),
+        )
+        sums_above_kernel[grid](
+            weights_FV,
+            *filters,
+            *(last or found),
+            *found,
+            weights_FV.stride(0),
+            vocab_size,
+            num_chunks,
+            IS_FIRST=not last,
+            CHUNK=CHUNK_TOKENS,
+            TILE=NUCLEUS_TILE,
+            num_warps=NUCLEUS_WARPS,
+            **sizes,
+        )
+        last = found
+    nearest_FV = weights_FV.new_empty(num_rows, vocab_size)
+    gather_nearest_kernel[grid](
+        weights_FV,
+        *filters,
+        *last,
+        nearest_FV,
+        weights_FV.stride(0),
+        vocab_size,
+        num_chunks,
+        CHUNK=CHUNK_TOKENS,
+        **sizes,
+    )
+    top_k_top_p_kernel[(num_rows,)](
+        nearest_FV,
+        *filters,
+        *last,
+        threshold_F,
+        vocab_size,
+        num_chunks,
+        TILE=NUCLEUS_TILE,
+        num_warps=NUCLEUS_WARPS,
+        **sizes,
+    )
 
 
 class TritonDraws:

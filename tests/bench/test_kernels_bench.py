@@ -70,6 +70,7 @@ TESTS = {
     "copy_blocks": "tests/kernels/test_cache_ops.py",
     "greedy tokens": "tests/kernels/test_cpu_backend.py",
     "draw, no filter": "tests/worker/test_sampler.py",
+    "draw, usual top-p": "tests/kernels/test_nucleus.py",
     "draw, wide top-p": "tests/kernels/test_nucleus.py",
     "blocks to host memory": "tests/worker/test_host_blocks.py",
     "blocks from host memory": "tests/worker/test_host_blocks.py",

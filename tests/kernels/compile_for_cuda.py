@@ -27,7 +27,12 @@ from blockyard.kernels.triton import (
 from blockyard.kernels.triton import (
     nucleus as triton_nucleus,
 )
-from blockyard.kernels.triton.backend import NUCLEUS_TILE, NUCLEUS_WARPS
+from blockyard.kernels.triton.choosing import (
+    CHUNK_TOKENS,
+    NUCLEUS_THRESHOLDS,
+    NUCLEUS_TILE,
+    NUCLEUS_WARPS,
+)
 from blockyard.kernels.triton.tiles import Launch, attention_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -187,15 +192,39 @@ def compile_silu_mul(dtype: str) -> Any:
     )
 
 
-def compile_top_k_top_p() -> Any:
-    pointers = {"weights_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp64", "pending_ptr": "*i1"}
-    return compile_kernel(
-        triton_nucleus.top_k_top_p_kernel,
-        pointers | {"threshold_ptr": "*fp32"},
-        {"weights_stride_f": "i32", "vocab_size": "i32"},
-        {"TILE": NUCLEUS_TILE},
-        num_warps=NUCLEUS_WARPS,
+def compile_top_k_top_p() -> dict[str, Any]:
+    """Compile all kernels of the search, for a vocabulary of 32 chunks."""
+    filters = {"top_k_ptr": "*i64", "top_p_ptr": "*fp64", "pending_ptr": "*i1"}
+    last = {"last_thresholds_ptr": "*i32", "last_counts_ptr": "*i32", "last_masses_ptr": "*fp64"}
+    found = {"thresholds_ptr": "*i32", "counts_ptr": "*i32", "masses_ptr": "*fp64"}
+    sizes = {"vocab_size": "i32", "num_chunks": "i32"}
+    rows = sizes | {"weights_stride_f": "i32"}
+    constants = {"NUM_THRESHOLDS": NUCLEUS_THRESHOLDS, "CHUNKS_POW2": 32}
+    tile, chunk, warps = {"TILE": NUCLEUS_TILE}, {"CHUNK": CHUNK_TOKENS}, {"num_warps": NUCLEUS_WARPS}
+    compiled = {
+        f"sums_above{' first' if is_first else ''}": compile_kernel(
+            triton_nucleus.sums_above_kernel,
+            {"weights_ptr": "*fp32"} | filters | last | found,
+            rows,
+            {"IS_FIRST": is_first} | chunk | tile | constants,
+            **warps,
+        )
+        for is_first in (True, False)
+    }
+    compiled["gather_nearest"] = compile_kernel(
+        triton_nucleus.gather_nearest_kernel,
+        {"weights_ptr": "*fp32", "nearest_ptr": "*fp32"} | filters | last,
+        rows,
+        chunk | constants,
     )
+    compiled["top_k_top_p"] = compile_kernel(
+        triton_nucleus.top_k_top_p_kernel,
+        {"nearest_ptr": "*fp32", "threshold_ptr": "*fp32"} | filters | last,
+        sizes,
+        tile | constants,
+        **warps,
+    )
+    return compiled
 
 
 def compile_attentions(dtype: str, *, is_quick: bool) -> dict[str, Any]:
@@ -256,7 +285,7 @@ def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
             dtype, normed=True, stored=stored
         )
     if dtype == "bf16":  # The weights of a draw are fp32 always.
-        compiled["top_k_top_p_thresholds"] = compile_top_k_top_p()
+        compiled |= compile_top_k_top_p()
     return compiled
 
 

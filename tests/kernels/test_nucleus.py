@@ -92,6 +92,17 @@ def test_equals_stay_together_and_subnormal_weights_count(backend: Backend, devi
     assert found == [0.25, 1.0, weights_FV[2, 0].item(), weights_FV[3, 2].item()]
 
 
+def test_a_threshold_may_lie_far_below_the_largest_weight(backend: Backend, device: torch.device) -> None:
+    """All sums are exact in fp64."""
+    weights_V = torch.zeros(3 * 4096 + 5)
+    places = torch.randperm(len(weights_V), generator=torch.Generator().manual_seed(3))[:52]
+    weights_V[places] = 0.5 ** torch.arange(1.0, 53.0)
+    filters = [(NONE, 1 - 2.0**-40), (NONE, 0.5), (45, 1.0), (45, 0.999), (NONE, 1 - 2.0**-28)]
+    weights_FV = weights_V.expand(len(filters), -1)
+    found = settled(backend, weights_FV.to(device), filters)
+    assert found == expected_thresholds(weights_FV, filters) == [2.0**-40, 0.5, 2.0**-45, 2.0**-10, 2.0**-28]
+
+
 def test_a_row_that_holds_nan_harms_no_other(backend: Backend, device: torch.device) -> None:
     weights_FV = weights_of(3, seed=2)
     weights_FV[1, ::2] = float("nan")

@@ -25,12 +25,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> None:
     architecture, overrides, kv_cache_dtype = CASES[case]
-    # Of a wide vocabulary, top-p may keep more tokens than it looks at first.
     overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides
     checkpoint = shared_checkpoint(architecture, **overrides)
     steps = "graphs" if case in ("graphs", "int8") else "kernel by kernel"
     # The kernels that tests/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
-    compiled_modules = ["blockyard.kernels.triton.choice"] if case == "graphs" else []
+    launched = ["blockyard.kernels.triton.choice", "blockyard.kernels.triton.nucleus"]
+    compiled_modules = launched if case == "graphs" else []
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [
@@ -51,5 +51,12 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
     compiled = json.loads(done.stdout.splitlines()[-1])
     print(compiled)
     assert not compiled["while_serving"]
-    kernels = {"attend_items", "merge_partials", "copy_blocks", "top_k_top_p", "largest_of_rows"}
+    kernels = {
+        "attend_items",
+        "merge_partials",
+        "copy_blocks",
+        "top_k_top_p",
+        "largest_of_rows",
+        "sums_above",
+    }
     assert set(compiled["at_start"]) >= {f"{kernel}_kernel" for kernel in kernels}
