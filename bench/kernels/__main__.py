@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -21,6 +21,7 @@ from statistics import median
 import torch
 
 from bench.engine.build import DTYPES, backend_of
+from bench.engine.shapes import SHAPES
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import CPU, FULL, cases
 from bench.kernels.report import ABOUT, OTHERS_OVER_IT, Row, floors_of, text_of
@@ -49,12 +50,18 @@ class Measured:
     is_cut_short: bool
 
 
-def measure(bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, only: str) -> Measured:
-    """Measure all cases that fit the memory. On KeyboardInterrupt, return those measured until then.
+def measure(
+    bench: Bench, rates: Callable[[], Machine], *, memory_bytes: int, only: str, model: str = ""
+) -> Measured:
+    """Measure all cases that fit the memory, or those of one model. On KeyboardInterrupt, return those measured until
+    then.
 
     The machine's rates are the higher ones of before and after, because other programs may slow it down for minutes.
     """
-    every = list(_in_turns(cases(bench, FULL if bench.device.type == "cuda" else CPU), only))
+    sizes = FULL if bench.device.type == "cuda" else CPU
+    if model:
+        sizes = replace(sizes, models=(model,))
+    every = list(_in_turns(cases(bench, sizes), only))
     fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
     for turns in every:
         if turns not in fitting:
@@ -136,6 +143,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--backend", default="auto", help="backend of our kernels")
     parser.add_argument("--only", default="", help="measure only kernels whose name contains this")
+    parser.add_argument("--model", default="", choices=SHAPES, help="measure only the shapes of this model")
     parser.add_argument("--memory-gib", type=float, help="default: 60 %% of a GPU's free memory, else 2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     add_proof_options(parser, default=[], about="further tests that must pass first")
@@ -155,7 +163,9 @@ def main() -> None:
         # `timeout` sends SIGTERM. Then the report contains the cases measured until then.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         rates = partial(measure_machine, bench.device, bench.dtype)
-        measured = measure(bench, rates, memory_bytes=memory_bytes, only=arguments.only)
+        measured = measure(
+            bench, rates, memory_bytes=memory_bytes, only=arguments.only, model=arguments.model
+        )
     figures = {
         "backend": bench.backend.name,
         "dtype": str(bench.dtype).removeprefix("torch."),

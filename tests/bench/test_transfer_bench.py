@@ -67,7 +67,12 @@ def test_floors_and_text_follow_from_the_figures() -> None:
         "time to the first token, pulled / local host hit",
         "reported rate of 10 Mbit/s, off by",
     ]
-    text = text_of(figures, argparse.Namespace(plaintext=False, repeats=3, beside="nothing"))
+    text = text_of(
+        figures,
+        argparse.Namespace(
+            plaintext=False, repeats=3, beside="nothing", model="llama-166m", dtype="float32", device="cpu"
+        ),
+    )
     assert "| pulled | 200 |" in text
     assert "10,000 cut" in text
     assert "| 10 | 5.0 | 7.0 | 3.0 | 1.0 |" in text

@@ -69,11 +69,11 @@ MUTANTS = (
         "one write at a time, for all clients together",
         "slow_readers.py::test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up",
         (
-            "router:InferenceService.GenerateStream.write",
-            "await context.write(stream_response(request_id, delta))",
+            "router:InferenceService.GenerateStream.write_delta",
+            "await write(context, stream_response(request_id, delta))",
             """
             async with self._writing:
-                await context.write(stream_response(request_id, delta))
+                await write(context, stream_response(request_id, delta))
             """,
         ),
         (

@@ -27,6 +27,8 @@ class Seen:
     found: list[set[int]] = field(default_factory=lambda: [set(), set()])
     """Groups of prompts that a worker caches."""
     reasons: set[str] = field(default_factory=set)
+    is_enough: threading.Event = field(default_factory=threading.Event)
+    """Set once both servers' prefixes were asked for and the state has a reason."""
 
 
 @pytest.fixture
@@ -47,6 +49,7 @@ async def test_the_death_of_one_of_two_servers_darkens_its_prefixes_alone(
         is_dead.set()
 
     def heal() -> None:
+        seen.is_enough.wait(30.0)  # A busy machine looks up few prefixes a second.
         is_dead.clear()
         dead.start()
 
@@ -90,4 +93,6 @@ async def _look(cluster: RedisCluster, is_dead: threading.Event, seen: Seen) -> 
             info = await client.index_info()
             if info.state == DEGRADED and is_dead.is_set():
                 seen.reasons.add(info.state_reason)
+            if seen.answered[0] and seen.unanswered[DEAD] and seen.reasons:
+                seen.is_enough.set()
             await asyncio.sleep(0.05)
