@@ -27,9 +27,11 @@ PREFILL_ITEM_TOKENS = 128
 MIN_SPLIT_TOKENS = 256
 # Splits are multiples of the kernels' largest key tile, so only the last tile of a row is not full.
 SPLIT_ALIGNMENT_TOKENS = 64
-# Decode programs wanted in flight: two for each of an H100's 132 multiprocessors, which hold three. Of 132, 264, 396,
-# 528 and 792, an H100 was fastest or within 6 % with 264, but for 32 sequences of 1,024 tokens (15 % with 132).
-DEFAULT_TARGET_PROGRAMS = 264
+# Most decode programs wanted in flight: four for each of an H100's or H200's 132 multiprocessors, which hold three.
+DEFAULT_TARGET_PROGRAMS = 528
+# Half as many are wanted while each of them reads no more keys than this. An H100 was up to 17 % faster with 264 than
+# with 528 below it, and up to 22 % slower above it, where what starts last has long to read.
+FEW_PROGRAMS_TOKENS = 4096
 # Query heads of a kv head where the caller does not say. It sets how many decodes share an item, not their results.
 DEFAULT_GROUP = 4
 # The items of a step that is not cut into work items.
@@ -64,7 +66,9 @@ def items_of_step(
     begin_D = np.maximum(_first_keys(context_D - 1, window), shared.tokens_of_rows(num_decodes))
     members = members_of_item(group)
     total_reads = (int((context_D - begin_D).sum()) + shared.reads(members)) * num_kv_heads
-    wanted_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // target_programs))
+    few_programs = -(-target_programs // 2)
+    wanted = few_programs if total_reads <= FEW_PROGRAMS_TOKENS * few_programs else target_programs
+    wanted_tokens = max(MIN_SPLIT_TOKENS, -(-total_reads // wanted))
     split_tokens = -(-wanted_tokens // SPLIT_ALIGNMENT_TOKENS) * SPLIT_ALIGNMENT_TOKENS
     shared_Y5, splits_M = shared.items(split_tokens, members)
     shared_splits_D = np.zeros(num_decodes, dtype=np.int64)

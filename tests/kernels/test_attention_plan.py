@@ -6,7 +6,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
+from blockyard.kernels.attention.items import FEW_PROGRAMS_TOKENS, PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention.plan import (
     PADDING_SLOT,
     AttentionPlan,
@@ -278,3 +278,11 @@ def test_a_copy_to_a_device_keeps_every_array_and_aligns_it(device: torch.device
         assert tensors[name].dtype == torch.from_numpy(array.copy()).dtype
         assert tensors[name].data_ptr() % 16 == 0
     assert [len(tensor) for tensor in _in_one_copy({"none": arrays["none"]}, device).values()] == [0]
+
+
+def test_long_reads_are_cut_for_all_programs_and_short_ones_for_half_of_them() -> None:
+    """An item has a program for each of the two kv heads."""
+    few = 4 * FEW_PROGRAMS_TOKENS // 2
+    for tokens, programs in ((few, 4), (few + 1, 8)):
+        plan = make_plan([1], [tokens], target_programs=8)
+        assert 2 * len(plan.decode_items_W6) == programs

@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import torch
+from blockyard.kernels.attention.items import FEW_PROGRAMS_TOKENS
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import MIN_SHARERS, members_of_item
 from blockyard.kernels.attention.static_plan import Bounds, StaticDecodes
@@ -80,7 +81,8 @@ def test_what_rows_share_never_outgrows_the_buffers_of_a_graph(
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "shared", "target_programs"), [(8, DEEP, 1), (1, 528 * 256 // BLOCK_SIZE, 528)]
+    ("num_groups", "shared", "target_programs"),
+    [(8, DEEP, 1), (1, 264 * FEW_PROGRAMS_TOKENS // BLOCK_SIZE + 1, 528)],
 )
 def test_those_buffers_are_nearly_filled(num_groups: int, shared: int, target_programs: int) -> None:
     """Fill them by many groups, each of which rounds up, and by one group that gets all programs."""
