@@ -134,7 +134,7 @@ class Backend(Protocol):
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token with the largest logit of each row [S], any of equals, and whether all logits of the row are
-        finite [S]. If they are not, its token is arbitrary."""
+        finite [S]. A logit of -inf is never the largest. In a row with NaN or +inf the token is arbitrary."""
         ...
 
     @property
@@ -177,8 +177,8 @@ class Backend(Protocol):
 class Draws(Protocol):
     """Draws of tokens [D, N] by numbers in [0, 1) [D, N], in fp64.
 
-    The token is the first one whose cumulative weight exceeds the number's share of the sum, in the order of ids. A row
-    with NaN or infinity gets any token. Vectors are contiguous.
+    The token is the first one whose cumulative weight exceeds the number's share of the sum, in the order of ids. A
+    logit of -inf has weight 0. A row with NaN or +inf gets any token. Vectors are contiguous.
     """
 
     def from_logits(

@@ -55,7 +55,6 @@ class CpuBackend(TorchBackend):
 
     name = "cpu"
     thresholds_all_rows = True
-    draws = None
     mlp_rows = 256  # as many as its linears take at once
 
     def __init__(self, library: CpuLibrary, *, linears: LinearsName = "full") -> None:

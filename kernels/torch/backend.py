@@ -397,7 +397,7 @@ def _attend_prefill(
     """Attend a prefill row. The kv heads are the batch dimension, so that a group shares its keys by a stride of 0 and
     not by a copy.
 
-    With CUDA it is a copy: in fp32, PyTorch 2.11 then computes the last of 64 n + 1 queries wrong over a stride of 0.
+    In fp32 on CUDA it is a copy: there PyTorch 2.11 computes the last of 64 n + 1 queries wrong over a stride of 0.
     """
     num_kv_heads, head_dim = kv_pool_B2KPD.shape[2], q_TND.shape[2]
     gathered = gather(kv_pool_B2KPD, row.block_rows, q_TND.dtype)
@@ -405,7 +405,8 @@ def _attend_prefill(
     q_QND = q_TND[row.tokens]
     group_size = q_QND.shape[1] // num_kv_heads
     kv_2KGLD = kv_2K1LD.expand(-1, -1, group_size, -1, -1)
-    k_KGLD, v_KGLD = kv_2KGLD.contiguous() if kv_2KGLD.is_cuda else kv_2KGLD
+    is_wrong = kv_2KGLD.is_cuda and kv_2KGLD.dtype == torch.float32
+    k_KGLD, v_KGLD = kv_2KGLD.contiguous() if is_wrong else kv_2KGLD
     q_KGQD = q_QND.view(len(q_QND), num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     result_KGQD = F.scaled_dot_product_attention(
         q_KGQD, k_KGLD, v_KGLD, attn_mask=row.mask_QL, is_causal=row.mask_QL is None, scale=scale

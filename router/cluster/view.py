@@ -34,7 +34,7 @@ MAX_SOURCES = 2
 STEP_WINDOW_SECONDS = 0.5
 """Time over which a worker's steps are averaged."""
 LONGEST_STEP_SECONDS = 60.0
-"""Time in steps after which a worker's longest one counts no more."""
+"""Time constant, in seconds of steps, with which a worker's longest step fades."""
 MAX_STEP_SECONDS = 60.0
 """A report of longer steps is not believed."""
 MAX_SETUP_SECONDS = 60.0
@@ -76,7 +76,7 @@ class WorkerView:
     """True if the worker has announced that it takes no new requests."""
     _step_ms: float = 0.0
     longest_step_ms: float = 0.0
-    """Time of the longest step of late: an older one counts less."""
+    """Time of the longest recent step: an older one counts less."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
     worker_id: WorkerId = field(init=False)
@@ -85,8 +85,8 @@ class WorkerView:
     def note_steps(self, load: cluster_pb2.WorkerLoad) -> None:
         """Count the steps between the last load report and this one in their average time.
 
-        They count by their time, not by their number: who comes at any moment finds a long step rather than a short
-        one.
+        Reports count by the time of their steps, not by their number: a request is more likely to arrive during a long
+        step.
         """
         steps, seconds = load.steps - self.load.steps, load.step_seconds - self.load.step_seconds
         if steps > 0 and 0 <= seconds <= MAX_STEP_SECONDS * steps:
@@ -98,7 +98,7 @@ class WorkerView:
 
     @property
     def step_ms(self) -> float:
-        """Return the average time of the step that a moment lies in. 0 while the worker has nothing to do."""
+        """Return the average step time, weighted by time. 0 while the worker has nothing to do."""
         return self._step_ms if self.load.running or self.load.waiting else 0.0
 
     def __post_init__(self) -> None:

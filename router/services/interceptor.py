@@ -115,7 +115,11 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
                 await self._gate.free(error)
                 raise
             except Exception as error:
-                await _end(context, answer_to(error, method))
+                try:
+                    await _end(context, answer_to(error, method))
+                except asyncio.CancelledError as ended:
+                    await self._gate.free(ended)
+                    raise
 
         return behave
 

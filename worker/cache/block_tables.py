@@ -358,8 +358,11 @@ class BlockTables:
         moves, self._moves = self._moves, Moves()
         return moves
 
-    def release_moves(self, moves: Moves) -> None:
-        """Release the sources of an ended step's copies, and the host memory that it read."""
+    def release_moves(self, moves: Moves, *, are_loaded: bool) -> None:
+        """Release the sources of an ended step's copies, and the host memory that it read.
+
+        `are_loaded` says whether the GPU keeps what the step loaded from host memory.
+        """
         for source, _ in moves.copies:
             self._copied[source] -= 1
             if not self._copied[source]:
@@ -367,7 +370,7 @@ class BlockTables:
             self.pool.release([source])
         self.swap.release(moves.read_slots)
         if self.host_cache is not None:
-            self.host_cache.done(moves.read_names, are_loaded=True)
+            self.host_cache.done(moves.read_names, are_loaded=are_loaded)
 
     def held_beside_sequences(self) -> Counter[BlockId]:
         """Return the references that copies and loans hold, for each block."""

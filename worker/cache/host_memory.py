@@ -42,8 +42,8 @@ class HostCache:
     with one block belong to one tenant. Among them a child is always older than its parent here, because blocks leave
     the GPU and are touched leaf first. So what is left, together with what the GPU holds, is closed under prefixes.
 
-    A block from another worker is evicted first once the GPU has loaded it: two others have it then. It is like any
-    other when the GPU evicts it.
+    A block from another worker is evicted first once the GPU has loaded it: the GPU and the other worker have it then.
+    So it may go before its children. It is like any other block when the GPU evicts it.
     """
 
     def __init__(self, num_slots: int, *, first_slot: int, anywhere: AnywhereNames) -> None:

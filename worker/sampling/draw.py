@@ -48,7 +48,7 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def draw(logits_DV: torch.Tensor, batch: Batch, rows_D: Ids, nuclei: NucleusSearch) -> torch.Tensor:
     """Return tokens [D, N] of the batch's rows `rows_D`, from their logits in fp32.
 
-    Rows with NaN or infinity get any token. Waits for the device only if `nuclei` do.
+    Rows with NaN or +inf get any token. Waits for the device only if `nuclei` do.
     """
     device, vocab_size = logits_DV.device, logits_DV.shape[1]
     weights_DV = _weights(logits_DV, batch, rows_D)

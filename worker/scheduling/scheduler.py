@@ -455,7 +455,7 @@ class Scheduler:
 
         Unless its blocks are sure to have `moved`, host memory is dropped as `fail` does.
         """
-        self._end_step(plan)
+        self._end_step(plan, are_loaded=False)  # What it loaded is released below.
         self._queues.report_ended_again(plan.ended)
         if not moved:
             self._distrust_host_memory(plan)
@@ -482,9 +482,9 @@ class Scheduler:
             if self.host_cache is not None:
                 self.host_cache.clear()
 
-    def _end_step(self, plan: StepPlan) -> None:
+    def _end_step(self, plan: StepPlan, *, are_loaded: bool = True) -> None:
         if plan.has_work:
-            self.tables.release_moves(self._moves.pop(plan.step))
+            self.tables.release_moves(self._moves.pop(plan.step), are_loaded=are_loaded)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where block tables, counters, names and reference counts disagree. O(blocks)."""
