@@ -60,20 +60,26 @@ def are_given() -> None:
 
 def test_memory_to_come_is_asked_for_in_huge_pages(are_given: None) -> None:
     """More than half of it comes so wherever there are enough before and after, in one of a few attempts: between the
-    two probes other processes may take them."""
-    kept, given = [], []
+    two probes other processes may take them.
+
+    An allocation beside memory that an earlier test has advised may begin advised, and is passed over.
+    """
+    kept, given, num_asked = [], [], 0
     while len(kept) < ATTEMPTS and not any(kib >= 32 << 10 for kib in given):
         tensor = torch.empty(16, 1 << 20)  # glibc has nothing so large in its heap
         kept.append(tensor)
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         begin, end = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        assert set(are_advised(begin, end)) == {False}
+        if any(are_advised(begin, end)):
+            continue
+        num_asked += 1
         advise_empty(tensor)
         assert set(are_advised(begin, end)) == {True}
         some_were_at_hand = are_at_hand(tensor.nbytes)
         assert not tensor.zero_().any()
         if some_were_at_hand and are_at_hand(tensor.nbytes):
             given.append(huge_kib_at(begin, end))
+    assert num_asked, "all memory was advised before"
     assert not given or max(given) >= 32 << 10
 
 
