@@ -25,7 +25,7 @@ from bench.placement.rivals import rival_jobs
 from bench.placement.simulation.mocker import MockerProfile
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import STANDARD_LOADS, Job, Load, Table, run_jobs
+from bench.placement.simulation.study import STANDARD_LOADS, Job, Load, run_table
 from bench.placement.text import MOCK_TAG, POLICIES, RIVALS, Findings, floors, text
 from bench.plots import draw
 from bench.reporting import write_report
@@ -142,11 +142,7 @@ def main() -> None:
 
 def _findings(study: Study) -> Findings:
     peer = _peer(study.dynamo_python, study.seeds) if study.dynamo_python else {}
-    table, jobs = Table(), study.jobs()
-    for done, (job, result) in enumerate(run_jobs(jobs, processes=study.processes, keep=study.keep), start=1):
-        table.add(job, result)
-        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
-    print()
+    table = run_table(study.jobs(), processes=study.processes, keep=study.keep)
     return Findings(
         loads=study.loads,
         large_loads=study.large_loads,

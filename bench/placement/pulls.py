@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import Job, Load, Table, run_jobs
+from bench.placement.simulation.study import Job, Load, Table, run_table
 from bench.placement.text import rival_floor
 from bench.reporting import Floor, write_report
 
@@ -81,12 +81,7 @@ def main() -> None:
         for load in loads
         for tag, setup in _arms(load).items()
     ]
-    table = Table()
-    runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
-    for done, (job, result) in enumerate(runs, start=1):
-        table.add(job, result)
-        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
-    print()
+    table = run_table(jobs, processes=options.processes, keep=options.keep)
     path = write_report(
         "placement-pulls",
         title="Placement with pulls beside routing alone and a pooled cache",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import RIVAL_LOADS, Job, Load, Table, run_jobs
+from bench.placement.simulation.study import RIVAL_LOADS, Job, Load, Table, run_table
 from bench.placement.text import RIVAL_TEXT, RIVALS, UNIFORM_TAG, cells, heading, rival_floors
 from bench.reporting import write_report
 
@@ -31,12 +31,7 @@ def main() -> None:
     loads = list(RIVAL_LOADS)
     if options.trace is not None:
         loads.append(Load(workload="trace", rate=4, seconds=40, trace=str(options.trace)))
-    table, jobs = Table(), rival_jobs(loads, range(options.seeds))
-    runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
-    for done, (job, result) in enumerate(runs, start=1):
-        table.add(job, result)
-        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
-    print()
+    table = run_table(rival_jobs(loads, range(options.seeds)), processes=options.processes, keep=options.keep)
     path = write_report(
         "placement-rivals",
         title="Placement: `prefix` beside its rivals on loads of different character",

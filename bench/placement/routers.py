@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import Job, Load, Table, run_jobs
+from bench.placement.simulation.study import Job, Load, Table, run_table
 from bench.reporting import Floor, write_report
 
 LOADS = (
@@ -45,12 +45,7 @@ def main() -> None:
         trace = Load(workload="trace", rate=options.trace_speed, seconds=30, trace=str(options.trace))
         loads = (*loads, trace)
     cells, seeds = (CORNERS, 1) if options.quick else (CELLS, options.seeds)
-    table, jobs = Table(), list(_jobs(loads, cells, seeds))
-    runs = run_jobs(jobs, processes=options.processes, keep=options.keep)
-    for done, (job, result) in enumerate(runs, start=1):
-        table.add(job, result)
-        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
-    print()
+    table = run_table(list(_jobs(loads, cells, seeds)), processes=options.processes, keep=options.keep)
     text = _text(table, loads, cells, seeds)
     print(text)
     if not options.quick:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 
 from bench.placement.simulation.simulator import Setup
-from bench.placement.simulation.study import Job, Load, Table, run_jobs
+from bench.placement.simulation.study import Job, Load, Table, run_table
 from bench.reporting import write_report
 
 LOADS = (
@@ -60,11 +60,7 @@ def main() -> None:
     parser.add_argument("--field", action="append", choices=VALUES, help="only these; writes no report")
     options = parser.parse_args()
     chosen = options.field or list(VALUES)
-    table, jobs = Table(), list(_jobs(chosen, options.seeds))
-    for done, (job, result) in enumerate(run_jobs(jobs, processes=options.processes), start=1):
-        table.add(job, result)
-        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
-    print()
+    table = run_table(list(_jobs(chosen, options.seeds)), processes=options.processes)
     text = _text(table, chosen, options.seeds)
     print(text)
     if not options.field:

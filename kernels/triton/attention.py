@@ -149,7 +149,6 @@ def attend_keys(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CARRIED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -159,27 +158,18 @@ def attend_keys(
 ):
     """Take online-softmax steps over the keys from first_key up to until_key, a tile each.
 
-    With CARRIED, a step loads the table's entries of the next tile. The loads of keys and values then depend on a
-    register, not on a load of the same step, and the compiler keeps one tile more in flight.
+    A step loads the table's entries of the next tile. The loads of keys and values then depend on a register, not on a
+    load of the same step, and the compiler keeps one tile more in flight.
     """
-    if CARRIED:
-        block_J = table_entries(table_ptr, first_key, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
-        for tile in range(first_key, until_key, BLOCK_J):
-            next_block_J = table_entries(table_ptr, tile + BLOCK_J, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
-            acc_MD, peak_M, total_M = attend_tile(
-                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
-                kv_head, scale_log2, window, MASKED, CAUSAL, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                SCALE_BYTES, BLOCK_J, WIDEN,
-            )  # fmt: skip
-            block_J = next_block_J
-    else:
-        for tile in range(first_key, until_key, BLOCK_J):
-            block_J = table_entries(table_ptr, tile, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
-            acc_MD, peak_M, total_M = attend_tile(
-                q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key,
-                kv_head, scale_log2, window, MASKED, CAUSAL, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                SCALE_BYTES, BLOCK_J, WIDEN,
-            )  # fmt: skip
+    block_J = table_entries(table_ptr, first_key, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
+    for tile in range(first_key, until_key, BLOCK_J):
+        next_block_J = table_entries(table_ptr, tile + BLOCK_J, end_key, BLOCK_SIZE, BLOCK_J, ALIGNED)
+        acc_MD, peak_M, total_M = attend_tile(
+            q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, block_J, tile, end_key, kv_head,
+            scale_log2, window, MASKED, CAUSAL, WINDOWED, ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES,
+            BLOCK_J, WIDEN,
+        )  # fmt: skip
+        block_J = next_block_J
     return acc_MD, peak_M, total_M
 
 
@@ -213,7 +203,6 @@ def attend_items_kernel(
     DECODES: tl.constexpr,
     WINDOWED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CARRIED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """out = softmax(scale q k^T, causal, within the window) v, for the queries and keys of one item.
@@ -270,7 +259,7 @@ def attend_items_kernel(
         total_MJ = tl.zeros([BLOCK_M, BLOCK_J], dtype=tl.float32)
         acc_MD, peak_M, total_MJ = attend_keys(
             q_MD, query_position_M, acc_MD, peak_M, total_MJ, pool_ptr, scales_ptr, row_table_ptr, first_key, end_key,
-            end_key, kv_head, scale_log2, window, True, False, False, ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM,
+            end_key, kv_head, scale_log2, window, True, False, False, ALIGNED, NUM_KV_HEADS, HEAD_DIM,
             BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
         total_M = tl.sum(total_MJ, axis=1)
@@ -288,17 +277,17 @@ def attend_items_kernel(
             acc_MD, peak_M, total_M = attend_keys(
                 q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key,
                 tl.minimum(first_unmasked, end_key), end_key, kv_head, scale_log2, window, True, True, True, ALIGNED,
-                CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
             )  # fmt: skip
         acc_MD, peak_M, total_M = attend_keys(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_unmasked,
-            masked_from, end_key, kv_head, scale_log2, window, False, False, False, ALIGNED, CARRIED, NUM_KV_HEADS,
+            masked_from, end_key, kv_head, scale_log2, window, False, False, False, ALIGNED, NUM_KV_HEADS,
             HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
         acc_MD, peak_M, total_M = attend_keys(
             q_MD, query_position_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr,
             tl.maximum(first_unmasked, masked_from), end_key, end_key, kv_head, scale_log2, window, True, True, False,
-            ALIGNED, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
+            ALIGNED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, SCALE_BYTES, BLOCK_J, WIDEN,
         )  # fmt: skip
 
     # An item without keys has a total of 0: its result is 0 and its log-sum-exp -inf, never NaN.

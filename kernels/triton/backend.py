@@ -34,7 +34,6 @@ from blockyard.kernels.triton.pool_writes import (
 )
 from blockyard.kernels.triton.shared_attention import attend_shared_kernel
 from blockyard.kernels.triton.tiles import (
-    ChooseTiles,
     Launch,
     Tiles,
     attention_tiles,
@@ -61,7 +60,6 @@ class TritonBackend:
     draws = TritonDraws()
 
     def __init__(self) -> None:
-        self.choose_tiles: ChooseTiles = attention_tiles
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
@@ -115,7 +113,7 @@ class TritonBackend:
             self._merge(plan, out_TND)
 
     def _tiles(self, launch: Launch, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor) -> Tiles:
-        return self.choose_tiles(
+        return attention_tiles(
             launch,
             group=q_TND.shape[1] // kv_pool_B2KPD.shape[2],
             head_dim=q_TND.shape[2],
@@ -156,7 +154,6 @@ class TritonBackend:
             PROGRAMS_PER_ITEM=programs_per_item,
             BLOCK_M=tiles.rows,
             BLOCK_J=tiles.keys,
-            CARRIED=tiles.carried,
             WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )
@@ -204,7 +201,6 @@ class TritonBackend:
             DECODES=items is plan.decode_items_W6,
             WINDOWED=plan.window is not None and items is plan.prefill_items_X6,
             ALIGNED=plan.window is None,
-            CARRIED=tiles.carried,
             WIDEN=widens(q_TND, kv_pool_B2KPD),
             **launch_options(tiles),
         )

@@ -38,7 +38,6 @@ def attend_shared_kernel(
     PROGRAMS_PER_ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    CARRIED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """partial[slot of a member] = softmax(scale q k^T) v over the keys of one item, with its log-sum-exp.
@@ -78,12 +77,12 @@ def attend_shared_kernel(
     masked_from = first_key + (end_key - first_key) // BLOCK_J * BLOCK_J
     acc_MD, peak_M, total_M = attend_keys(
         q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, first_key, masked_from,
-        end_key, kv_head, scale_log2, 0, False, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        end_key, kv_head, scale_log2, 0, False, False, False, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
     acc_MD, peak_M, total_M = attend_keys(
         q_MD, member_M, acc_MD, peak_M, total_M, pool_ptr, scales_ptr, row_table_ptr, masked_from, end_key,
-        end_key, kv_head, scale_log2, 0, True, False, False, True, CARRIED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        end_key, kv_head, scale_log2, 0, True, False, False, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
         SCALE_BYTES, BLOCK_J, WIDEN,
     )  # fmt: skip
 

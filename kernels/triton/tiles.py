@@ -7,7 +7,7 @@ Of these the fastest on an H100 was taken (docs/performance.md). Imports no trit
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from blockyard.kernels.kv_pool import is_quantised
@@ -29,23 +29,6 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-    carried: bool = True
-    """Load the block table's entries one tile ahead, so that the pipeline sees one level of indirection less."""
-
-
-class ChooseTiles(Protocol):
-    """Chooses the tiles of one launch of an attention kernel."""
-
-    def __call__(
-        self,
-        launch: Launch,
-        *,
-        group: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        is_quantised: bool,
-        shared_bytes: int,
-    ) -> Tiles: ...
 
 
 _DECODE = Tiles(rows=MIN_DOT_ROWS, keys=64, warps=4, stages=3)

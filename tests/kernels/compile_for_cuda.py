@@ -104,7 +104,6 @@ def compile_attention(
         "PROGRAMS_PER_ITEM": 4,
         "BLOCK_M": tiles.rows,
         "BLOCK_J": tiles.keys,
-        "CARRIED": tiles.carried,
         "WIDEN": False,
         **pool_constants,
     }

@@ -5,7 +5,7 @@ results (bench/placement/__main__.py, bench/placement/sweep.py).
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
@@ -165,6 +165,16 @@ def run_jobs(
                 keep.mkdir(parents=True, exist_ok=True)
                 kept_file(keep, job).write_text(json.dumps(result.as_dict()), encoding="utf-8")
             yield job, result
+
+
+def run_table(jobs: Sequence[Job], *, processes: int, keep: Path | None = None) -> Table:
+    """Run jobs as `run_jobs` does, and print how many are done."""
+    table = Table()
+    for done, (job, result) in enumerate(run_jobs(jobs, processes=processes, keep=keep), start=1):
+        table.add(job, result)
+        print(f"\r{done}/{len(jobs)} runs", end="", flush=True)
+    print()
+    return table
 
 
 def kept_file(folder: Path, job: Job) -> Path:
