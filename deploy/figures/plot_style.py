@@ -45,6 +45,7 @@ OURS_LOOK, OTHER = Look(OURS), Look(GREY, "*")
 SYSTEMS = {
     "blockyard cpu": OURS_LOOK,
     "blockyard triton": OURS_LOOK,
+    "blockyard auto": OURS_LOOK,
     "Blockyard": OURS_LOOK,
     "Blockyard, sessions in plaintext": Look(OURS, is_hollow=True),
     "Blockyard of an earlier commit": Look(GREY),
