@@ -203,8 +203,8 @@ def text_of(figures: dict[str, Any], options: argparse.Namespace) -> str:
     assert __doc__ is not None
     head = (
         f"{__doc__.rpartition(chr(10) * 2)[2].strip()}\n\n"
-        f"{options.model} in float32, {options.sequences} requests with {options.prompt_tokens} prompt tokens each. The "
-        f"drain begins when each has {TOKENS_BEFORE} tokens. {options.rounds} rounds of each kind. A block has "
+        f"{options.model} in float32, {options.sequences} requests with {options.prompt_tokens} prompt tokens each. "
+        f"The drain begins when each has {TOKENS_BEFORE} tokens. {options.rounds} rounds of each kind. A block has "
         f"{BLOCK_SIZE} tokens. The tokens of a sequence beyond its "
         "full blocks are always computed again.\n"
     )
