@@ -12,6 +12,7 @@ from blockyard.worker.memory.kv_size import (
     KVSize,
     blocks_in_budget,
     bytes_per_block,
+    kv_heads_of_rank,
     stored_dtype,
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
@@ -34,14 +35,17 @@ workers of a machine share. A larger model takes more, because its steps need mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Memory of one worker, whose KV cache fills a given budget."""
+    """Memory of one worker, or of each of its ranks. The KV cache fills a given budget."""
 
     model: str
     dtype: ChosenDataType
     kv_dtype: str
     max_model_len: int
+    tensor_parallel_size: int
+    """Ranks of the worker. Sizes are those of one rank."""
     weights_bytes: int
-    """Size of the weights in `dtype`. A worker holds them beside the KV cache."""
+    """Size of the weights in `dtype`, which are beside the KV cache. Of several ranks each holds an equal share; the
+    norms, which each holds in full, are left out of account."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
@@ -54,8 +58,13 @@ class ModelSize:
 
     @property
     def left_bytes(self) -> int | None:
-        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.total_bytes
+        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit.
+
+        A worker's ranks share a machine, and have a GPU each."""
+        if self.memory_bytes is None:
+            return None
+        ranks_there = 1 if self.process_bytes is None else self.tensor_parallel_size
+        return self.memory_bytes - ranks_there * self.total_bytes
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -63,6 +72,7 @@ class ModelSize:
             "dtype": self.dtype.name,
             "dtype_why": self.dtype.why,
             "kv_dtype": self.kv_dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
             "weights_bytes": self.weights_bytes,
             "process_bytes": self.process_bytes,
             "kv_bytes": self.kv.total_bytes,
@@ -93,11 +103,13 @@ def size_model(
     on_cpu: bool,
     max_model_len: int | None,
     memory_bytes: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ModelSize:
     """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
-    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raise ValueError for a model
-    that the engine cannot run, or a context longer than the model's.
+    Of several ranks, return that of each. `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its
+    instructions. Raise ValueError for a model that the engine cannot run or split, or a context longer than the
+    model's.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
@@ -107,7 +119,7 @@ def size_model(
     kv_dtype = stored_dtype(kv_cache_dtype, chosen.name)
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=kv_heads_of_rank(config.num_kv_heads, tensor_parallel_size),
         head_dim=config.head_dim,
         block_size=block_size,
         kv_dtype=kv_dtype,
@@ -120,7 +132,8 @@ def size_model(
         dtype=chosen,
         kv_dtype=kv_dtype,
         max_model_len=context,
-        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name],
+        tensor_parallel_size=tensor_parallel_size,
+        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name] // tensor_parallel_size,
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,

@@ -108,6 +108,7 @@ class Supervisor:
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             at_seconds=time.monotonic(),
+            ranks_per_worker=self._spec.worker.engine.tensor_parallel_size,
         )
 
     async def shut_down(self, grace_seconds: float) -> None:

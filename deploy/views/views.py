@@ -311,7 +311,9 @@ def size_view(sized: ModelSize) -> RenderableType:
             f"{short_decimal(kv.max_concurrency(sized.max_model_len))} of {sized.max_model_len:,} tokens",
         ),
     ]
-    return plain_table(("a worker holds", Path(sized.model).name), rows)
+    ranks = sized.tensor_parallel_size
+    holder = "a worker holds" if ranks == 1 else f"each of {ranks} ranks holds"
+    return plain_table((holder, Path(sized.model).name), rows)
 
 
 def _memory_rows(sized: ModelSize) -> Iterator[tuple[str, str]]:
