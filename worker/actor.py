@@ -41,6 +41,8 @@ class StartedWorker:
     """The code version that runs here."""
     dtype: str
     """The data type of the model's computation, and why it was chosen."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Ray node id and process id of each rank, if there are several. The first is this process."""
 
 
 class WorkerActor:

@@ -244,7 +244,8 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase}
+    ranks = [{"node_id": node_id, "pid": pid} for node_id, pid in replica.ranks]
+    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase, "ranks": ranks}
 
 
 def status_view(
@@ -268,7 +269,10 @@ def status_view(
 
 
 def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
-    """Return a table of the workers and routers, with a column for the node if there are several nodes."""
+    """Return a table of the workers and routers, with a column for the node if there are several nodes.
+
+    A worker's own row is that of rank 0. Its other ranks follow.
+    """
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
@@ -279,6 +283,9 @@ def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Re
         age_seconds = report.error_age_seconds(replica)
         age = f" ({ago(age_seconds)})" if replica.error and age_seconds is not None else ""
         table.add_row(replica.name, phase, *node, *facts, Text(f"{replica.error}{age}", style="red"))
+        for rank, (node_id, pid) in enumerate(replica.ranks[1:], start=1):
+            node = (names.get(node_id, "-"),) if node_heading else ()
+            table.add_row(f"{replica.name} rank {rank}", "", *node, "", str(pid), "", "")
     return table
 
 
