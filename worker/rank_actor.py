@@ -1,19 +1,20 @@
 """Rank actors: the ranks of a worker beside rank 0, each in a Ray actor that rank 0's actor creates (actor.py).
 
-Owns how they are created, named and watched. Does not own what ranks compute or exchange (parallel/): steps never pass
-through Ray. Ray ends them with their creator. They are in the bundles of its placement group, bundle 0 is rank 0's.
+Owns how they are created, named and watched. Does not own what ranks compute or exchange (ranks.py): steps never pass
+through Ray. Ray ends them with their creator. Each has a bundle of its placement group, in which bundle 0 is rank 0's.
 """
 
 import asyncio
 import importlib
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
+from blockyard.proto.runtime.tasks import cancel_and_wait
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.startup.openmp import bound_spinning
 from ray.exceptions import RayActorError, RayTaskError
@@ -47,14 +48,15 @@ class RankActor:
         """Return where this rank is. The answer shows that its process has begun."""
         return whereabouts()
 
-    def run(self, leader_address: str) -> None:
+    def run(self, leader_address: str, secret: str) -> None:
         """Load the rank's part of the model and compute it in every step, until the worker ends."""
         bound_spinning()
         configure_logging(self._config.log, worker_id=rank_name(self._config.worker_id, self._rank))
         take_usual_priority()
         # Imported here, because processes that only name this class to Ray would load torch with it.
-        ranks = importlib.import_module("blockyard.worker.parallel.ranks")
-        ranks.run_rank(leader_address, self._config.cluster_secret, self._config.cluster)
+        ranks = importlib.import_module("blockyard.worker.ranks")
+        # Ray ends this process with rank 0's, but notices nothing while its control service is away.
+        ranks.run_rank(leader_address, secret, self._config.cluster, on_loss=lambda _: os._exit(1))
 
 
 class RankActors:
@@ -65,7 +67,7 @@ class RankActors:
         group = ray.util.get_current_placement_group()
         if group is None:
             raise RuntimeError("an actor of several ranks needs a placement group with a bundle for each")
-        self._actors = [
+        self._actors: list[Any] = [
             ray.remote(RankActor)
             .options(
                 name=rank_name(config.worker_id, rank),
@@ -78,24 +80,32 @@ class RankActors:
             for rank, bundle in enumerate(group.bundle_specs)
             if rank
         ]
+        # Asked now, because a rank that runs answers nothing.
+        self._places: list[Any] = [actor.whereabouts.remote() for actor in self._actors]
 
     async def whereabouts(self) -> list[Whereabouts]:
         """Return where each rank is, in their order. Wait until all processes have begun."""
-        return list(await asyncio.gather(*(actor.whereabouts.remote() for actor in self._actors)))
+        return list(await asyncio.gather(*self._places))
 
-    async def run(self, leader_address: str) -> NoReturn:
-        """Run all ranks. Raise RuntimeError when the first of them ends, with the reason."""
-        async with asyncio.TaskGroup() as runs:
-            for rank, actor in enumerate(self._actors, start=1):
-                runs.create_task(_until_ended(rank, actor.run.remote(leader_address)))
-        raise AssertionError("a rank ended without a reason")
+    async def until_one_ends(self, leader_address: str, secret: str) -> str:
+        """Run all ranks. Return why the first of them ended."""
+        runs = [
+            asyncio.ensure_future(_end_of(rank, actor.run.remote(leader_address, secret)))
+            for rank, actor in enumerate(self._actors, start=1)
+        ]
+        try:
+            ended, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+            return ended.pop().result()
+        finally:
+            await cancel_and_wait(*runs)
 
 
-async def _until_ended(rank: int, run: Any) -> NoReturn:
+async def _end_of(rank: int, run: Any) -> str:
+    """Wait for a rank's end, and return the reason."""
     try:
         await run
     except RayTaskError as error:
-        raise RuntimeError(f"rank {rank}: {type(error.cause).__name__}: {error.cause}") from None
+        return f"rank {rank} has failed: {type(error.cause).__name__}: {error.cause}"
     except RayActorError:
-        raise RuntimeError(f"the process of rank {rank} has ended") from None
-    raise RuntimeError(f"rank {rank} has ended")
+        return f"the process of rank {rank} has ended"
+    return f"rank {rank} has stopped"

@@ -64,7 +64,7 @@ def free(spec: ClusterSpec, worker: str) -> None:
 def free_all_but(namespace: str, workers: Collection[str]) -> None:
     """Remove the groups of all workers of a namespace but these."""
     kept = {group_name(namespace, worker) for worker in workers}
-    groups = placement_group_table().values()  # type: ignore[no-untyped-call]
+    groups = placement_group_table().values()
     for group in groups:
         name = group["name"]
         if group["state"] != REMOVED and name.startswith(group_name(namespace, "")) and name not in kept:
