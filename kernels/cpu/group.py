@@ -29,8 +29,9 @@ DEADLINE_SECONDS = 60.0
 _FOLDER = Path("/dev/shm")
 _DTYPES = (torch.float32, torch.bfloat16)
 _MORE = 1 << 62
+_ABORTED = 1
 _REASONS = {
-    1: "another rank has ended",
+    _ABORTED: "another rank has ended",
     2: "another rank does not answer within {:g} s",
     3: "another rank computes something else",
     4: "another rank has failed",
@@ -113,6 +114,11 @@ class RankGroup:
             deadline_ns=int(deadline_seconds * 1e9),
         )
         self._reference = ctypes.pointer(self._group)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether a call has found that a rank has called `abort`."""
+        return self._group.status == _ABORTED
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -16,6 +16,10 @@ class RankFailed(RuntimeError):
     """Another rank has failed in this step, or has not come within the deadline."""
 
 
+class RanksLost(RankFailed):
+    """Another rank has ended. No step succeeds any more."""
+
+
 class Collective(Protocol):
     """The place of one rank among the others, and what they do together."""
 

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
-from threading import RLock
+from threading import Lock
 from typing import Any, NamedTuple
 
 from blockyard.proto.security.tls import SESSION_NAME
@@ -51,6 +51,9 @@ class Kind(IntEnum):
     STOP = 9
 
 
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
 class Frame(NamedTuple):
     kind: Kind
     data: bytes
@@ -70,7 +73,9 @@ class Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self._socket = sock
-        self._lock = RLock()
+        self._sending = Lock()
+        """Held for a whole frame, so that no other one comes between its parts."""
+        self._lock = Lock()
         """Held by each read and write: two at a time would break the state of TLS."""
         self._unread = bytearray()
         self._is_closed = False
@@ -80,25 +85,38 @@ class Link:
 
     def send(self, kind: Kind, data: bytes | memoryview = b"") -> None:
         """Send a frame. Raises LinkClosed where the other end is gone, or takes nothing for SEND_SECONDS."""
-        left = memoryview(_HEADER.pack(kind, len(data)) + data)
+        with self._sending:
+            self._send(kind, data)
+
+    def send_pulse(self) -> None:
+        """Send a pulse, unless a frame is on its way that is as good. Raises LinkClosed."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send(Kind.PULSE, b"")
+            finally:
+                self._sending.release()
+
+    def _send(self, kind: Kind, data: bytes | memoryview) -> None:
+        left = memoryview(b"".join([_HEADER.pack(kind, len(data)), data]))
         deadline = time.monotonic() + SEND_SECONDS
-        with self._lock:  # held to the end, so that no other frame comes between its parts
-            while left:
-                try:
+        while left:
+            try:
+                with self._lock:
                     left = left[self._socket.send(left) :]
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    if time.monotonic() > deadline:
-                        raise LinkClosed("the other end takes nothing") from None
-                    self._check_open()
-                    select.select([], [self._socket], [], 0.05)
-                except (OSError, ValueError) as error:
-                    raise LinkClosed(str(error)) from error
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if time.monotonic() > deadline:
+                    raise LinkClosed("the other end takes nothing") from None
+                self._check_open()
+                select.select([], [self._socket], [], 0.05)
+            except (OSError, ValueError) as error:
+                raise LinkClosed(str(error)) from error
 
     def send_json(self, kind: Kind, **values: Any) -> None:
         self.send(kind, json.dumps(values).encode())
 
     def arrived(self) -> Iterator[Frame]:
         """Yield the frames that have arrived by now. Raises LinkClosed at the end of the connection."""
+        yield from self._whole_frames()
         while True:
             try:
                 with self._lock:
@@ -115,7 +133,7 @@ class Link:
     def _whole_frames(self) -> Iterator[Frame]:
         while len(self._unread) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._unread)
-            if length > MAX_FRAME_BYTES or kind not in Kind:
+            if length > MAX_FRAME_BYTES or kind not in _KINDS:
                 raise LinkClosed(f"a frame of kind {kind} and {length} bytes")
             end = _HEADER.size + length
             if len(self._unread) < end:
@@ -136,6 +154,16 @@ class Link:
             self._check_open()
             select.select([self._socket], [], [], min(left, 0.25))
         raise LinkClosed(f"no frame of kind {kind.name} within {seconds:g} s")
+
+    def expect_end(self, seconds: float) -> None:
+        """Wait until the other end closes, and pass over everything before that."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(LinkClosed):
+            while time.monotonic() < deadline:
+                for _ in self.arrived():
+                    pass
+                self._check_open()
+                select.select([self._socket], [], [], 0.05)
 
     def close(self) -> None:
         """End the connection. Another thread that uses it gets LinkClosed."""
