@@ -4,9 +4,8 @@ Rank 0 listens. Each other rank connects, and both prove that they know the secr
 settings and the names of the shared memory. The connection stays open, and both ends send pulses. So rank 0 notices
 within milliseconds that a rank has ended, and within seconds that one is frozen. Either ends the worker.
 
-    the worker's process                            another process, or an actor
-    leader = RankLeader(config, secret=, cluster=)
-    leader.spawn(), or give its address and secret away ---> run_rank(leader_address, secret, cluster)
+    leader = RankLeader(config, secret=secret, cluster=cluster)
+    leader.spawn()                               # or elsewhere: run_rank(leader.address, leader.secret, cluster)
     load_engine(config, leader.connect())
 
 Owns processes and connections. Does not own what a rank computes (parallel/, execution/part_runner.py).
@@ -85,7 +84,7 @@ class RankLeader:
             )
         self.config, self.size = config, config.tensor_parallel_size
         self.secret = secret or secrets.token_hex(16)
-        """What each rank must know: the cluster's secret, or a random one if it has none."""
+        """The cluster's secret, or a random one if it has none. Every rank must know it."""
         self.cluster = cluster
         self.on_lost: Callable[[str], object] = lambda reason: None
         """Called once with the reason when a rank is lost after `connect`, on another thread."""

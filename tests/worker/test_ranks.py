@@ -97,7 +97,7 @@ def test_ranks_of_any_number_give_the_tokens_of_one_process(
 def test_steps_that_take_the_connection_give_the_same_tokens(
     expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As between machines."""
+    """Machines without shared memory exchange steps in this way."""
 
     class Remote(RankLeader):
         steps_by_ring = property(lambda self: False, lambda self, value: None)
