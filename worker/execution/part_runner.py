@@ -195,7 +195,8 @@ class PartRunner:
         """Write the tokens that rank 0 alone knows into the inputs."""
         if len(unknown_U):
             self.collective.broadcast(unknown_U)
-            inputs.tokens_T.index_copy_(0, upload(arrays.unknown_U, self.device), unknown_U)
+            indices_U = upload(arrays.unknown_U.astype(np.int64, copy=False), self.device)
+            inputs.tokens_T.index_copy_(0, indices_U, unknown_U)
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states [Q, H] of the wanted positions."""
