@@ -186,7 +186,12 @@ class WorkerServer:
         )
 
     def _listen_for_transfers(self) -> int:
-        """Return the port at which other workers fetch blocks. Raises ValueError where it cannot be bound."""
+        """Return the port at which other workers fetch blocks. Raises ValueError where it cannot be bound.
+
+        It is 0 where rank 0 has only a part of each block: then this worker lends none.
+        """
+        if self._loaded.num_ranks > 1:
+            return 0
         port = self.config.transfer_port
         try:
             return self._exchange.start(self.config.host, port)

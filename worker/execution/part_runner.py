@@ -20,7 +20,7 @@ from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch.huge_pages import advise_empty
 from blockyard.worker.execution.step_inputs import Layout, StepInputs, step_inputs
 from blockyard.worker.execution.step_moves import StepMoves
-from blockyard.worker.memory.host_blocks import HostBlocks
+from blockyard.worker.memory.host_blocks import HostBlockCorrupted, HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
 from blockyard.worker.memory.transfers import upload
@@ -178,6 +178,7 @@ class PartRunner:
             self.allocate_pools(*arrays.pool_sizes.tolist())
         self._moves.make(_moves_of(arrays))
         if not len(arrays.query_R):
+            self._agree()
             return
         inputs = step_inputs(arrays, self._layout)
         self._fill_in(
@@ -191,11 +192,16 @@ class PartRunner:
         if sampling:
             self._decoder.logits(self._rows_of(hidden_QH, sampling))
 
+    def _agree(self) -> None:
+        """End a step that moves blocks alone: raises where another rank has failed."""
+        self.collective.all_reduce(torch.zeros(1, device=self.device))
+
     def _fill_in(self, inputs: StepInputs, arrays: StepArrays, unknown_U: torch.Tensor) -> None:
         """Write the tokens that rank 0 alone knows into the inputs."""
         if len(unknown_U):
             self.collective.broadcast(unknown_U)
-            inputs.tokens_T.index_copy_(0, upload(arrays.unknown_U, self.device), unknown_U)
+            indices_U = upload(arrays.unknown_U.astype(np.int64, copy=False), self.device)
+            inputs.tokens_T.index_copy_(0, indices_U, unknown_U)
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states [Q, H] of the wanted positions."""
@@ -210,7 +216,16 @@ class PartRunner:
         self._host_pool().save(pairs)
 
     def _load_blocks(self, pairs: Sequence[tuple[HostSlot, BlockId]]) -> None:
-        self._host_pool().load(pairs)
+        host_blocks = self._host_pool()
+        if self.collective.size > 1 and host_blocks.verifies:
+            corrupted = frozenset(host_blocks.corrupted(slot for slot, _ in pairs))
+            is_lost_M = torch.tensor([float(slot in corrupted) for slot, _ in pairs], device=self.device)
+            self.collective.all_reduce(is_lost_M)
+            if lost := [
+                slot for (slot, _), is_lost in zip(pairs, is_lost_M.tolist(), strict=True) if is_lost
+            ]:
+                raise HostBlockCorrupted(lost)
+        host_blocks.load(pairs)
 
     def _host_pool(self) -> HostBlocks:
         assert self.host_blocks is not None, "the plan moves blocks to or from a host pool that is not there"

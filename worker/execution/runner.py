@@ -232,6 +232,7 @@ class TorchRunner(PartRunner):
         """Return logits [S, V] of the rows that sample, prompt logprobs by index of the row, and the check of prompt
         chunks for NaN."""
         if not rows:
+            self._agree()
             return torch.empty(0, self.config.vocab_size), {}, None
         inputs = step_inputs(arrays, self._layout)
         if unknown:

@@ -82,5 +82,5 @@ class _Meeting:
             if len(brought) == self._size:
                 return [brought[other] for other in range(self._size)]
             missing = sorted(set(range(self._size)) - set(brought))
-            reason = "failed" if self._failed >= key[0] else f"not there in {self._deadline_seconds:g} s"
-            raise RankFailed(f"step {key[0]}, operation {key[1]}: a rank of {missing} has {reason}")
+            reason = "another rank has failed" if self._failed >= key[0] else "the deadline has passed"
+            raise RankFailed(f"step {key[0]}, operation {key[1]}: {reason} ({missing} were not there)")

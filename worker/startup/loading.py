@@ -80,6 +80,8 @@ class LoadedEngine:
     device: str
     masks: Masks | None
     """Makes outputs follow grammars. None where that is not possible."""
+    num_ranks: int = 1
+    """Ranks among which the model is divided."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -111,7 +113,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
         )
     _check_stride_within_context(config, max_model_len)
     weights_before = weights_state(path)
-    fingerprint = _fingerprint_in_background(path, config, dtype.name)
+    arithmetic = _arithmetic(config, dtype.name, ranks.collective.size)
+    fingerprint = _fingerprint_in_background(path, config, arithmetic)
     runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len, ranks)
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
@@ -134,6 +137,7 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype.name),
         device=str(device),
         masks=masks,
+        num_ranks=ranks.collective.size,
     )
 
 
@@ -177,7 +181,7 @@ def _load_runner(
     return runner, kv_size, host_size
 
 
-def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
+def _fingerprint_in_background(path: Path, config: EngineConfig, arithmetic: str) -> Future[str]:
     """Start to compute the model's fingerprint while its weights are loaded, and return its future.
 
     The first start on a checkpoint reads all of it for that.
@@ -189,9 +193,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
     def run() -> None:
         try:
             future.set_result(
-                model_fingerprint(
-                    path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
-                )
+                model_fingerprint(path, load_format=config.load_format, seed=config.seed, dtype=arithmetic)
             )
         except BaseException as error:
             future.set_exception(error)
@@ -200,9 +202,10 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
     return future
 
 
-def _arithmetic(config: EngineConfig, dtype: str) -> str:
+def _arithmetic(config: EngineConfig, dtype: str, num_ranks: int) -> str:
     """Return as text what besides the weights decides a block's content. Workers share prefixes where it is equal."""
-    return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
+    linears = "" if config.cpu_linears == "full" else f":{config.cpu_linears}"
+    return f"{config.engine}:{dtype}{linears}" + ("" if num_ranks == 1 else f":{num_ranks} ranks")
 
 
 def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> None:
