@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from blockyard import deploy
-from blockyard.deploy.machine.state import HOME_VARIABLE
 from blockyard.router.client import Client
 from blockyard.worker.llm import LLM, SamplingParams
 
@@ -33,14 +32,10 @@ NUM_TOKENS = 200
 HEAL_SECONDS = 120.0
 Place = dict[str, Any]
 LIST_GROUPS = """
-import json, sys
-from blockyard.deploy.lifecycle.driver import driver
-from blockyard.deploy.machine import state
+import json, ray, sys
 
-with driver(state.load(sys.argv[1])):
-    from ray.util import placement_group_table
-
-    table = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+ray.init(address=sys.argv[1], log_to_driver=False)
+table = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
 print(json.dumps({group["name"]: list(group["bundles_to_node_id"].values()) for group in table}))
 """
 """Run in a process of its own, because Ray reads its credentials once."""
@@ -89,11 +84,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def groups(command: Command) -> dict[str, list[str]]:
-    """Return the nodes of each placement group's bundles, by its name."""
+def groups(address: str | None, token_path: str | Path | None) -> dict[str, list[str]]:
+    """Return the nodes of each placement group's bundles on a Ray, by its name."""
     result = subprocess.run(
-        [sys.executable, "-c", LIST_GROUPS, command.cluster],
-        env={**os.environ, HOME_VARIABLE: str(command.home)},
+        [sys.executable, "-c", LIST_GROUPS, str(address)],
+        env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)},
         capture_output=True,
         text=True,
         check=True,
@@ -103,6 +98,10 @@ def groups(command: Command) -> dict[str, list[str]]:
     return found
 
 
+def groups_of(cluster: Cluster) -> dict[str, list[str]]:
+    return groups(cluster.state.ray_address, cluster.state.ray_token_path)
+
+
 def test_two_ranks_answer_with_the_tokens_of_one_process(cluster: Cluster, alone: list[list[int]]) -> None:
     with cluster.client() as client:
         assert [stream_tokens(client, prompt) for prompt in PROMPTS] == alone
@@ -110,7 +109,7 @@ def test_two_ranks_answer_with_the_tokens_of_one_process(cluster: Cluster, alone
         place = cluster.command.place(name)
         assert pids(place)[0] == place["pid"]
         assert len(set(pids(place))) == 2
-    assert set(groups(cluster.command)) == {"blockyard-ranks worker-0", "blockyard-ranks worker-1"}
+    assert set(groups_of(cluster)) == {"blockyard-ranks worker-0", "blockyard-ranks worker-1"}
     logs = cluster.command.run("logs", "worker-0", "--prefix")
     assert "worker-0 rank 1 " in logs.stdout
 
@@ -134,12 +133,12 @@ def test_the_end_of_a_rank_ends_the_replica_and_its_requests_go_on_elsewhere(
         assert eventually(is_replaced, seconds=HEAL_SECONDS)
         assert not any(map(is_running, pids(before)))
         assert not set(pids(before)) & set(pids(cluster.command.place("worker-0")))
-        assert len(groups(cluster.command)) == 2
+        assert len(groups_of(cluster)) == 2
         assert [stream_tokens(client, prompt) for prompt in PROMPTS] == alone
 
 
 def test_a_supervisor_that_comes_back_adopts_all_ranks(cluster: Cluster) -> None:
-    before, held = cluster.command.json("status"), groups(cluster.command)
+    before, held = cluster.command.json("status"), groups_of(cluster)
     os.kill(before["supervisor_pid"], signal.SIGKILL)
 
     def is_back() -> bool:
@@ -154,14 +153,28 @@ def test_a_supervisor_that_comes_back_adopts_all_ranks(cluster: Cluster) -> None
         )  # type: ignore[misc]
         place = cluster.command.place(name)
         assert (place["incarnation"], place["ranks"]) == (was["incarnation"], was["ranks"])
-    assert groups(cluster.command) == held
+    assert groups_of(cluster) == held
+
+
+def test_a_worker_that_was_drained_and_has_ended_holds_no_group_until_it_is_restarted(
+    cluster: Cluster,
+) -> None:
+    ranks = pids(cluster.command.place("worker-1"))
+    assert cluster.command.run("drain", "worker-1").returncode == 0
+    assert eventually(lambda: cluster.command.place("worker-1")["phase"] == "draining", seconds=HEAL_SECONDS)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert eventually(lambda: cluster.command.place("worker-1")["phase"] == "stopped", seconds=HEAL_SECONDS)
+    assert eventually(lambda: not any(map(is_running, ranks)), seconds=10)
+    assert set(groups_of(cluster)) == {"blockyard-ranks worker-0"}
+    assert cluster.command.run("restart", "worker-1").returncode == 0
+    assert len(groups_of(cluster)) == 2
 
 
 def test_a_worker_that_leaves_takes_its_ranks_and_their_group_along(cluster: Cluster) -> None:
     leaving = pids(cluster.command.place("worker-1"))
     assert cluster.command.json("scale", "1")["removed"] == ["worker-1"]
     assert eventually(lambda: not any(map(is_running, leaving)), seconds=10)
-    assert set(groups(cluster.command)) == {"blockyard-ranks worker-0"}
+    assert set(groups_of(cluster)) == {"blockyard-ranks worker-0"}
 
 
 def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]], tmp_path: Path) -> None:
@@ -173,7 +186,7 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
         try:
             place = command.place("worker-0")
             assert len({rank["node_id"] for rank in place["ranks"]}) == 2
-            assert groups(command) == {
+            assert groups(head.address, head.token_path) == {
                 "blockyard-spread worker-0": [rank["node_id"] for rank in place["ranks"]]
             }
             with Client(list(state.routers), timeout_seconds=60.0) as client:
@@ -181,3 +194,4 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
             assert "no node has room for all 2 ranks of worker-0" in command.run("logs", "supervisor").stdout
         finally:
             assert command.run("down", "--drain", "0").returncode == 0
+        assert groups(head.address, head.token_path) == {}
