@@ -114,7 +114,9 @@ class RankLeader:
             if self.config.device != "cpu":
                 environment["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
             command = [sys.executable, "-m", "blockyard.worker.ranks", self.address, self.cluster]
-            self._children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._children.append(child)
+            logger.info("a rank is process %d", child.pid)
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> Ranks:
         """Wait until all ranks have come, give each its number, and return what rank 0 loads its engine with.

@@ -172,14 +172,12 @@ class WorkerServer:
 
     def _make_exchange(self) -> Exchange:
         config, loaded = self.config, self._loaded
-        # Rank 0 has a part of each block, which is of no use to another worker.
-        part = f" part of {self.incarnation}" if self._leader is not None else ""
         return Exchange(
             loaded.engine,
             self._engine,
             loaded.runner.transferable,
             incarnation=self.incarnation,
-            layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}{part}",
+            layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}",
             context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
             neighbours=None if config.session_tls else Neighbours(config.cluster_secret, config.cluster),
             on_pull_end=self._service.pull_ended,

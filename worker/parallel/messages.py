@@ -5,6 +5,7 @@ dimension has -1 as its second size. The arrays follow.
 """
 
 from dataclasses import fields
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,15 @@ _HEADER_WORDS = 1 + 2 * len(_FIELDS)
 def pack(arrays: StepArrays) -> npt.NDArray[np.int32]:
     """Return the message of a step."""
     parts = [getattr(arrays, name) for name in _FIELDS]
-    header = np.full(_HEADER_WORDS, -1, dtype=np.int32)
-    header[0] = VERSION
+    message = np.empty(_HEADER_WORDS + sum(part.size for part in parts), dtype=np.int32)
+    message[:_HEADER_WORDS] = -1
+    message[0] = VERSION
+    end = _HEADER_WORDS
     for index, part in enumerate(parts):
-        header[1 + 2 * index : 1 + 2 * index + part.ndim] = part.shape
-    return np.concatenate([header, *(part.ravel() for part in parts)], dtype=np.int32, casting="unsafe")
+        message[1 + 2 * index : 1 + 2 * index + part.ndim] = part.shape
+        start, end = end, end + part.size
+        message[start:end].reshape(part.shape)[...] = part
+    return message
 
 
 def unpack(message: bytes | bytearray) -> StepArrays:
@@ -31,18 +36,16 @@ def unpack(message: bytes | bytearray) -> StepArrays:
     if len(message) % 4 or len(message) < 4 * _HEADER_WORDS:
         raise ValueError(f"{len(message)} bytes are no message of a step")
     words = np.frombuffer(message, dtype=np.int32)
-    sizes = words[1:_HEADER_WORDS].reshape(-1, 2)
-    shapes = [
-        tuple(size[:num_dimensions])
-        for size, num_dimensions in zip(sizes.tolist(), _FIELDS.values(), strict=True)
-    ]
-    ends = np.cumsum([_HEADER_WORDS, *(int(np.prod(shape, dtype=np.int64)) for shape in shapes)])
-    if words[0] != VERSION or min(map(min, shapes)) < 0 or ends[-1] != len(words):
+    version, *sizes = words[:_HEADER_WORDS].tolist()
+    arrays, end = {}, _HEADER_WORDS
+    for index, (name, num_dimensions) in enumerate(_FIELDS.items()):
+        shape = sizes[2 * index : 2 * index + num_dimensions]
+        if min(shape) < 0:
+            raise ValueError(f"a message of a step with an array of shape {shape}")
+        start, end = end, end + prod(shape)
+        if end > len(words):
+            break
+        arrays[name] = words[start:end].reshape(shape)
+    if version != VERSION or end != len(words):
         raise ValueError("the sizes in a message of a step do not fit it")
-    starts = ends[:-1].tolist()
-    return StepArrays(
-        **{
-            name: words[start:end].reshape(shape)
-            for name, shape, start, end in zip(_FIELDS, shapes, starts, ends[1:].tolist(), strict=True)
-        }
-    )
+    return StepArrays(**arrays)
