@@ -25,11 +25,11 @@ from blockyard.worker.memory.kv_size import (
     KVSize,
     blocks_in_budget,
     bytes_per_block,
-    kv_heads_of_rank,
     stored_dtype,
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
+from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import check_shards, num_parameters
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> C
 def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
     """Return the size of each worker's KV cache, or None if its GPU's free memory or its CPU decides.
 
-    Bytes are those of one rank. Raise ValueError where the KV heads cannot be shared out among ranks.
+    Bytes are those of one rank. Raise ValueError where heads do not divide among ranks.
     """
     engine = options.engine
     if engine.kv_cache_memory is None and has_gpu:
@@ -102,7 +102,7 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
         return None
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
-        num_kv_heads=kv_heads_of_rank(config.num_kv_heads, engine.tensor_parallel_size),
+        num_kv_heads=divide(config, size=engine.tensor_parallel_size).config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=engine.block_size,
         kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
@@ -166,7 +166,7 @@ def check_model(options: "UpOptions") -> None:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
     if Path(engine.model).is_dir():
         check_weights(engine)
-    kv_heads_of_rank(config.num_kv_heads, engine.tensor_parallel_size)
+    divide(config, size=engine.tensor_parallel_size)  # raises ValueError
     pool = pool_of(options, config, has_gpu=engine.device != "cpu")
     if pool is not None and pool.num_tokens < context:
         raise ValueError(
@@ -207,8 +207,8 @@ def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
 
 def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
     """Compute the bytes of one rank's weights, without the copies that kernels make of some."""
-    all_bytes = num_parameters(config) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
-    return all_bytes // engine.tensor_parallel_size
+    part = divide(config, size=engine.tensor_parallel_size).config
+    return num_parameters(part) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
 
 
 def _check_workers(options: "UpOptions") -> None:

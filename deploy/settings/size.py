@@ -12,7 +12,6 @@ from blockyard.worker.memory.kv_size import (
     KVSize,
     blocks_in_budget,
     bytes_per_block,
-    kv_heads_of_rank,
     stored_dtype,
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
@@ -22,6 +21,7 @@ from blockyard.worker.model.data_type import (
     choose_dtype,
     cpu_has_bfloat16,
 )
+from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import num_parameters
 
 CPU_PROCESS_BYTES = 360 * 2**20
@@ -44,8 +44,7 @@ class ModelSize:
     tensor_parallel_size: int
     """Ranks of the worker. Sizes are those of one rank."""
     weights_bytes: int
-    """Size of the weights in `dtype`, which are beside the KV cache. Of several ranks each holds an equal share; the
-    norms, which each holds in full, are left out of account."""
+    """Size of the weights in `dtype`. They are held beside the KV cache."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
@@ -116,10 +115,11 @@ def size_model(
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    part = divide(config, size=tensor_parallel_size).config
     kv_dtype = stored_dtype(kv_cache_dtype, chosen.name)
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
-        num_kv_heads=kv_heads_of_rank(config.num_kv_heads, tensor_parallel_size),
+        num_kv_heads=part.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         kv_dtype=kv_dtype,
@@ -133,7 +133,7 @@ def size_model(
         kv_dtype=kv_dtype,
         max_model_len=context,
         tensor_parallel_size=tensor_parallel_size,
-        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name] // tensor_parallel_size,
+        weights_bytes=num_parameters(part) * DTYPE_BYTES[chosen.name],
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,

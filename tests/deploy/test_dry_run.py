@@ -281,9 +281,27 @@ def test_a_worker_of_two_ranks_is_planned_with_half_the_cache_and_refused_where_
     assert document["blocks_of_worker"] == 2 * 384
     code, document = plan("-tp", "3", "--workers", "1")
     assert code == 1
-    assert failures(document)["model"] == (
-        "tensor_parallel_size 3 does not fit 2 KV heads: one number must divide the other"
-    )
+    assert "query heads do not divide among 3 ranks" in failures(document)["model"]
+
+
+def test_two_ranks_hold_half_of_the_model_each() -> None:
+    def sized(num_ranks: int) -> size.ModelSize:
+        return size.size_model(
+            str(CHECKPOINT),
+            budget_bytes=18 * 2**20,
+            block_size=16,
+            dtype="float32",
+            kv_cache_dtype="auto",
+            on_cpu=True,
+            max_model_len=None,
+            memory_bytes=2**30,
+            tensor_parallel_size=num_ranks,
+        )
+
+    one, two = sized(1), sized(2)
+    assert two.kv.num_tokens == 2 * one.kv.num_tokens
+    assert 0.5 < two.weights_bytes / one.weights_bytes < 0.51, "each has the norms whole"
+    assert two.left_bytes == 2**30 - 2 * two.total_bytes
 
 
 def shorten(file: Path) -> None:

@@ -6,11 +6,8 @@ from blockyard.worker.memory.kv_size import (
     blocks_in_budget,
     bytes_per_block,
     host_size,
-    kv_heads_of_rank,
     stored_dtype,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 BLOCK_BYTES = bytes_per_block(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, kv_dtype="float16")
 
@@ -78,17 +75,3 @@ def test_host_memory_is_two_parts_of_whole_blocks() -> None:
 def test_host_memory_that_holds_no_block_is_refused() -> None:
     with pytest.raises(ValueError, match="the host cache of 1000 bytes holds no block of 2097152"):
         host_size(swap_bytes=0, cache_bytes=1000, block_bytes=BLOCK_BYTES)
-
-
-@given(num_kv_heads=st.integers(1, 64), num_ranks=st.integers(1, 64))
-def test_ranks_hold_all_heads_alike_or_the_split_is_refused(num_kv_heads: int, num_ranks: int) -> None:
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        with pytest.raises(
-            ValueError, match=f"tensor_parallel_size {num_ranks} does not fit {num_kv_heads} KV heads"
-        ):
-            kv_heads_of_rank(num_kv_heads, num_ranks)
-        return
-    each = kv_heads_of_rank(num_kv_heads, num_ranks)
-    copies = each * num_ranks // num_kv_heads
-    assert each * num_ranks == copies * num_kv_heads
-    assert copies == 1 or each == 1, "a head has copies only where a rank holds no other"

@@ -27,18 +27,6 @@ def bytes_per_block(
     return 2 * num_layers * num_kv_heads * block_size * head_bytes
 
 
-def kv_heads_of_rank(num_kv_heads: int, num_ranks: int) -> int:
-    """Return how many KV heads each of a worker's ranks holds. Several ranks may hold copies of one head.
-
-    Raise ValueError where the heads cannot be shared out evenly.
-    """
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        raise ValueError(
-            f"tensor_parallel_size {num_ranks} does not fit {num_kv_heads} KV heads: one number must divide the other"
-        )
-    return max(1, num_kv_heads // num_ranks)
-
-
 def blocks_in_budget(budget_bytes: int, block_bytes: int) -> int:
     """Return how many whole blocks fit. None fit if the budget is negative."""
     return max(0, budget_bytes // block_bytes)
