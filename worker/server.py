@@ -252,6 +252,7 @@ class WorkerServer:
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.model.vocab_size,
             device=loaded.device,
+            num_ranks=self.config.engine.tensor_parallel_size,
             engine=self.config.engine.engine,
             version=code_version(),
             load=load_message(loaded.engine.load()),

@@ -66,13 +66,18 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
             worker.worker_id,
             state_text(worker),
             worker.address,
-            worker.device,
+            device_text(worker),
             *(str(count) for count in (load.running, load.waiting)),
             *(str(count) for count in (load.free_blocks, load.cached_blocks, load.used_blocks)),
             *(str(count(load)) for _, count in extra),
             f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
         )
     return table
+
+
+def device_text(worker: cluster_pb2.Worker) -> str:
+    """Return the device of a worker, such as `cpu`, or those of its ranks, such as `2 x cpu`."""
+    return f"{worker.num_ranks} x {worker.device}" if worker.num_ranks > 1 else worker.device
 
 
 def state_name(worker: cluster_pb2.Worker) -> str:
