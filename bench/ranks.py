@@ -120,7 +120,7 @@ def main() -> None:
             for number in range(NUM_STEPS):
                 time.sleep(pause_seconds)
                 begun[number], cpu = time.monotonic_ns(), time.thread_time()
-                ring.send(memoryview(pack(step)))
+                ring.send(pack(step).data)
                 cpu_seconds += time.thread_time() - cpu
             # The sums begin once every rank has received all steps of the last course.
             while not arrived[1:, (course + 1) * NUM_STEPS - 1].all():

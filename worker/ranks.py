@@ -28,15 +28,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
-from blockyard.kernels.cpu.group import MAX_RANKS, MessageRing, RankGroup, RankLost
-from blockyard.kernels.cpu.library import CpuLibrary
+from blockyard.kernels.cpu.group import MAX_RANKS, MessageRing, RankLost
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback, with_brackets, without_brackets
 from blockyard.proto.security.tls import peer_contexts
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.parallel.collective import RankFailed, RanksLost
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.exchange import Exchange, kernels_for
 from blockyard.worker.parallel.follower import Follower
 from blockyard.worker.parallel.link import Frame, Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
@@ -49,23 +48,13 @@ logger = logging.getLogger(__name__)
 SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 CONNECT_SECONDS = 300.0
 """Longest wait until all ranks have come. Each imports PyTorch first."""
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 POLL_SECONDS = 0.2
 FROZEN_SECONDS = 2.0
 """Silence after which a rank that computes steps counts as frozen."""
 LOADING_FROZEN_SECONDS = 60.0
 """The same while it loads: a slow disk may hold up its pulses."""
 STOP_SECONDS = 5.0
-
-
-class SharedMemoryCollective(RankGroup):
-    """Implements `Collective` for ranks that are processes of one machine."""
-
-    def check(self) -> None:
-        try:
-            super().check()
-        except RankLost as error:
-            raise (RanksLost if self.is_aborted else RankFailed)(str(error)) from error
 
 
 class RankLeader:
@@ -86,6 +75,8 @@ class RankLeader:
         self.secret = secret or secrets.token_hex(16)
         """The cluster's secret, or a random one if it has none. Every rank must know it."""
         self.cluster = cluster
+        self.uses_ring = True
+        """Whether steps may go through shared memory."""
         self.on_lost: Callable[[str], object] = lambda reason: None
         """Called once with the reason when a rank is lost after `connect`, on another thread."""
         self.lost: str | None = None
@@ -98,10 +89,9 @@ class RankLeader:
         self.address = f"{with_brackets(host)}:{self._listener.getsockname()[1]}"
         self._links: list[Link] = []
         self._watch: Watch | None = None
-        self._collective: SharedMemoryCollective
-        self._ring: MessageRing
-        self.steps_by_ring = True
-        """Whether steps go through shared memory. Else they take the connections, which reach other machines too."""
+        self._exchange: Exchange
+        self._ring: MessageRing | None = None
+        """None: steps take the connections, which also reach other machines."""
         self._ready: set[int] = set()
         self._all_ready = threading.Event()
 
@@ -123,15 +113,17 @@ class RankLeader:
 
         Raises ValueError where they do not come in time, or cannot share memory with this process.
         """
+        library = kernels_for(self.config)
         try:
-            library = _library()
-            self._collective = SharedMemoryCollective(lambda: library, rank=0, size=self.size)
-            self._ring = MessageRing(lambda: library, rank=0, size=self.size)
+            self._exchange = Exchange(self.config, library, rank=0, size=self.size)
             try:
+                if library is not None and self.uses_ring:
+                    self._ring = MessageRing(lambda: library, rank=0, size=self.size)
                 self._accept_all(time.monotonic() + seconds)
             finally:
-                self._collective.memory.unlink()
-                self._ring.memory.unlink()
+                self._exchange.unlink()
+                if self._ring is not None:
+                    self._ring.memory.unlink()
         except (LinkClosed, OSError) as error:
             self.close()
             raise ValueError(f"the ranks do not come together: {error}") from error
@@ -145,7 +137,7 @@ class RankLeader:
             longest_silence=lambda index: FROZEN_SECONDS if index in self._ready else LOADING_FROZEN_SECONDS,
         )
         self._watch.start()
-        return Ranks(collective=self._collective, lead=self._lead)
+        return Ranks(collective=self._exchange.meet(on_failure=self._lose), lead=self._lead)
 
     def _accept_all(self, deadline: float) -> None:
         context = _contexts(self.secret, self.cluster)
@@ -168,9 +160,9 @@ class RankLeader:
         self._listener.close()
         mapped = [link.expect(Kind.MAPPED, ANSWER_SECONDS).json("is_mapped") for link in self._links]
         if not all(mapped):
-            raise ValueError("ranks on a CPU must be on one machine: one cannot map the shared memory")
+            raise ValueError("all ranks must be on one machine: one does not share memory with rank 0")
         for link in self._links:
-            link.send_json(Kind.GO, steps_by_ring=self.steps_by_ring)
+            link.send(Kind.GO)
 
     def _greet(self, link: Link) -> None:
         """Check the code of a rank, and tell it what it is. Raises LinkClosed."""
@@ -183,8 +175,8 @@ class RankLeader:
             rank=len(self._links) + 1,
             size=self.size,
             config=asdict(self.config),
-            collective=self._collective.memory.name,
-            ring=self._ring.memory.name,
+            meeting=self._exchange.meeting,
+            ring=None if self._ring is None else self._ring.memory.name,
         )
 
     def _take(self, index: int, frame: Frame) -> None:
@@ -193,7 +185,7 @@ class RankLeader:
             if len(self._ready) == self.size - 1:
                 self._all_ready.set()
         elif frame.kind is Kind.FAILED:
-            self._lose(f"rank {index + 1} cannot load its part: {frame.json('reason')}")
+            self._lose(f"rank {index + 1}: {frame.json('reason')}")
 
     def _lose(self, reason: str) -> None:
         if self.lost is None:
@@ -208,11 +200,11 @@ class RankLeader:
         self._all_ready.wait()
         try:
             message = pack(arrays)
-            if self.steps_by_ring:
-                self._ring.send(memoryview(message))
+            if self._ring is not None:
+                self._ring.send(message.data)
             else:
                 for link in self._links:
-                    link.send(Kind.STEP, memoryview(message).cast("B"))
+                    link.send(Kind.STEP, message.data.cast("B"))
         except (RankLost, LinkClosed) as error:
             raise RanksLost(self.lost or str(error)) from error
         if self.lost is not None:
@@ -234,8 +226,9 @@ class RankLeader:
     def _end_ranks(self) -> None:
         self._listener.close()
         if self._watch is not None:
-            self._collective.abort()
-            self._ring.abort()
+            self._exchange.end()
+            if self._ring is not None:
+                self._ring.abort()
         for link in self._links:
             link.close()
         for child in self._children:
@@ -267,16 +260,20 @@ class _Rank:
         link.send_json(Kind.HELLO, code=code_version())
         start = link.expect(Kind.START, CONNECT_SECONDS)
         self._config = EngineConfig(**start.json("config"))
-        library = _library()
-        place = {"rank": int(start.json("rank")), "size": int(start.json("size"))}
+        self._ring: MessageRing | None = None
+        library = kernels_for(self._config)
+        rank, size, ring = int(start.json("rank")), int(start.json("size")), start.json("ring")
         try:
-            self._collective = SharedMemoryCollective(lambda: library, name=start.json("collective"), **place)
-            self._ring = MessageRing(lambda: library, name=start.json("ring"), **place)
+            self._exchange = Exchange(
+                self._config, library, rank=rank, size=size, meeting=start.json("meeting")
+            )
+            if ring is not None and library is not None:
+                self._ring = MessageRing(lambda: library, rank=rank, size=size, name=ring)
         except OSError:
             link.send_json(Kind.MAPPED, is_mapped=False)
             raise
         link.send_json(Kind.MAPPED, is_mapped=True)
-        self._steps_by_ring = link.expect(Kind.GO, CONNECT_SECONDS).json("steps_by_ring")
+        link.expect(Kind.GO, CONNECT_SECONDS)
         self._steps = queue.SimpleQueue[bytes | None]()
         """Steps that came by the link. None ends them."""
         self._has_stopped = False
@@ -292,6 +289,7 @@ class _Rank:
         try:
             follower = self._load() if self._config.engine == "model" else None
             self._link.send(Kind.READY)
+            logger.info("rank %d of %d has loaded its part", self._exchange.rank, self._exchange.size)
             while True:
                 message = self._next()
                 assert follower is not None, "a simulated engine has no steps for other ranks"
@@ -305,16 +303,18 @@ class _Rank:
     def _load(self) -> Follower:
         """Load the part. Raises ValueError where that is not possible, and tells rank 0 the reason."""
         try:
-            follower = load_follower(self._config, self._collective)
+            return load_follower(self._config, self._exchange.meet(on_failure=self._fail))
         except Exception as error:
             with contextlib.suppress(LinkClosed):
-                self._link.send_json(Kind.FAILED, reason=str(error))
+                self._fail(f"it cannot load its part: {error}")
             raise
-        logger.info("rank %d of %d has loaded its part", self._collective.rank, self._collective.size)
-        return follower
+
+    def _fail(self, reason: str) -> None:
+        """Tell rank 0 why this rank can go on no more."""
+        self._link.send_json(Kind.FAILED, reason=reason)
 
     def _next(self) -> bytes | bytearray:
-        if self._steps_by_ring:
+        if self._ring is not None:
             return self._ring.receive()
         message = self._steps.get()
         if message is None:
@@ -334,21 +334,15 @@ class _Rank:
             self._on_loss(reason)
 
     def _end(self) -> None:
-        self._collective.abort()
-        self._ring.abort()
+        self._exchange.end()
+        if self._ring is not None:
+            self._ring.abort()
         self._steps.put(None)
 
 
 def _never(_: int) -> float:
     """Return the longest silence of rank 0. A frozen one may go on: its routers decide."""
     return math.inf
-
-
-def _library() -> CpuLibrary:
-    try:
-        return load_extension()
-    except ExtensionUnavailable as error:
-        raise ValueError(f"ranks on a CPU need the C++ kernels, which are unavailable: {error}") from error
 
 
 def _contexts(secret: str, cluster: str) -> Callable[[bool], ssl.SSLContext]:

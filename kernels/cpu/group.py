@@ -118,7 +118,7 @@ class RankGroup:
     @property
     def is_aborted(self) -> bool:
         """Whether a call has found that a rank has called `abort`."""
-        return self._group.status == _ABORTED
+        return bool(self._group.status == _ABORTED)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

@@ -48,10 +48,10 @@ def is_alive(pid: int) -> bool:
 
 
 def long_prompts(count: int) -> list[Stream]:
-    """Return streams with prompts of several chunks."""
-    wanted = streams(count, max_tokens=40, prefix="long")
+    """Return streams whose prompts take much longer than a decode."""
+    wanted = streams(count, max_tokens=20, prefix="long")
     for stream in wanted:
-        stream.prompt += " + 1" * 800
+        stream.prompt += " + 1" * 200
     return wanted
 
 
@@ -82,6 +82,7 @@ async def _lose(
     wanted = streams(NUM_STREAMS) if wanted is None else wanted
     async with whole(cluster) as client:
         reference = await answers(client, [_again(stream) for stream in wanted])
+        assert all(stream.error is None for stream in reference)
         baseline = Baseline.of(cluster)
         async with load(client, wanted) as running:
             await until(lambda: any(one.num_tokens >= num_tokens for one in running.streams), "tokens")

@@ -1,6 +1,8 @@
 """Ranks that are processes: they come together by a secret, compute the tokens of one process, and end together."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from blockyard.worker.parallel.messages import pack, unpack
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.ranks import RankLeader, run_rank
 from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.startup.loading import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,7 +103,9 @@ def test_steps_that_take_the_connection_give_the_same_tokens(
     """Machines without shared memory exchange steps in this way."""
 
     class Remote(RankLeader):
-        steps_by_ring = property(lambda self: False, lambda self, value: None)
+        def connect(self, seconds: float = 300.0) -> Ranks:
+            self.uses_ring = False
+            return super().connect(seconds)
 
     monkeypatch.setattr("blockyard.worker.ranks.RankLeader", Remote)
     assert tokens(tensor_parallel_size=2) == expected
@@ -212,3 +217,44 @@ def test_a_send_to_an_end_that_takes_nothing_ends(
     with pytest.raises(LinkClosed, match="takes nothing"):
         pair[0].send(Kind.STEP, bytes(64 * 2**20))
     assert time.monotonic() - begun < END_SECONDS
+
+
+GLOO_RANK = """
+import sys
+from pathlib import Path
+import torch
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.torch_collective import TorchCollective
+
+rank, size, failures = int(sys.argv[1]), int(sys.argv[2]), []
+ranks = TorchCollective("gloo", rank=rank, size=size, meeting_file=Path(sys.argv[3]), on_failure=failures.append)
+with ranks.step(1):
+    x = torch.full((5,), float(rank + 1))
+    ranks.all_reduce(x)
+    assert x.tolist() == [sum(range(1, size + 1))] * 5
+    gathered = ranks.gather(torch.full((2, 3), float(rank)))
+    assert (gathered is None) == (rank != 0)
+    assert gathered is None or gathered[0].tolist() == [float(other) for other in range(size) for _ in range(3)]
+    number = torch.tensor([rank + 7])
+    ranks.broadcast(number)
+    assert number.tolist() == [7]
+try:
+    with ranks.step(2):
+        raise ValueError("a defect")
+except RanksLost as error:
+    assert failures == [str(error)] == [f"step 2 has failed on rank {rank}: a defect"]
+    print("as expected")
+"""
+
+
+def test_ranks_of_torch_exchange_the_same_and_a_failed_step_is_told(tmp_path: Path) -> None:
+    """gloo stands in for NCCL, which needs GPUs."""
+    command = [sys.executable, "-c", GLOO_RANK]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), "3", str(tmp_path / "meeting")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=300)[0] == "as expected\n"

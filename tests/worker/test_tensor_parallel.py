@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.engine import Engine
 from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.grammar.grammar import Grammar
@@ -22,9 +23,10 @@ from blockyard.worker.model.division import divide
 from blockyard.worker.model.weights import random_weights
 from blockyard.worker.parallel.collective import RankFailed
 from blockyard.worker.parallel.follower import Follower
-from blockyard.worker.parallel.in_process import in_process
+from blockyard.worker.parallel.in_process import InProcess, in_process
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.startup import loading
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, shared_checkpoint
@@ -99,6 +101,69 @@ def test_draws_and_all_logprobs_are_those_of_one_rank(size: int, overlap_steps: 
                 assert [(a.token_id, a.rank) for a, _ in pairs] == [(b.token_id, b.rank) for _, b in pairs]
                 assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=1e-4)
     assert any(output.prompt_logprobs for outputs in divided.values() for output in outputs)
+
+
+class Counting(InProcess):
+    """Counts what it gathers."""
+
+    num_gathered = 0
+
+    def gather(self, x_SV: torch.Tensor) -> torch.Tensor | None:
+        self.num_gathered += x_SV.numel()
+        return super().gather(x_SV)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_largest_logits_give_the_tokens_of_all_gathered_ones(size: int) -> None:
+    checkpoint = shared_checkpoint("Qwen2ForCausalLM", vocab_size=271)
+    answers, gathered = [], []
+    for gathers_all in (True, False):
+        with divided_engine(config_of(checkpoint, deterministic=True), size) as engine:
+            runner = engine.runner
+            assert isinstance(runner, TorchRunner)
+            assert isinstance(runner.collective, InProcess)
+            runner.gathers_all_logits = gathers_all
+            runner.collective.__class__ = Counting
+            for number in range(5):
+                submit(engine, prompt_of(30, seed=number), 12)
+            submit(engine, prompt_of(31), 12, temperature=0.8, seed=3)
+            submit(engine, prompt_of(32), 12, logprobs=1)
+            submit(engine, prompt_of(33), 12, n=2, prompt_logprobs=0)
+            answers.append(run_outputs(engine))
+            assert isinstance(runner.collective, Counting)
+            gathered.append(runner.collective.num_gathered)
+    assert answers[0] == answers[1]
+    assert gathered[1] < 0.6 * gathered[0]
+
+
+def run_outputs(engine: Engine) -> dict[Any, Any]:
+    return {
+        key: [(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs]
+        for key, outputs in outputs_of(engine).items()
+    }
+
+
+def test_a_rank_without_finite_logits_fails_the_rows_that_take_the_largest() -> None:
+    checkpoint = shared_checkpoint("LlamaForCausalLM")
+    followers: list[Follower] = []
+    with divided_engine(config_of(checkpoint), 2, followers) as engine:
+        part = followers[0]._part
+        assert isinstance(part, PartRunner)
+        linear = part.backend.linear
+
+        def spoilt(x_TI: torch.Tensor, weight_OI: torch.Tensor, *bias: torch.Tensor | None) -> torch.Tensor:
+            y_TO = linear(x_TI, weight_OI, *bias)
+            if weight_OI is part._decoder._weights.lm_head_VH:
+                y_TO[0, 7] = float("nan")
+            return y_TO
+
+        part.backend.linear = spoilt  # type: ignore[method-assign]
+        # In each step, the first row is spoilt.
+        first, second = submit(engine, prompt_of(37), 4), submit(engine, prompt_of(38), 4)
+        outputs = outputs_of(engine)
+        assert [output.state for output in outputs[first, 0]] == [SequenceState.FAILED]
+        assert [len(output.token_ids) for output in outputs[second, 0]] == [1, 0]
+        assert outputs[second, 0][-1].state is SequenceState.FAILED
 
 
 @pytest.mark.parametrize("size", SIZES)

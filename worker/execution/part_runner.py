@@ -30,7 +30,7 @@ from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.weights import Weights, load_weights, random_weights
 from blockyard.worker.parallel.collective import Alone, Collective
-from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.parallel.step_arrays import LARGEST, LOGITS, StepArrays
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 from blockyard.worker.sequences.prompt_scoring import pieces
 from blockyard.worker.sequences.step_plan import StepPlan
@@ -188,9 +188,11 @@ class PartRunner:
         for index, num_scored in inputs.num_scored.items():
             for piece in pieces(num_scored):
                 self._decoder.logits(scored(hidden_QH, inputs, index)[piece])
-        sampling = [last for last, samples in zip(inputs.last_R, arrays.samples_R, strict=True) if samples]
-        if sampling:
-            self._decoder.logits(self._rows_of(hidden_QH, sampling))
+        drawn, taking = sampling_positions(inputs, arrays)
+        if drawn:
+            self._decoder.logits(self._rows_of(hidden_QH, drawn))
+        if taking:
+            self._decoder.largest(self._rows_of(hidden_QH, taking))
 
     def _agree(self) -> None:
         """End a step that moves blocks alone: raises where another rank has failed."""
@@ -241,6 +243,12 @@ def scored(hidden_QH: torch.Tensor, inputs: StepInputs, index: int) -> torch.Ten
     """Return the hidden states of the positions of one row that score its prompt."""
     last = inputs.last_R[index]
     return hidden_QH[last - inputs.num_scored[index] : last]
+
+
+def sampling_positions(inputs: StepInputs, arrays: StepArrays) -> tuple[list[int], list[int]]:
+    """Return the indices in Q of last positions that need their logits, and of those that need the largest alone."""
+    wants = list(zip(inputs.last_R, arrays.samples_R.tolist(), strict=True))
+    return [last for last, want in wants if want == LOGITS], [last for last, want in wants if want == LARGEST]
 
 
 def _moves_of(arrays: StepArrays) -> StepPlan:

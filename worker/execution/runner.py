@@ -9,6 +9,7 @@ Shapes: S rows that sample, Q positions that get logits, H hidden size, V vocabu
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -28,10 +29,19 @@ from blockyard.worker.execution.warm_up_rows import (
     sharing_rows,
     warm_up_row,
 )
-from blockyard.worker.parallel.step_arrays import NO_PAIRS, NONE, Integers, StepArrays
+from blockyard.worker.parallel.step_arrays import (
+    LARGEST,
+    LOGITS,
+    NO_PAIRS,
+    NO_SAMPLE,
+    NONE,
+    Integers,
+    StepArrays,
+)
+from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.grammar_masks import GrammarMasks
 from blockyard.worker.sampling.logprobs import score
-from blockyard.worker.sampling.sampler import Sampler
+from blockyard.worker.sampling.sampler import ApplyMasks, Drawing, Sampler
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import pieces
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -104,6 +114,8 @@ class TorchRunner(PartRunner):
         """Whether steps run as graphs where graphs were captured. May change between steps."""
         self._newest = NewestTokens.none()
         self._num_started = 0
+        self.gathers_all_logits = False
+        """Whether rank 0 gathers the logits of rows that take the largest too. The tokens are the same."""
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
         """Replace the pools. The blocks in them are lost. Call it before any graph is captured."""
@@ -119,11 +131,12 @@ class TorchRunner(PartRunner):
         arrays, unknown = self._inputs.arrays(plan.rows) if plan.rows else (StepArrays(), ())
         self._num_started += 1
         if self.collective.size > 1:
-            self._send(plan, arrays)
+            arrays = self._send(plan, arrays)
         with self.collective.step(self._num_started):
             return self._start(plan, arrays, unknown)
 
-    def _send(self, plan: StepPlan, arrays: StepArrays) -> None:
+    def _send(self, plan: StepPlan, arrays: StepArrays) -> StepArrays:
+        """Send a step to the other ranks, and return it whole."""
         sent = replace(
             arrays,
             numbers=np.array([self._num_started, plan.step]),
@@ -131,26 +144,68 @@ class TorchRunner(PartRunner):
             to_host_M2=_pairs(plan.to_host),
             from_host_M2=_pairs(plan.from_host),
             copies_M2=_pairs(plan.copies),
-            samples_R=np.array([row.samples for row in plan.rows], dtype=np.int64),
+            samples_R=np.array([self._needs(row) for row in plan.rows], dtype=np.int64),
         )
         self.lead(sent)
         self._unsent_pool_sizes = NONE
+        return sent
+
+    def _needs(self, row: ScheduledRow) -> int:
+        if not row.samples:
+            return NO_SAMPLE
+        takes_largest = row.sequence.sampling.takes_largest and row.sequence.grammar is None
+        return LARGEST if takes_largest and not self.gathers_all_logits else LOGITS
 
     def _start(self, plan: StepPlan, arrays: StepArrays, unknown: Sequence[UnknownToken]) -> StartedStep:
         self._moves.make(plan)
-        sampling = [row for row in plan.rows if row.samples]
+        rows = plan.rows
+        if not rows:
+            self._agree()
+            self._newest = NewestTokens.none()
+            return StartedStep(rows=rows, drawing=None, chunks=None, prompt_logprobs={})
+        sampling = [row for row in rows if row.samples]
         masks = self._masks_for(sampling)
         if masks is not None:
             masks.start(sampling)
-        logits_SV, prompt_logprobs, chunks = self._logits(plan.rows, arrays, unknown)
-        drawing = None
+        inputs = step_inputs(arrays, self._layout)
+        if unknown:
+            self._fill_in(inputs, arrays, self._newest.of(unknown))
+        hidden_QH = self._hidden(inputs)
+        scores = {
+            index: self._score(rows[index], scored(hidden_QH, inputs, index)) for index in inputs.num_scored
+        }
+        last_of_chunks = {index: inputs.last_R[index] for index, row in enumerate(rows) if not row.samples}
+        chunks = Chunks.look_at(last_of_chunks, hidden_QH) if last_of_chunks else None
+        drawing: Drawing | DividedDrawing | None = None
         if sampling:
+            last = [last for row, last in zip(rows, inputs.last_R, strict=True) if row.samples]
             apply_masks = None if masks is None else masks.apply
-            drawing = self._sampler.start(
-                logits_SV, sampling, in_flight=self._newest, apply_masks=apply_masks
-            )
+            drawing = self._draw(sampling, self._rows_of(hidden_QH, last), arrays, apply_masks)
         self._newest = NewestTokens.none() if drawing is None else NewestTokens(sampling, drawing.tokens_SN)
-        return StartedStep(rows=plan.rows, drawing=drawing, chunks=chunks, prompt_logprobs=prompt_logprobs)
+        return StartedStep(rows=rows, drawing=drawing, chunks=chunks, prompt_logprobs=scores)
+
+    def _draw(
+        self,
+        sampling: Sequence[ScheduledRow],
+        hidden_SH: torch.Tensor,
+        arrays: StepArrays,
+        apply_masks: ApplyMasks | None,
+    ) -> Drawing | DividedDrawing:
+        """Begin to draw the tokens of the rows that sample, from the hidden states of their last positions."""
+        start = partial(self._sampler.start, in_flight=self._newest, apply_masks=apply_masks)
+        if self.collective.size == 1:
+            return start(self._decoder.logits(hidden_SH), sampling)
+        wants_S = arrays.samples_R[arrays.samples_R != NO_SAMPLE]
+        drawn, taking = (np.flatnonzero(wants_S == want).tolist() for want in (LOGITS, LARGEST))
+        drawing = None
+        if drawn:
+            logits_SV = self._decoder.logits(self._rows_of(hidden_SH, drawn))
+            drawing = start(logits_SV, [sampling[index] for index in drawn])
+        if not taking:
+            assert drawing is not None
+            return drawing
+        largest = self._decoder.largest(self._rows_of(hidden_SH, taking))
+        return DividedDrawing.join(drawing, drawn, largest, taking)
 
     def warm_up(self) -> None:
         """Run a decode and a prefill over blocks from 0 on, so that kernels are compiled and weights packed.
@@ -225,28 +280,6 @@ class TorchRunner(PartRunner):
     def _masks_for(self, sampling: Sequence[ScheduledRow]) -> GrammarMasks | None:
         is_needed = any(row.sequence.grammar is not None for row in sampling)
         return self.grammar_masks if is_needed else None
-
-    def _logits(
-        self, rows: Sequence[ScheduledRow], arrays: StepArrays, unknown: Sequence[UnknownToken]
-    ) -> tuple[torch.Tensor, dict[int, tuple[TokenLogprob, ...]], Chunks | None]:
-        """Return logits [S, V] of the rows that sample, prompt logprobs by index of the row, and the check of prompt
-        chunks for NaN."""
-        if not rows:
-            self._agree()
-            return torch.empty(0, self.config.vocab_size), {}, None
-        inputs = step_inputs(arrays, self._layout)
-        if unknown:
-            self._fill_in(inputs, arrays, self._newest.of(unknown))
-        hidden_QH = self._hidden(inputs)
-        scores = {
-            index: self._score(rows[index], scored(hidden_QH, inputs, index)) for index in inputs.num_scored
-        }
-        sampling = [last for row, last in zip(rows, inputs.last_R, strict=True) if row.samples]
-        last_of_chunks = {index: inputs.last_R[index] for index, row in enumerate(rows) if not row.samples}
-        chunks = Chunks.look_at(last_of_chunks, hidden_QH) if last_of_chunks else None
-        if not sampling:
-            return torch.empty(0, self.config.vocab_size), scores, chunks
-        return self._decoder.logits(self._rows_of(hidden_QH, sampling)), scores, chunks
 
     def _score(self, row: ScheduledRow, hidden_QH: torch.Tensor) -> tuple[TokenLogprob, ...]:
         """Return the logprobs of the prompt tokens that follow these hidden states, computed a slice at a time."""

@@ -6,7 +6,7 @@ that attend within a window get the step's plan cut to it. Outputs of the last l
 
 Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads. A = N D
 attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions of the rotary
-table.
+table, X ranks.
 """
 
 from collections.abc import Sequence
@@ -64,6 +64,27 @@ class Decoder:
         return (
             logits_SV if gathered_SV is None else gathered_SV[:, : self._part.whole.vocab_size].contiguous()
         )
+
+    def largest(self, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token of the largest logit of each row [S], and whether all logits of the row are finite [S].
+
+        The ranks gather three numbers a row instead of logits. On a rank other than 0, what is returned means nothing.
+        """
+        logits_SV = self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+        found_S3 = torch.full((len(hidden_SH), 3), float("-inf"), device=logits_SV.device)
+        found_S3[:, 2] = 1.0
+        if num_tokens := self._part.num_tokens:
+            own_SV = logits_SV if num_tokens == logits_SV.shape[1] else logits_SV[:, :num_tokens].contiguous()
+            tokens_S, is_finite_S = self._backend.greedy_tokens(own_SV)
+            found_S3[:, 0] = own_SV.gather(1, tokens_S[:, None])[:, 0]
+            # Exact: a vocabulary has at most 2^24 tokens (MAX_SIZE).
+            found_S3[:, 1] = tokens_S + self._part.first_token
+            found_S3[:, 2] = is_finite_S
+        gathered = self._collective.gather(found_S3)
+        by_rank_SX3 = (found_S3 if gathered is None else gathered).view(len(hidden_SH), -1, 3)
+        best_S1 = by_rank_SX3[:, :, 0].argmax(dim=1, keepdim=True)
+        tokens_S = by_rank_SX3[:, :, 1].gather(1, best_S1)[:, 0].long()
+        return tokens_S, by_rank_SX3[:, :, 2].amin(dim=1) > 0
 
     def hidden(
         self,

@@ -28,6 +28,11 @@ class ModelPart:
         """Return the first token of the rank's part of the vocabulary."""
         return self.rank * self.config.vocab_size
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens in the rank's part of the vocabulary, without padding."""
+        return max(0, min(self.config.vocab_size, self.whole.vocab_size - self.first_token))
+
     def place(self, name: str) -> tuple[slice, ...] | None:
         """Return where the part lies in a tensor of a checkpoint. None for a tensor that this rank does without.
 

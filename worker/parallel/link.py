@@ -21,7 +21,8 @@ from blockyard.proto.security.tls import SESSION_NAME
 MAX_FRAME_BYTES = 256 * 2**20
 SEND_SECONDS = 10.0
 """Longest wait for a rank that takes nothing."""
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 10.0
+"""Longest wait of rank 0 for a peer that has connected: it accepts one at a time."""
 _HEADER = struct.Struct("<BI")
 _READ_BYTES = 256 * 2**10
 
@@ -193,8 +194,8 @@ def connected(host: str, port: int, context: Callable[[bool], ssl.SSLContext], s
     deadline = time.monotonic() + seconds
     while True:
         try:
-            sock = socket.create_connection((host, port), HANDSHAKE_SECONDS)
-            sock.settimeout(HANDSHAKE_SECONDS)
+            sock = socket.create_connection((host, port), seconds)
+            sock.settimeout(seconds)  # rank 0 may still be busy with another one
             return Link(context(False).wrap_socket(sock, server_hostname=SESSION_NAME))
         except ConnectionRefusedError as error:
             if time.monotonic() > deadline:

@@ -12,6 +12,10 @@ Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """Every value fits in int32."""
 
 
+NO_SAMPLE = 0
+LOGITS = 1
+LARGEST = 2
+"""The token of the largest logit alone."""
 NONE: Integers = np.empty(0, dtype=np.int64)
 NO_PAIRS: Integers = np.empty((0, 2), dtype=np.int64)
 
@@ -24,9 +28,12 @@ def _no_pairs() -> Integers:
     return NO_PAIRS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class StepArrays:
-    """One step, or a part of one that is run again. The order of work: pools, moves, rows."""
+    """One step, or a part of one that is run again. The order of work: pools, moves, rows.
+
+    Nothing changes it. It is not frozen, because each step makes one, and that would take twice as long.
+    """
 
     numbers: Integers = field(default_factory=_none)
     """Two: the number of this execution, which rises by one with each, and the number of the plan's step. The latter is
@@ -47,4 +54,4 @@ class StepArrays:
     scored_R: Integers = field(default_factory=_none)
     """Number of first positions of each row whose logits score the prompt. Empty where no row scores any."""
     samples_R: Integers = field(default_factory=_none)
-    """1 where a row samples a token, else 0."""
+    """NO_SAMPLE, LOGITS or LARGEST: what rank 0 needs of each row's last position."""
