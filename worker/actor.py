@@ -1,7 +1,7 @@
-"""Worker actor: a worker inside a Ray actor. The only file of worker/ that knows Ray.
+"""Worker actor: a worker inside a Ray actor. Only this file and rank_actor.py of worker/ know Ray.
 
-Owns what Ray adds to a WorkerServer: metrics, the pool map in Ray's session logs, and a call that ends with
-the actor. Does not own serving. Tokens never pass through Ray.
+Owns what Ray adds to a WorkerServer: metrics, the pool map in Ray's session logs, actors of the other ranks, and a call
+that ends with the actor. Does not own serving. Tokens never pass through Ray.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.worker.config import WorkerConfig
 from blockyard.worker.metrics import worker_source
+from blockyard.worker.rank_actor import RankActors, whereabouts
 from blockyard.worker.startup.openmp import bound_spinning
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class StartedWorker:
     """The code version that runs here."""
     dtype: str
     """The data type of the model's computation, and why it was chosen."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Ray node id and process id of each rank, if there are several. The first is this process."""
 
 
 class WorkerActor:
@@ -57,6 +60,9 @@ class WorkerActor:
         self._starts = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedWorker] | None = None
         self._reports = BackgroundTasks()
+        self._ranks = BackgroundTasks()
+        self._lost = ""
+        """Why a rank has ended. Empty while all run."""
         self._serving = ExitStack()
 
     def __repr__(self) -> str:
@@ -64,7 +70,7 @@ class WorkerActor:
 
     async def whereabouts(self) -> tuple[str, int]:
         """Return the actor's Ray node and its process id, by which a hanging actor can be ended."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return whereabouts()
 
     async def fetch_model(self) -> None:
         """Download the model if only the hub has it. This may take hours. Raises ValueError if it is nowhere."""
@@ -84,7 +90,7 @@ class WorkerActor:
         """
         assert self._server is not None
         await self._server.failed.wait()
-        raise RuntimeError("the engine has failed; the worker's log says why")
+        raise RuntimeError(self._lost or "the engine has failed; the worker's log says why")
 
     async def is_draining(self) -> bool:
         """Return whether the worker drains, whoever asked for that. An answer during the start shows that it is
@@ -94,6 +100,7 @@ class WorkerActor:
     async def stop(self, grace_seconds: float) -> None:
         """Stop the metrics, drain, and leave routers and index. The caller ends the actor."""
         await self._reports.aclose()
+        await self._ranks.aclose()
         if self._server is not None:
             await self._server.stop(grace_seconds)
         await self._starts.aclose()
@@ -101,15 +108,18 @@ class WorkerActor:
 
     async def _start(self) -> StartedWorker:
         bound_spinning()
+        others = RankActors(self._config) if self._config.engine.tensor_parallel_size > 1 else None
         # Imported in a thread, so that the actor answers meanwhile. Not imported earlier, because `up` and the
         # supervisor name this class to Ray, and would load torch with it.
         server = await asyncio.to_thread(importlib.import_module, "blockyard.worker.server")
-        self._server = server.WorkerServer(_placed(self._config))
+        config = _placed(self._config)
+        leader = None if others is None else await asyncio.to_thread(_leader, config)
+        self._server = server.WorkerServer(config, leader)
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         log, worker_id = self._config.log, self._config.worker_id
         configure_logging(log, worker_id=worker_id, incarnation=self._server.incarnation)
         take_usual_priority()
-        address = await self._server.start()
+        address = await self._serve(others, leader)
         self._serving.enter_context(kept_out_of_garbage_collection())
         reporting = keep_reporting(worker_source(self._config), self._server.stats)
         self._reports.start(reporting, name="metrics")
@@ -120,8 +130,33 @@ class WorkerActor:
             node_id=ray.get_runtime_context().get_node_id(),
             code=code_version(),
             dtype=self._server.dtype,
+            ranks=() if others is None else (whereabouts(), *await others.whereabouts()),
         )
         return self._started
+
+    async def _serve(self, others: RankActors | None, leader: Any) -> str:
+        """Start the server, and return its address. The end of another rank fails the start, and later the server.
+
+        Raises RuntimeError if a rank ends meanwhile, and what the server raises.
+        """
+        assert self._server is not None
+        if others is None:
+            return await self._server.start()
+        server = self._server
+        ending = self._ranks.start(others.until_one_ends(leader.address, leader.secret), name="ranks")
+        starting = self._starts.start(server.start(), name="server")
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise RuntimeError(ending.result())
+
+        def fail(ended: "asyncio.Task[str]") -> None:
+            if not ended.cancelled():
+                self._lost = ended.result()
+                server.failed.set()
+
+        address = await starting
+        ending.add_done_callback(fail)
+        return address
 
 
 def _fetch(config: WorkerConfig) -> None:
@@ -129,6 +164,14 @@ def _fetch(config: WorkerConfig) -> None:
     from blockyard.worker.model.config import resolve_model
 
     resolve_tokenizer(config.engine.tokenizer, resolve_model(config.engine.model))
+
+
+def _leader(config: WorkerConfig) -> Any:
+    """Return rank 0's end of the connections to the other ranks, which listens from now on."""
+    ranks = importlib.import_module("blockyard.worker.ranks")
+    return ranks.RankLeader(
+        config.engine, secret=config.cluster_secret, cluster=config.cluster, host=config.host
+    )
 
 
 def _placed(config: WorkerConfig) -> WorkerConfig:

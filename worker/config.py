@@ -63,6 +63,12 @@ class EngineConfig:
         "auto", help="`random` makes random weights from the config alone, for benchmarks.", group=MODEL
     )
     seed: int = setting(0, help="Seed of random weights.", group=MODEL)
+    tensor_parallel_size: int = setting(
+        1,
+        help="Ranks of each worker. They share the model and its KV cache, on GPUs with one GPU each.",
+        minimum=1,
+        group=MODEL,
+    )
     block_size: Literal[16, 32, 64, 128] = setting(
         16, help="Tokens in a block of KV cache: 16, 32, 64 or 128.", group=MEMORY
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,9 @@ __all__ = ["LLM", "Completion", "SamplingParams"]
 
 
 class LLM:
-    """One model in this process. Keyword arguments are EngineConfig's. Raises ValueError as loading does.
+    """One model in this process, or in several with `tensor_parallel_size`. Keyword arguments are EngineConfig's.
+
+    Raises ValueError as loading does.
 
     The garbage collector stays as it is, unlike in a worker's process. Frozen objects are never freed where they form
     cycles. Here these would be all objects that the caller has made so far, and this model once it is dropped.
@@ -35,9 +38,17 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
         bound_spinning()
-        from blockyard.worker.startup.loading import load_engine
+        from blockyard.worker.ranks import RankLeader
+        from blockyard.worker.startup.loading import ALONE, load_engine
 
-        self._loaded = load_engine(self.config)
+        ranks = ALONE
+        if self.config.tensor_parallel_size > 1:
+            leader = RankLeader(self.config, secret="", cluster="offline")
+            # The other ranks end with this object, and at the latest with this process.
+            weakref.finalize(self, leader.close)
+            leader.spawn()
+            ranks = leader.connect()
+        self._loaded = load_engine(self.config, ranks)
         self._engine = self._loaded.engine
         self._model_ends = self._loaded.model.eos_token_ids
         self._grammar_tokenizer: LLTokenizer | None = None

@@ -36,10 +36,12 @@ from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_map import map_text
 from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.metrics import worker_readings
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.ranks import RankLeader
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.compiling import CompileGrammar
 from blockyard.worker.session.session import SessionService
-from blockyard.worker.startup.loading import LoadedEngine, load_engine
+from blockyard.worker.startup.loading import ALONE, LoadedEngine, load_engine
 from blockyard.worker.startup.warm_up import try_out
 from blockyard.worker.transfer.exchange import Exchange
 from blockyard.worker.transfer.neighbours import Neighbours
@@ -88,8 +90,11 @@ SERVER_OPTIONS = (
 class WorkerServer:
     """Serves one engine from `start` to `stop`."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, leader: RankLeader | None = None) -> None:
+        """Where the model is divided among ranks, `leader` waits for the others. None: they are processes of this
+        one."""
         self.config = config
+        self._leader = leader
         self.incarnation = secrets.token_hex(8)
         self.address = ""
         self.failed = asyncio.Event()
@@ -115,7 +120,13 @@ class WorkerServer:
         credentials = session_server_credentials(
             config.session_tls, secret=config.cluster_secret, cluster=config.cluster
         )
-        self._loaded = await self._load_aside()
+        if config.engine.tensor_parallel_size > 1:
+            self._lead_ranks()
+        try:
+            self._loaded = await self._load_aside()
+        except BaseException:
+            self._end_ranks()
+            raise
         self._hello_message = self._hello()
         self._service = SessionService(
             hello=self._hello_message,
@@ -146,6 +157,19 @@ class WorkerServer:
         logger.info("worker %s serves at %s", self.config.worker_id, self.address)
         return self.address
 
+    def _lead_ranks(self) -> None:
+        """Start the other ranks, unless a leader waits for them already. The loss of one fails the worker."""
+        loop = asyncio.get_running_loop()
+        if self._leader is None:
+            config = self.config
+            self._leader = RankLeader(config.engine, secret=config.cluster_secret, cluster=config.cluster)
+            self._leader.spawn()
+        self._leader.on_lost = lambda reason: loop.call_soon_threadsafe(self.failed.set)
+
+    def _end_ranks(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
+
     def _make_exchange(self) -> Exchange:
         config, loaded = self.config, self._loaded
         return Exchange(
@@ -160,7 +184,12 @@ class WorkerServer:
         )
 
     def _listen_for_transfers(self) -> int:
-        """Return the port at which other workers fetch blocks. Raises ValueError where it cannot be bound."""
+        """Return the port at which other workers fetch blocks. Raises ValueError where it cannot be bound.
+
+        It is 0 where rank 0 has only a part of each block: then this worker lends none.
+        """
+        if self._loaded.num_ranks > 1:
+            return 0
         port = self.config.transfer_port
         try:
             return self._exchange.start(self.config.host, port)
@@ -181,8 +210,13 @@ class WorkerServer:
             executor.shutdown(wait=False)
 
     def _load(self) -> LoadedEngine:
-        loaded = load_engine(self.config.engine)
-        try_out(loaded.engine)
+        try:
+            loaded = load_engine(
+                self.config.engine, ALONE if self._leader is None else self._leader.connect()
+            )
+            try_out(loaded.engine)
+        except RanksLost as error:
+            raise ValueError(str(error)) from error
         return loaded
 
     @property
@@ -218,6 +252,7 @@ class WorkerServer:
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.model.vocab_size,
             device=loaded.device,
+            num_ranks=self.config.engine.tensor_parallel_size,
             engine=self.config.engine.engine,
             version=code_version(),
             load=load_message(loaded.engine.load()),
@@ -295,6 +330,7 @@ class WorkerServer:
         await asyncio.to_thread(self._engine.stop, FAILED_STOP_SECONDS if self.failed.is_set() else None)
         if self._loaded.masks is not None:
             self._loaded.masks.close()
+        await asyncio.to_thread(self._end_ranks)
 
     async def _drain(self, grace_seconds: float) -> None:
         draining = self._administration.draining

@@ -77,6 +77,12 @@ def parse() -> argparse.Namespace:
         "--backends", default="auto", help="backends of our kernels, one row each; floors are for the first"
     )
     parser.add_argument("--served", action="store_true", help="also through worker, router and clients")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="also with the model, the threads and the KV cache in so many ranks",
+    )
     parser.add_argument("--unshared", action="store_true", help="also without a shared prefix cache")
     parser.add_argument(
         "--transformers",
@@ -163,6 +169,7 @@ def systems_of(arguments: argparse.Namespace, model: Path, dtype: str, kv_bytes:
         backends=arguments.backends.split(","),
         is_served=arguments.served,
         is_unshared=arguments.unshared,
+        ranks=arguments.ranks,
     )
     systems += peers(settings, pythons, converted, batchings=arguments.transformers.split(","))
     library = None if arguments.no_tcmalloc else tcmalloc()

@@ -3,6 +3,8 @@
 Unlike worker/startup/loading.py, it chooses a backend by name, so that two of them can run side by side.
 """
 
+import atexit
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.selection import choose_backend
 from blockyard.proto.naming.block_hash import chain, root_name
+from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.execution.runner import TorchRunner
@@ -17,9 +20,11 @@ from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.memory.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.weights import load_weights, random_weights
+from blockyard.worker.ranks import RankLeader
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.startup.loading import load_engine
 from blockyard.worker.startup.warm_up import try_out
 
 BLOCK_SIZE = 16
@@ -45,6 +50,8 @@ class EngineSettings:
     max_num_batched_tokens: int = 2048
     threads: int = 0
     """Number of torch's threads. 0 keeps torch's default."""
+    ranks: int = 1
+    """Processes that share the model. The threads and the memory are divided among them."""
 
 
 def build_engine(settings: EngineSettings) -> Engine:
@@ -52,6 +59,8 @@ def build_engine(settings: EngineSettings) -> Engine:
 
     On a GPU, steps overlap. A folder without weights gets random ones.
     """
+    if settings.ranks > 1:
+        return _divided_engine(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder, device, dtype = Path(settings.model), torch.device(settings.device), DTYPES[settings.dtype]
@@ -96,6 +105,31 @@ def build_engine(settings: EngineSettings) -> Engine:
         mixed_step_seconds=MIXED_STEP_SECONDS,
         overlap_steps=is_cuda,
     )
+    try_out(engine)
+    return engine
+
+
+def _divided_engine(settings: EngineSettings) -> Engine:
+    """Build a warm engine of several ranks, as a worker has it. The other ranks end with this process."""
+    config = EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        load_format="auto" if any(Path(settings.model).glob("*.safetensors")) else "random",
+        kv_cache_memory=settings.kv_bytes // settings.ranks,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        mixed_step_seconds=MIXED_STEP_SECONDS,
+        tensor_parallel_size=settings.ranks,
+    )
+    if settings.threads:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, settings.threads // settings.ranks))
+    leader = RankLeader(config, secret="", cluster="bench")
+    atexit.register(leader.close)
+    leader.spawn()
+    engine = load_engine(config, leader.connect()).engine
     try_out(engine)
     return engine
 

@@ -226,9 +226,10 @@ def _group(pid: int) -> int | None:
 
 
 def our_systems(
-    settings: Settings, *, backends: Sequence[str], is_served: bool, is_unshared: bool
+    settings: Settings, *, backends: Sequence[str], is_served: bool, is_unshared: bool, ranks: int = 1
 ) -> list[System]:
-    """Return our engine on each backend, and on request without a shared cache and through worker and router."""
+    """Return our engine on each backend, and on request in several ranks, without a shared cache, and through worker
+    and router."""
     settings = {**settings, "backend": backends[0], "shares": True}
     stored = settings.get("kv_cache_dtype", "auto")
     suffix = "" if stored == "auto" else f", KV in {stored}"
@@ -236,6 +237,8 @@ def our_systems(
         _ours(f"blockyard {backend}{suffix}", "ours_run", {**settings, "backend": backend})
         for backend in backends
     ]
+    if ranks > 1:
+        rows.append(_ours(f"blockyard, {ranks} ranks{suffix}", "ours_run", {**settings, "ranks": ranks}))
     if is_unshared:
         rows.append(_ours("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))
     if is_served:

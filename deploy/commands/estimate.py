@@ -59,6 +59,13 @@ from blockyard.worker.model.data_type import RequestedDataType
 )
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks of a worker. All sizes are then those of one rank, and --memory too.",
+)
+@click.option(
     "--total-memory",
     callback=checked_by(parse_bytes),
     metavar="SIZE",
@@ -73,6 +80,7 @@ def size_command(
     kv_cache_dtype: KVCacheDtype,
     device: str,
     max_model_len: int | None,
+    tensor_parallel_size: int,
     total_memory: int | None,
     output: str,
 ) -> None:
@@ -88,6 +96,7 @@ def size_command(
         on_cpu=device == "cpu",
         max_model_len=max_model_len,
         memory_bytes=total_memory,
+        tensor_parallel_size=tensor_parallel_size,
     )
     show(output, sized.as_dict(), views.size_view(sized))
 

@@ -54,7 +54,8 @@ def logs(
 ) -> None:
     """Print the logs of all processes, merged by time.
 
-    WORKER chooses one of them: a worker, a router, or `supervisor`. Processes that have ended are included."""
+    WORKER chooses one of them: a worker with all its ranks, one rank such as "worker-0 rank 1", a router, or
+    `supervisor`. Processes that have ended are included."""
     budget, remembered = Budget.of_this_process(), state.load(cluster)
     found = logs_of(remembered, budget.step_seconds())
     printer = _Printer(has_prefix if has_prefix is not None else worker is None)
@@ -91,7 +92,7 @@ class _Reading:
 
     def _found(self) -> list[LogFile]:
         files = self._logs.files()
-        chosen = [file for file in files if self._worker in (None, file.name)]
+        chosen = [file for file in files if self._worker in (None, file.name, file.name.partition(" ")[0])]
         if not chosen and self._worker is not None:
             known = ", ".join(sorted({file.name for file in files})) or "none"
             raise ValueError(f"no log has the name {self._worker!r} (known: {known})")

@@ -25,6 +25,8 @@ class AnnouncedReplica:
     num_starts: int
     node: str = ""
     """Hostname and address of its node. Empty if they are not known."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Node and process id of each rank, if a worker has several. The first is the worker's own process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,12 @@ def decode(data: bytes) -> Announcement:
         raise ValueError("an announcement of more than a megabyte")
     try:
         document: dict[str, Any] = json.loads(data)
-        replicas = tuple(AnnouncedReplica(**replica) for replica in document.pop("places"))
+        replicas = tuple(_replica(place) for place in document.pop("places"))
         return Announcement(replicas=replicas, **document)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("no announcement of this version") from error
+
+
+def _replica(place: dict[str, Any]) -> AnnouncedReplica:
+    ranks = tuple((str(node), int(pid)) for node, pid in place["ranks"])
+    return AnnouncedReplica(**{**place, "ranks": ranks})

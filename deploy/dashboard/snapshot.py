@@ -98,6 +98,7 @@ def _card(
         "reason": reason,
         "starts": replica.num_starts if replica else None,
         "node": replica.node if replica else "",
+        "ranks": [{"node": node, "pid": pid} for node, pid in replica.ranks] if replica else [],
         "address": replica.address if replica else "",
         "incarnation": replica.incarnation if replica else "",
         "device": "",

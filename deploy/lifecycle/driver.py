@@ -34,6 +34,8 @@ class Hardware:
     node_cpus: tuple[float, ...]
     """CPUs of each living node that has any."""
     num_gpus: float
+    node_gpus: tuple[float, ...]
+    """GPUs of the same nodes."""
 
 
 def namespace(cluster: str) -> str:
@@ -202,8 +204,12 @@ def hardware() -> Hardware:
     import ray
 
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    node_cpus = tuple(node["CPU"] for node in resources if node.get("CPU"))
-    return Hardware(node_cpus=node_cpus, num_gpus=sum(node.get("GPU", 0.0) for node in resources))
+    with_cpus = [node for node in resources if node.get("CPU")]
+    return Hardware(
+        node_cpus=tuple(node["CPU"] for node in with_cpus),
+        num_gpus=sum(node.get("GPU", 0.0) for node in resources),
+        node_gpus=tuple(node.get("GPU", 0.0) for node in with_cpus),
+    )
 
 
 def room() -> list[Mapping[str, float]]:

@@ -11,7 +11,7 @@ from typing import Any
 from blockyard.deploy.lifecycle import doctor, preflight
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import refuse_if_up
-from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of
+from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of, split_over_nodes, whole_workers
 from blockyard.deploy.machine.check_results import Finding, exit_code
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray import nodes
@@ -30,7 +30,7 @@ class Node:
 
     cpus: float
     workers: int
-    """Workers that fit there, if nodes are filled in order. Ray may spread them over several nodes."""
+    """Workers that fit there with all their ranks, if nodes are filled in order. Ray may spread them over several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,13 @@ def examine(options: UpOptions) -> Plan:
     findings = [*_looks(options), *_refusals(options)]
     for warning in (*moved_ports, *filter(None, (options.exposure,))):
         findings.append(Finding(verdict="warn", subject="router port", detail=warning))
-    node_cpus, num_gpus, other_hosts = _hardware(options, findings)
-    shape = _shape(options, node_cpus, num_gpus, findings)
+    hardware, other_hosts = _hardware(options, findings)
+    shape, num_gpus = _shape(options, hardware, findings), hardware.num_gpus
+    nodes = tuple(_filled(hardware, shape))
+    if shape is not None and (split := shape.num_workers - sum(node.workers for node in nodes)):
+        findings.append(
+            Finding(verdict="warn", subject="workers", detail=split_over_nodes(counted(split, "worker")))
+        )
     if shape is not None and (crowding := preflight.crowding(options)) is not None:
         findings.append(Finding(verdict="warn", subject="workers", detail=crowding))
     has_gpu = _would_have_gpu(options, num_gpus)
@@ -82,7 +87,7 @@ def examine(options: UpOptions) -> Plan:
         cluster=options.cluster,
         model=options.served_names[0],
         shape=shape,
-        nodes=tuple(_filled(node_cpus, shape)),
+        nodes=nodes,
         num_gpus=num_gpus,
         dtype=_dtype(options, has_gpu=has_gpu),
         block_size=options.engine.block_size,
@@ -120,8 +125,9 @@ def plan_view(plan: Plan, settings: Iterable[effective.Effective]) -> Renderable
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"cluster {plan.cluster} would serve {plan.model}; nothing has been started"
     if plan.shape is not None:
-        gpu = ", a GPU" if plan.shape.num_gpus else ""
-        yield f"workers    {plan.shape.num_workers}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}"
+        gpu = f", {counted(plan.shape.num_gpus, 'GPU')}" if plan.shape.num_gpus else ""
+        ranks = f", {plan.shape.num_ranks} ranks" if plan.shape.num_ranks > 1 else ""
+        yield f"workers    {plan.shape.num_workers}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}{ranks}"
     else:
         yield "workers    none: see the checks"
     for number, node in enumerate(plan.nodes):
@@ -148,23 +154,23 @@ def _refusals(options: UpOptions) -> Iterator[Finding]:
         yield _failure(subject, detail)
 
 
-def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[tuple[float, ...], float, int]:
-    """Return the CPUs of each node, the number of GPUs, and the number of other machines.
+def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardware, int]:
+    """Return the CPUs and GPUs of the nodes, and the number of other machines.
 
     Add a finding if a given Ray does not answer or its nodes have other code.
     """
     if options.address is None:
-        return *preflight.local_hardware(options), 0
+        node_cpus, num_gpus = preflight.local_hardware(options)
+        return on_ray.Hardware(node_cpus=node_cpus, num_gpus=num_gpus, node_gpus=(num_gpus,)), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
     try:
         with on_ray.driver(asked):
             if not options.ships_code:
                 findings.extend(_other_code())
-            hardware = on_ray.hardware()
-            return hardware.node_cpus, hardware.num_gpus, preflight.other_hosts()
+            return on_ray.hardware(), preflight.other_hosts()
     except RuntimeError as error:
         findings.append(_failure("ray", str(error)))
-        return (), 0.0, 0
+        return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=()), 0
 
 
 def _other_code() -> Iterator[Finding]:
@@ -174,27 +180,28 @@ def _other_code() -> Iterator[Finding]:
         yield _failure("code", str(error))
 
 
-def _shape(
-    options: UpOptions, node_cpus: tuple[float, ...], num_gpus: float, findings: list[Finding]
-) -> Shape | None:
+def _shape(options: UpOptions, hardware: on_ray.Hardware, findings: list[Finding]) -> Shape | None:
     """Return the shape, or None if it does not fit.
 
     On a joined cluster that adds a finding. Otherwise preflight's check of workers has already made it.
     """
     try:
-        return shape_of(options, node_cpus, num_gpus) if node_cpus else None
+        return shape_of(options, hardware.node_cpus, hardware.num_gpus) if hardware.node_cpus else None
     except RuntimeError as error:
         if options.address is not None:
             findings.append(_failure("workers", str(error)))
         return None
 
 
-def _filled(node_cpus: Iterable[float], shape: Shape | None) -> Iterator[Node]:
-    left = shape.num_workers if shape is not None else 0
-    for cpus in node_cpus:
-        here = 0 if shape is None else min(left, room_on(cpus, shape))
-        left -= here
-        yield Node(cpus=cpus, workers=here)
+def _filled(hardware: on_ray.Hardware, shape: Shape | None) -> list[Node]:
+    if shape is None:
+        return [Node(cpus=cpus, workers=0) for cpus in hardware.node_cpus]
+    rooms = [
+        min(room_on(cpus, shape), int(gpus)) if shape.num_gpus else room_on(cpus, shape)
+        for cpus, gpus in zip(hardware.node_cpus, hardware.node_gpus, strict=True)
+    ]
+    workers = whole_workers(rooms, shape)
+    return [Node(cpus=cpus, workers=here) for cpus, here in zip(hardware.node_cpus, workers, strict=True)]
 
 
 def _would_have_gpu(options: UpOptions, num_gpus: float) -> bool:

@@ -29,6 +29,7 @@ from blockyard.worker.memory.kv_size import (
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
+from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import check_shards, num_parameters
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ def dtype_here(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> C
 
 
 def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSize | None:
-    """Return the size of each worker's KV cache, or None if its GPU's free memory or its CPU decides."""
+    """Return the size of each worker's KV cache, or None if its GPU's free memory or its CPU decides.
+
+    Bytes are those of one rank. Raise ValueError where heads do not divide among ranks.
+    """
     engine = options.engine
     if engine.kv_cache_memory is None and has_gpu:
         return None
@@ -98,7 +102,7 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
         return None
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=divide(config, size=engine.tensor_parallel_size).config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=engine.block_size,
         kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
@@ -117,8 +121,13 @@ def crowding(options: "UpOptions") -> str | None:
         return None
     (cpus,), num_gpus = local_hardware(options)
     shape = shape_of(options, (cpus,), num_gpus)
-    if shape.num_cpus >= 1:
+    if shape.num_cpus >= shape.num_ranks:
         return None
+    if shape.num_ranks > 1:
+        return (
+            f"{shape.num_workers * shape.num_ranks} ranks share {counted(cpus, 'CPU')}, and each waits for the others "
+            "of its worker at every layer: give each a CPU of its own (--workers, --tensor-parallel-size)"
+        )
     return (
         f"{shape.num_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
         f"{counted(int(cpus), 'worker')} would have one each (--workers, --cpus-per-worker)"
@@ -157,6 +166,7 @@ def check_model(options: "UpOptions") -> None:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
     if Path(engine.model).is_dir():
         check_weights(engine)
+    divide(config, size=engine.tensor_parallel_size)  # raises ValueError
     pool = pool_of(options, config, has_gpu=engine.device != "cpu")
     if pool is not None and pool.num_tokens < context:
         raise ValueError(
@@ -177,25 +187,28 @@ def check_weights(engine: EngineConfig) -> None:
 def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
     """Raise ValueError if workers on CPUs do not fit into memory. Check no GPU: only its worker knows its memory."""
     cpus, num_gpus = local_hardware(options)
-    num_workers = shape_of(options, cpus, num_gpus).num_workers
+    shape = shape_of(options, cpus, num_gpus)
+    num_workers = shape.num_workers
     pool = pool_of(options, config, has_gpu=num_gpus > 0)
     if num_gpus or pool is None:
         return
     weights_bytes = weights_bytes_of(options.engine, config, on_cpu=True)
-    needed_bytes = num_workers * (weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES)
+    needed_bytes = num_workers * shape.num_ranks * (weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES)
     has_bytes = machine_memory_bytes()
     if needed_bytes > has_bytes:
+        holder = "each" if shape.num_ranks == 1 else f"each of {shape.num_ranks} ranks"
         raise ValueError(
             f"{counted(num_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
-            f"machine has {format_bytes(has_bytes)}: each holds {format_bytes(weights_bytes)} of weights, "
+            f"machine has {format_bytes(has_bytes)}: {holder} holds {format_bytes(weights_bytes)} of weights, "
             f"{format_bytes(pool.total_bytes)} of KV cache and {format_bytes(CPU_PROCESS_BYTES)} of its own "
             "(--kv-cache-memory, --workers)"
         )
 
 
 def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool) -> int:
-    """Compute the bytes of one worker's weights, without the copies that kernels make of some."""
-    return num_parameters(config) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
+    """Compute the bytes of one rank's weights, without the copies that kernels make of some."""
+    part = divide(config, size=engine.tensor_parallel_size).config
+    return num_parameters(part) * DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
 
 
 def _check_workers(options: "UpOptions") -> None:

@@ -5,7 +5,7 @@ choice of nodes, which is Ray's.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,13 @@ MAX_CPUS_BESIDE_GPU = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Number of workers, and the resources of each."""
+    """Number of workers, and the resources of each, which its ranks share equally."""
 
     num_workers: int
     num_cpus: float
     num_gpus: float
+    num_ranks: int = 1
+    """Ranks of each worker. Each rank is whole on one node."""
 
 
 def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) -> Shape:
@@ -35,50 +37,79 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
     """
     if not node_cpus:
         raise ClusterStartError("the Ray cluster has no CPU")
-    num_workers, gpus_each = _workers_to_place(options, num_gpus)
-    share = options.cpus_per_worker or cpus_per_worker(node_cpus, num_workers)
-    cpus_each = min(share, MAX_CPUS_BESIDE_GPU) if gpus_each else share
-    _check_fits(num_workers, cpus_each, gpus_each, node_cpus, num_gpus)
-    return Shape(num_workers=num_workers, num_cpus=cpus_each, num_gpus=gpus_each)
+    num_ranks = options.engine.tensor_parallel_size
+    num_workers, has_gpus = _workers_to_place(options, num_gpus)
+    if options.cpus_per_worker is None:
+        share = cpus_per_rank(node_cpus, num_workers * num_ranks)
+    else:
+        share = options.cpus_per_worker / num_ranks
+    share = min(share, MAX_CPUS_BESIDE_GPU) if has_gpus else share
+    shape = Shape(
+        num_workers=num_workers,
+        num_cpus=share * num_ranks,
+        num_gpus=float(num_ranks * has_gpus),
+        num_ranks=num_ranks,
+    )
+    _check_fits(shape, node_cpus, num_gpus)
+    return shape
 
 
-def cpus_per_worker(node_cpus: Sequence[float], num_workers: int) -> float:
-    """Return the largest whole number of CPUs with which all workers fit on the nodes.
+def cpus_per_rank(node_cpus: Sequence[float], num_ranks: int) -> float:
+    """Return the largest whole number of CPUs with which all ranks of all workers fit on the nodes.
 
-    It is whole because Ray sets a worker's threads from it. With more workers than CPUs it is a fraction.
+    It is whole because Ray sets a process's threads from it. With more ranks than CPUs it is a fraction.
     """
     for share in range(int(max(node_cpus)), 0, -1):
-        if sum(int(cpus // share) for cpus in node_cpus) >= num_workers:
+        if sum(int(cpus // share) for cpus in node_cpus) >= num_ranks:
             return float(share)
-    return min(node_cpus) / math.ceil(num_workers / len(node_cpus))
+    return min(node_cpus) / math.ceil(num_ranks / len(node_cpus))
 
 
 def room_on(cpus: float, shape: Shape) -> int:
-    """Return for how many workers a node has CPUs. The small addend allows for rounding of fractions."""
-    return int((cpus + 1e-6) / shape.num_cpus)
+    """Return for how many ranks a node has CPUs. The small addend allows for rounding of fractions."""
+    return int((cpus + 1e-6) / (shape.num_cpus / shape.num_ranks))
 
 
-def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, float]:
-    """Return the number of workers, and the GPUs of each. Raise ClusterStartError for `cuda` without a GPU."""
+def whole_workers(rooms: Iterable[int], shape: Shape) -> list[int]:
+    """Return how many workers are on each node with all of their ranks. `rooms` are the ranks that fit on each node.
+
+    Nodes are filled in order. Workers that are not counted have ranks on several nodes.
+    """
+    left, whole = shape.num_workers, []
+    for room in rooms:
+        whole.append(min(left, room // shape.num_ranks))
+        left -= whole[-1]
+    return whole
+
+
+def split_over_nodes(workers: str) -> str:
+    """Return the warning for workers that no node can hold with all their ranks."""
+    return (
+        f"no node has room for all ranks of {workers}: the ranks are on several nodes, and their sums at every layer "
+        "cross the network"
+    )
+
+
+def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, bool]:
+    """Return the number of workers, and whether they take GPUs. Raise ClusterStartError for `cuda` without a GPU."""
     if options.engine.device == "cpu" or gpus_of_cluster < 1:
         if options.engine.device == "cuda":
             raise ClusterStartError("--device cuda, but the Ray cluster has no GPU")
-        return options.num_workers or 1, 0.0
-    return options.num_workers or int(gpus_of_cluster), 1.0
+        return options.num_workers or 1, False
+    return options.num_workers or max(1, int(gpus_of_cluster) // options.engine.tensor_parallel_size), True
 
 
-def _check_fits(
-    num_workers: int, cpus_each: float, gpus_each: float, node_cpus: Sequence[float], num_gpus: float
-) -> None:
-    if gpus_each and num_workers * gpus_each > num_gpus:
+def _check_fits(shape: Shape, node_cpus: Sequence[float], num_gpus: float) -> None:
+    if shape.num_gpus and shape.num_workers * shape.num_gpus > num_gpus:
+        each = "a GPU" if shape.num_ranks == 1 else f"{shape.num_gpus:g} GPUs (--tensor-parallel-size)"
         raise ClusterStartError(
-            f"--workers {num_workers} take a GPU each, and the Ray cluster has {num_gpus:g}"
+            f"--workers {shape.num_workers} take {each} each, and the Ray cluster has {num_gpus:g}"
         )
-    shape = Shape(num_workers=num_workers, num_cpus=cpus_each, num_gpus=gpus_each)
-    room = sum(room_on(cpus, shape) for cpus in node_cpus)
-    if room < num_workers:
+    room = sum(room_on(cpus, shape) for cpus in node_cpus) // shape.num_ranks
+    if room < shape.num_workers:
         nodes = ", ".join(f"{cpus:g}" for cpus in node_cpus)
+        ranks = "" if shape.num_ranks == 1 else f" for {shape.num_ranks} ranks"
         raise ClusterStartError(
-            f"no room for {counted(num_workers, 'worker')} of {counted(cpus_each, 'CPU')} each: "
+            f"no room for {counted(shape.num_workers, 'worker')} of {counted(shape.num_cpus, 'CPU')}{ranks} each: "
             f"the nodes have {nodes} CPUs, room for {room} (--workers, --cpus-per-worker)"
         )

@@ -15,8 +15,13 @@ NO_TIME = 0.0
 _ACTOR = re.compile(rb"^:actor_name:(.+)$", re.MULTILINE)
 _MARKERS = (b":job_id:", b":actor_name:", b":task_name:")
 """Prefixes of lines that Ray writes for its own use."""
-_PROCESS = re.compile(r"(worker-\d+|router-\d+|supervisor)\b")
-_CLASSES = {"WorkerActor": "worker", "RouterActor": "router", "Supervisor": "supervisor"}
+_PROCESS = re.compile(r"(worker-\d+( rank \d+)?|router-\d+|supervisor)\b")
+_CLASSES = {
+    "WorkerActor": "worker",
+    "RankActor": "worker rank",
+    "RouterActor": "router",
+    "Supervisor": "supervisor",
+}
 """Names of our processes by the class name that Ray writes until an actor's constructor has ended."""
 _TIME_CHARS = len("2026-11-25 11:24:07,649")
 

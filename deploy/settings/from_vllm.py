@@ -14,6 +14,7 @@ ALIASES: Mapping[str, str] = {
     "--served-model-name": "--model-name",
     "--data-parallel-size": "--workers",
     "-dp": "--workers",
+    "-tp": "--tensor-parallel-size",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--swap-space": "--swap-space-gib",
     "--ssl-certfile": "--tls-cert",
@@ -37,15 +38,8 @@ HOLD_ALWAYS = frozenset(
     )
 )
 """Switches for what always holds here; they are ignored."""
-_ONE_GPU = (
-    "a worker has one GPU, which must hold the whole model; --workers runs copies of it, one on each GPU"
-)
-ONLY_ONE = {
-    "--tensor-parallel-size": _ONE_GPU,
-    "-tp": _ONE_GPU,
-    "--pipeline-parallel-size": _ONE_GPU,
-    "-pp": _ONE_GPU,
-}
+_NO_PIPELINE = "layers are not split over GPUs; --tensor-parallel-size splits each layer over several"
+ONLY_ONE = {"--pipeline-parallel-size": _NO_PIPELINE, "-pp": _NO_PIPELINE}
 """Options that are refused with any value but 1, with the reason."""
 REFUSED = {
     "--api-key": "every user of a machine can read arguments: use `blockyard token new --auth-file FILE`, then "

@@ -21,6 +21,7 @@ from blockyard.worker.model.data_type import (
     choose_dtype,
     cpu_has_bfloat16,
 )
+from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import num_parameters
 
 CPU_PROCESS_BYTES = 360 * 2**20
@@ -34,14 +35,16 @@ workers of a machine share. A larger model takes more, because its steps need mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """Memory of one worker, whose KV cache fills a given budget."""
+    """Memory of one worker, or of each of its ranks. The KV cache fills a given budget."""
 
     model: str
     dtype: ChosenDataType
     kv_dtype: str
     max_model_len: int
+    tensor_parallel_size: int
+    """Ranks of the worker. Sizes are those of one rank."""
     weights_bytes: int
-    """Size of the weights in `dtype`. A worker holds them beside the KV cache."""
+    """Size of the weights in `dtype`. They are held beside the KV cache."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
@@ -54,8 +57,13 @@ class ModelSize:
 
     @property
     def left_bytes(self) -> int | None:
-        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.total_bytes
+        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit.
+
+        A worker's ranks share a machine, and have a GPU each."""
+        if self.memory_bytes is None:
+            return None
+        ranks_there = 1 if self.process_bytes is None else self.tensor_parallel_size
+        return self.memory_bytes - ranks_there * self.total_bytes
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -63,6 +71,7 @@ class ModelSize:
             "dtype": self.dtype.name,
             "dtype_why": self.dtype.why,
             "kv_dtype": self.kv_dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
             "weights_bytes": self.weights_bytes,
             "process_bytes": self.process_bytes,
             "kv_bytes": self.kv.total_bytes,
@@ -93,21 +102,24 @@ def size_model(
     on_cpu: bool,
     max_model_len: int | None,
     memory_bytes: int | None = None,
+    tensor_parallel_size: int = 1,
 ) -> ModelSize:
     """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
-    `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its instructions. Raise ValueError for a model
-    that the engine cannot run, or a context longer than the model's.
+    Of several ranks, return that of each. `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its
+    instructions. Raise ValueError for a model that the engine cannot run or split, or a context longer than the
+    model's.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
+    part = divide(config, size=tensor_parallel_size).config
     kv_dtype = stored_dtype(kv_cache_dtype, chosen.name)
     block_bytes = bytes_per_block(
         num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=part.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
         kv_dtype=kv_dtype,
@@ -120,7 +132,8 @@ def size_model(
         dtype=chosen,
         kv_dtype=kv_dtype,
         max_model_len=context,
-        weights_bytes=num_parameters(config) * DTYPE_BYTES[chosen.name],
+        tensor_parallel_size=tensor_parallel_size,
+        weights_bytes=num_parameters(part) * DTYPE_BYTES[chosen.name],
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,

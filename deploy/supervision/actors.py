@@ -25,7 +25,7 @@ from blockyard.deploy.supervision.replicas import (
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
@@ -41,8 +41,11 @@ _RAYS_WORDS = {
 Reply = TypeVar("Reply")
 
 
-def adopt_or_create(spec: ClusterSpec, replica: Replica) -> Any:
-    """Return the living actor that has this replica's name, or create it on Ray."""
+def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any) -> Any:
+    """Return the living actor that has this replica's name, or create it on Ray.
+
+    `group` is the placement group for a worker of several ranks. Its actor is rank 0, which creates the others.
+    """
     options = {
         "name": replica.name,
         "namespace": spec.namespace,
@@ -56,9 +59,13 @@ def adopt_or_create(spec: ClusterSpec, replica: Replica) -> Any:
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
         return made.remote(router, replica.name, SUPERVISOR_NAME)
     config = replace(spec.worker, worker_id=replica.name)
-    resources = {"num_cpus": spec.num_cpus_per_worker, "num_gpus": spec.num_gpus_per_worker}
+    resources = {
+        "num_cpus": spec.num_cpus_per_worker / spec.num_ranks,
+        "num_gpus": spec.num_gpus_per_worker / spec.num_ranks,
+    }
     # SPREAD, so that the death of a node ends as few workers as possible.
-    options |= {"scheduling_strategy": "SPREAD"}
+    strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, 0)
+    options |= {"scheduling_strategy": strategy}
     return ray.remote(WorkerActor).options(**options, **resources).remote(config)
 
 

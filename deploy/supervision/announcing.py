@@ -52,6 +52,7 @@ def announcement_of(
                 incarnation=replica.incarnation,
                 num_starts=replica.num_starts,
                 node=nodes.get(replica.node_id, ""),
+                ranks=tuple((nodes.get(node_id, ""), pid) for node_id, pid in replica.ranks),
             )
             for replica in replicas
         ),
@@ -64,6 +65,7 @@ async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) 
     nodes: dict[str, str] = {}
     while True:
         node_ids = {replica.node_id for replica in replicas if replica.node_id}
+        node_ids |= {node_id for replica in replicas for node_id, _ in replica.ranks}
         if not node_ids <= nodes.keys():
             nodes = dict.fromkeys(node_ids, "") | await _node_names()
         announcement = announcement_of(router, replicas, nodes)

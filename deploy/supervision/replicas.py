@@ -47,6 +47,11 @@ class ClusterSpec:
     hung_seconds: float = DEFAULT_HUNG_SECONDS
     """Silence after which the supervisor kills a serving worker or router and starts it again."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of each worker. They are one replica: the end of one ends all."""
+        return self.worker.engine.tensor_parallel_size
+
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
@@ -60,6 +65,8 @@ class Replica:
     """Address of a router's HTTP gateway, if it has one."""
     pid: int = 0
     node_id: str = ""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Node id and process id of each rank, if a worker has several. The first is the worker's own process."""
     incarnation: str = ""
     code: str = ""
     """Code version that the process reports."""
@@ -110,6 +117,7 @@ class SupervisorReport:
     gpus_per_worker: float
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
+    ranks_per_worker: int = 1
 
     def error_age_seconds(self, replica: Replica) -> float | None:
         """Return the age of a replica's last error when the report was made, or None without an error."""
@@ -118,6 +126,12 @@ class SupervisorReport:
 
 def worker_name(number: int) -> str:
     return f"worker-{number}"
+
+
+def is_worker_name(name: str) -> bool:
+    """Tell whether an actor's name is that of a worker, and not of a router or of one of a worker's other ranks."""
+    kind, _, number = name.partition("-")
+    return kind == "worker" and number.isdigit()
 
 
 def number_of(name: str) -> int:

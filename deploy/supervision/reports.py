@@ -36,10 +36,15 @@ def decoded(text: bytes) -> SupervisorReport:
     try:
         document: dict[str, Any] = json.loads(text)
         del document["beat"]
-        replicas = [Replica(**replica) for replica in document.pop("places")]
+        replicas = [_replica(place) for place in document.pop("places")]
         return SupervisorReport(replicas=replicas, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("the supervisor's report is not one of this version") from error
+
+
+def _replica(place: dict[str, Any]) -> Replica:
+    ranks = tuple((str(node_id), int(pid)) for node_id, pid in place["ranks"])
+    return Replica(**{**place, "ranks": ranks})
 
 
 async def keep_reported(

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +38,7 @@ from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStat
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthCheck, HungError
+from blockyard.deploy.supervision.placing import free, free_all_but, place
 from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
     ClusterSpec,
@@ -46,6 +47,7 @@ from blockyard.deploy.supervision.replicas import (
     SupervisorReport,
     backoff_seconds,
     check_code,
+    is_worker_name,
     number_of,
     replicas_of,
     taken_out_of,
@@ -108,6 +110,7 @@ class Supervisor:
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             at_seconds=time.monotonic(),
+            ranks_per_worker=self._spec.num_ranks,
         )
 
     async def shut_down(self, grace_seconds: float) -> None:
@@ -125,6 +128,7 @@ class Supervisor:
         await all_of(*(answer(actor.stop.remote(0.0), CALL_SECONDS) for actor in workers))
         for actor in (*routers, *workers):
             self._kill(actor)
+        self._free_all_but(())
 
     async def restart(self, name: str, grace_seconds: float) -> None:
         """Drain, stop and start a worker or router. If it was taken out, only start it.
@@ -190,11 +194,12 @@ class Supervisor:
                 replica.address, replica.http_address = known[replica.name]
         living = self._living()
         self._found = set(living)
+        self._free_all_but(living)
         for replica in self._workers():
             if replica.name in self._desired.taken_out and replica.name not in living:
                 replica.phase = "stopped"
         for name in sorted(living - {replica.name for replica in self._replicas}):
-            if name.startswith("worker-"):
+            if is_worker_name(name):
                 self._actors[name] = self._adopt(name)
                 self._wanted[name] = asyncio.Event()
                 self._replicas.append(Replica(name=name, kind="worker", phase="draining", is_leaving=True))
@@ -202,8 +207,24 @@ class Supervisor:
     def _adopt(self, name: str) -> Any:
         return ray.get_actor(name)
 
-    def _adopt_or_create(self, replica: Replica) -> Any:
-        return adopt_or_create(self._spec, replica)
+    def _adopt_or_create(self, replica: Replica, group: Any) -> Any:
+        return adopt_or_create(self._spec, replica, group)
+
+    async def _place(self, replica: Replica) -> Any:
+        """Return a placement group for a worker of several ranks that does not run. Return None for any other actor."""
+        has_ranks = replica.kind == "worker" and self._spec.num_ranks > 1
+        return (
+            await place(self._spec, replica.name) if has_ranks and replica.name not in self._found else None
+        )
+
+    def _free(self, replica: Replica) -> None:
+        """End all ranks of a worker, if it has several."""
+        if replica.kind == "worker" and self._spec.num_ranks > 1:
+            free(self._spec, replica.name)
+
+    def _free_all_but(self, workers: Collection[str]) -> None:
+        if self._spec.num_ranks > 1:
+            free_all_but(self._spec.namespace, workers)
 
     def _node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -255,6 +276,7 @@ class Supervisor:
             await cancel_and_wait(keeper)
         if (actor := self._actors.pop(replica.name, None)) is not None:
             self._kill(actor)
+        self._free(replica)
         self._replicas.remove(replica)
         self._changed.set()
 
@@ -301,6 +323,7 @@ class Supervisor:
             # The actor may live although a call to it failed. The next incarnation needs its name.
             if (actor := self._actors.pop(replica.name, None)) is not None:
                 self._kill(actor)
+            self._free(replica)
             if was_taken_out:
                 await self._until_wanted(replica)
             replica.num_failures_in_a_row = self._failures_in_a_row(replica)
@@ -324,8 +347,9 @@ class Supervisor:
 
         Raise DiedError when it dies, HungError when it hangs.
         """
-        replica.pid, replica.node_id = 0, ""
-        actor = self._actors[replica.name] = self._adopt_or_create(replica)
+        replica.pid, replica.node_id, replica.ranks = 0, "", ()
+        group = await self._place(replica)
+        actor = self._actors[replica.name] = self._adopt_or_create(replica, group)
         async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
             if replica.name in self._found:
                 self._found.discard(replica.name)
@@ -359,6 +383,7 @@ class Supervisor:
         replica.address, replica.pid, replica.node_id = started.address, started.pid, started.node_id
         replica.incarnation = started.incarnation if isinstance(started, StartedWorker) else ""
         replica.dtype = started.dtype if isinstance(started, StartedWorker) else ""
+        replica.ranks = started.ranks if isinstance(started, StartedWorker) else ()
         replica.http_address = "" if isinstance(started, StartedWorker) else started.http_address
         replica.code = started.code
         check_code(replica, self._spec.code)

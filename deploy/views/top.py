@@ -39,6 +39,8 @@ class WorkerRow:
 
     worker: str
     state: str
+    ranks: int
+    """Processes that share the model."""
     running: int
     waiting: int
     kv_usage: float
@@ -85,6 +87,7 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
     return WorkerRow(
         worker=worker.worker_id,
         state=cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_"),
+        ranks=max(1, worker.num_ranks),
         running=load.running,
         waiting=load.waiting,
         kv_usage=load.used_blocks / worker.total_blocks if worker.total_blocks else 0.0,
@@ -182,7 +185,7 @@ def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
     for worker, row in zip(now.workers, rows, strict=True):
         state = state_text(worker) if is_wide else Text(row.state, state_text(worker).style)
         cells: list[RenderableType] = [
-            Text(row.worker),
+            Text(row.worker if row.ranks == 1 else f"{row.worker} x{row.ranks}"),
             state,
             *(Text(str(count)) for count in (row.running, row.waiting)),
             Text(f"{bar(row.kv_usage)} {row.kv_usage:4.0%}"),

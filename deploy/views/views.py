@@ -66,13 +66,18 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
             worker.worker_id,
             state_text(worker),
             worker.address,
-            worker.device,
+            device_text(worker),
             *(str(count) for count in (load.running, load.waiting)),
             *(str(count) for count in (load.free_blocks, load.cached_blocks, load.used_blocks)),
             *(str(count(load)) for _, count in extra),
             f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
         )
     return table
+
+
+def device_text(worker: cluster_pb2.Worker) -> str:
+    """Return the device of a worker, such as `cpu`, or those of its ranks, such as `2 x cpu`."""
+    return f"{worker.num_ranks} x {worker.device}" if worker.num_ranks > 1 else worker.device
 
 
 def state_name(worker: cluster_pb2.Worker) -> str:
@@ -244,7 +249,8 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
         "num_starts",
         "error",
     )
-    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase}
+    ranks = [{"node_id": node_id, "pid": pid} for node_id, pid in replica.ranks]
+    return {name: getattr(replica, name) for name in fields} | {"phase": replica.shown_phase, "ranks": ranks}
 
 
 def status_view(
@@ -268,7 +274,10 @@ def status_view(
 
 
 def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:
-    """Return a table of the workers and routers, with a column for the node if there are several nodes."""
+    """Return a table of the workers and routers, with a column for the node if there are several nodes.
+
+    A worker's own row is that of rank 0. Its other ranks follow.
+    """
     names = {node.node_id: node.name for node in nodes}
     node_heading = ("node",) if len(nodes) > 1 else ()
     table = FittingTable("place", "phase", *node_heading, "address", "pid", "starts", "last error")
@@ -279,6 +288,9 @@ def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Re
         age_seconds = report.error_age_seconds(replica)
         age = f" ({ago(age_seconds)})" if replica.error and age_seconds is not None else ""
         table.add_row(replica.name, phase, *node, *facts, Text(f"{replica.error}{age}", style="red"))
+        for rank, (node_id, pid) in enumerate(replica.ranks[1:], start=1):
+            node = (names.get(node_id, "-"),) if node_heading else ()
+            table.add_row(f"{replica.name} rank {rank}", "", *node, "", str(pid), "", "")
     return table
 
 
@@ -311,7 +323,9 @@ def size_view(sized: ModelSize) -> RenderableType:
             f"{short_decimal(kv.max_concurrency(sized.max_model_len))} of {sized.max_model_len:,} tokens",
         ),
     ]
-    return plain_table(("a worker holds", Path(sized.model).name), rows)
+    ranks = sized.tensor_parallel_size
+    holder = "a worker holds" if ranks == 1 else f"each of {ranks} ranks holds"
+    return plain_table((holder, Path(sized.model).name), rows)
 
 
 def _memory_rows(sized: ModelSize) -> Iterator[tuple[str, str]]:

@@ -64,6 +64,11 @@ class CpuBackend(TorchBackend):
         self._linears = linears
         self.widens_bfloat16 = library.has_linear(is_bf16=True)
 
+    @property
+    def library(self) -> CpuLibrary:
+        """The library that calls go to now. While a computation is recorded, it is the one that records."""
+        return self._library
+
     def record(self, compute: Callable[[], torch.Tensor], arena: Arena) -> "RecordedStep":
         """Run a computation and record it for replay. Every tensor that it reads must live, and stay in place, as long
         as the recording does.

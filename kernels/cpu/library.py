@@ -89,6 +89,40 @@ class Gather(ctypes.Structure):
     ]
 
 
+class Group(ctypes.Structure):
+    """`Group` of native/group.cpp: one rank's view of the memory that the ranks of a model share."""
+
+    _fields_: ClassVar[Any] = [
+        ("shared", _Address),
+        *(
+            (name, _Int)
+            for name in ("rank", "size", "depth", "piece_bytes", "deadline_ns", "round", "status")
+        ),
+    ]
+
+
+class AllReduce(ctypes.Structure):
+    """`AllReduce` of native/group.cpp."""
+
+    _fields_: ClassVar[Any] = [("group", ctypes.POINTER(Group)), ("x", _Address), ("count", _Int)]
+
+
+class Concatenation(ctypes.Structure):
+    """`Concatenation` of native/group.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        ("group", ctypes.POINTER(Group)),
+        *((name, _Address) for name in ("x", "out")),
+        *((name, _Int) for name in ("num_rows", "row_bytes")),
+    ]
+
+
+class Broadcast(ctypes.Structure):
+    """`Broadcast` of native/group.cpp."""
+
+    _fields_: ClassVar[Any] = [("group", ctypes.POINTER(Group)), ("x", _Address), ("bytes", _Int)]
+
+
 class Call(ctypes.Structure):
     """`Call` of native/replay.cpp."""
 
@@ -105,6 +139,9 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
     "gather": ("by_gather", Gather),
+    "all_reduce": ("by_all_reduce", AllReduce),
+    "concatenate": ("by_concatenate", Concatenation),
+    "broadcast": ("by_broadcast", Broadcast),
 }
 """Functions of the library by their names here, with the struct that each works on."""
 
@@ -122,6 +159,9 @@ class CpuLibrary:
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
     gather: Callable[..., None]
+    all_reduce: Callable[..., None]
+    concatenate: Callable[..., None]
+    broadcast: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.loaded = library
@@ -129,6 +169,16 @@ class CpuLibrary:
             setattr(self, name, _function(library, function, ctypes.POINTER(work)))
         self.has_int8 = bool(library.by_has_int8())
         self._has_linear = library.by_has_linear
+        group = ctypes.POINTER(Group)
+        self.group_bytes: Callable[[int, int, int], int] = _plain(
+            library, "by_group_bytes", _Int, *[_Int] * 3
+        )
+        """Bytes of shared memory for a number of ranks, a depth and a piece of so many bytes."""
+        self.send: Callable[..., None] = _plain(library, "by_send", None, group, _Address, _Int)
+        self.receive: Callable[..., int] = _plain(library, "by_receive", _Int, group, _Address)
+        self.enter: Callable[..., None] = _plain(library, "by_enter", None, group, _Int)
+        self.fail: Callable[..., None] = _plain(library, "by_fail", None, group)
+        self.abort: Callable[..., None] = _plain(library, "by_abort", None, group)
 
     def has_linear(self, *, is_bf16: bool) -> bool:
         """Return whether `linear` exists and is the fastest on this CPU."""
@@ -143,4 +193,10 @@ def _function(library: ctypes.CDLL, name: str, work: Any) -> Callable[..., None]
     function = library[name]
     function.restype = None
     function.argtypes = [ctypes.c_int, ctypes.c_int, work]
+    return function
+
+
+def _plain(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    function = library[name]
+    function.restype, function.argtypes = result, arguments
     return function

@@ -249,7 +249,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index")
+    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class Worker(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -274,7 +275,8 @@ class Worker(_message.Message):
     load: WorkerLoad
     seconds_since_heard: float
     index: WorkerIndex
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -60,6 +60,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         message.total_blocks = worker.hello.total_blocks
         message.block_size = worker.hello.block_size
         message.device = worker.hello.device
+        message.num_ranks = worker.hello.num_ranks
         message.engine = worker.hello.engine
         message.seconds_since_heard = fleet.view.silence_seconds(worker)
     return message

@@ -206,6 +206,14 @@ def test_a_worker_is_shown_by_the_worse_of_what_supervisor_and_router_say(
     assert [(card["name"], card["state"]) for card in picture["workers"]] == [("worker-0", state)]
 
 
+def test_a_worker_of_several_ranks_is_shown_with_node_and_pid_of_each() -> None:
+    ranks = (("a (10.0.0.1)", 7), ("b (10.0.0.2)", 8))
+    announcement = replace(ANNOUNCEMENT, replicas=(replace(WORKER, ranks=ranks), ROUTER))
+    assert decode(encode(announcement)) == announcement
+    (card,) = of_nothing(announcement)["workers"]
+    assert card["ranks"] == [{"node": "a (10.0.0.1)", "pid": 7}, {"node": "b (10.0.0.2)", "pid": 8}]
+
+
 def test_a_worker_that_is_away_keeps_its_last_pool_and_since_when() -> None:
     seen = LastSeen()
 

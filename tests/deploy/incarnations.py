@@ -242,7 +242,7 @@ class Downloads(FakeIncarnations):
         else:
             await Supervisor._run_once(self, replica)
 
-    def _adopt_or_create(self, replica: Replica) -> Worker:
+    def _adopt_or_create(self, replica: Replica, group: Any) -> Worker:
         worker = self._adopt_or_make(replica.name)
         worker.downloads_for_seconds = self._downloads_for_seconds
         worker.loads_for_seconds = self._loads_for_seconds

@@ -20,7 +20,7 @@ from blockyard.deploy.lifecycle.preflight import (
     pool_of,
 )
 from blockyard.deploy.lifecycle.serving import ClusterStartError
-from blockyard.deploy.lifecycle.shape import shape_of
+from blockyard.deploy.lifecycle.shape import room_on, shape_of, whole_workers
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import identify
 from blockyard.deploy.settings import size
@@ -28,6 +28,8 @@ from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 CHECKPOINT = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 UP = ("up", "--model", "demo", "--device", "cpu", "--kv-cache-memory", "18MiB")
@@ -211,13 +213,25 @@ def test_a_private_redis_is_refused_where_workers_would_be_on_other_machines() -
     [
         ({"num_workers": 3, "cpus_per_worker": 2.0}, (4.0, 1.0), 0.0, "the nodes have 4, 1 CPUs, room for 2"),
         ({"num_workers": 3}, (8.0,), 2.0, "--workers 3 take a GPU each, and the Ray cluster has 2"),
+        (
+            {"engine": EngineConfig(model="demo", tensor_parallel_size=4)},
+            (8.0,),
+            2.0,
+            r"--workers 1 take 4 GPUs \(--tensor-parallel-size\) each, and the Ray cluster has 2",
+        ),
+        (
+            {"engine": EngineConfig(model="demo", tensor_parallel_size=2), "cpus_per_worker": 8.0},
+            (4.0, 3.0),
+            0.0,
+            "no room for 1 worker of 8 CPUs for 2 ranks each: the nodes have 4, 3 CPUs, room for 0",
+        ),
     ],
 )
 def test_workers_that_no_node_has_room_for_are_refused_with_the_numbers(
     options: dict[str, Any], node_cpus: tuple[float, ...], num_gpus: float, told: str
 ) -> None:
     with pytest.raises(ClusterStartError, match=told):
-        shape_of(UpOptions(engine=EngineConfig(model="demo"), **options), node_cpus, num_gpus)
+        shape_of(UpOptions(**{"engine": EngineConfig(model="demo")} | options), node_cpus, num_gpus)
 
 
 @pytest.mark.parametrize("num_workers", range(1, 40))
@@ -227,6 +241,67 @@ def test_by_default_any_number_of_workers_fits_on_cpus(num_workers: int) -> None
             UpOptions(engine=EngineConfig(model="demo"), num_workers=num_workers), node_cpus, 0.0
         )
         assert shape.num_workers == num_workers
+
+
+@given(
+    node_cpus=st.lists(st.integers(1, 64), min_size=1, max_size=5),
+    num_ranks=st.integers(1, 8),
+    num_workers=st.integers(1, 8),
+    gpus_of_node=st.sampled_from([0, 8]),
+)
+def test_the_ranks_of_all_workers_fit_on_the_nodes(
+    node_cpus: list[int], num_ranks: int, num_workers: int, gpus_of_node: int
+) -> None:
+    engine = EngineConfig(model="demo", tensor_parallel_size=num_ranks)
+    wanted = UpOptions(engine=engine, num_workers=num_workers)
+    try:
+        shape = shape_of(wanted, [float(cpus) for cpus in node_cpus], float(gpus_of_node * len(node_cpus)))
+    except ClusterStartError:
+        assert 0 < gpus_of_node * len(node_cpus) < num_workers * num_ranks
+        return
+    rooms = [room_on(cpus, shape) for cpus in node_cpus]
+    assert (shape.num_workers, shape.num_ranks) == (num_workers, num_ranks)
+    assert shape.num_gpus == (num_ranks if gpus_of_node else 0)
+    assert sum(rooms) >= num_workers * num_ranks
+    whole = whole_workers(rooms, shape)
+    assert sum(whole) <= num_workers
+    assert all(workers * num_ranks <= room for workers, room in zip(whole, rooms, strict=True))
+    free = [room - workers * num_ranks for workers, room in zip(whole, rooms, strict=True)]
+    assert sum(whole) == num_workers or all(room < num_ranks for room in free), "none is split without need"
+
+
+def test_by_default_all_gpus_are_shared_out_among_workers_of_several() -> None:
+    shape = shape_of(UpOptions(engine=EngineConfig(model="demo", tensor_parallel_size=2)), (16.0, 16.0), 5.0)
+    assert (shape.num_workers, shape.num_gpus, shape.num_cpus, shape.num_ranks) == (2, 2.0, 8.0, 2)
+
+
+def test_a_worker_of_two_ranks_is_planned_with_half_the_cache_and_refused_where_heads_do_not_divide() -> None:
+    code, document = plan("--tensor-parallel-size", "2", "--workers", "1", "--dtype", "float32")
+    assert code == 0, failures(document)
+    assert document["blocks_of_worker"] == 2 * 384
+    code, document = plan("-tp", "3", "--workers", "1")
+    assert code == 1
+    assert "query heads do not divide among 3 ranks" in failures(document)["model"]
+
+
+def test_two_ranks_hold_half_of_the_model_each() -> None:
+    def sized(num_ranks: int) -> size.ModelSize:
+        return size.size_model(
+            str(CHECKPOINT),
+            budget_bytes=18 * 2**20,
+            block_size=16,
+            dtype="float32",
+            kv_cache_dtype="auto",
+            on_cpu=True,
+            max_model_len=None,
+            memory_bytes=2**30,
+            tensor_parallel_size=num_ranks,
+        )
+
+    one, two = sized(1), sized(2)
+    assert two.kv.num_tokens == 2 * one.kv.num_tokens
+    assert 0.5 < two.weights_bytes / one.weights_bytes < 0.51, "each has the norms whole"
+    assert two.left_bytes == 2**30 - 2 * two.total_bytes
 
 
 def shorten(file: Path) -> None:

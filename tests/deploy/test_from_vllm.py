@@ -41,7 +41,9 @@ def parameters(command: str, *arguments: str) -> dict[str, Any]:
         ("demo --kv-cache-dtype fp8_e4m3", "demo --kv-cache-dtype fp8"),
         ("demo --generation-config vllm", "demo --generation-config none"),
         ("demo --kv-cache-memory-bytes 2GiB", "demo --kv-cache-memory 2GiB"),
-        ("demo -tp 1 --pipeline-parallel-size=1 --enable-prefix-caching", "demo"),
+        ("demo -tp 2", "demo --tensor-parallel-size 2"),
+        ("demo --tensor_parallel_size=2", "demo --tensor-parallel-size 2"),
+        ("demo -pp 1 --enable-prefix-caching", "demo"),
         ("demo --ssl-certfile c.pem --ssl-keyfile c.key", "demo --tls-cert c.pem --tls-key c.key"),
     ],
 )
@@ -55,7 +57,7 @@ def test_up_takes_them_too() -> None:
 
 @pytest.mark.parametrize("option", sorted(ONLY_ONE))
 @pytest.mark.parametrize("form", ["{} 2", "{}=2", "{}"])
-def test_one_model_over_several_gpus_is_refused_with_the_reason(option: str, form: str) -> None:
+def test_layers_over_several_gpus_are_refused_with_the_reason(option: str, form: str) -> None:
     refused = CliRunner().invoke(main, ["serve", "demo", *form.format(option).split()])
     assert refused.exit_code == 2
     assert ONLY_ONE[option] in " ".join(refused.output.split())

@@ -95,6 +95,8 @@ def test_a_request_is_found_by_its_whole_id_with_its_traceback(formatter: loggin
     ("actor", "name"),
     [
         ("worker-12(checkpoint)", "worker-12"),
+        ("worker-12 rank 1(checkpoint)", "worker-12 rank 1"),
+        ("RankActor", "worker rank"),
         ("router-0", "router-0"),
         ("supervisor(2 workers, 1 routers)", "supervisor"),
         ("WorkerActor", "worker"),

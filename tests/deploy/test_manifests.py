@@ -111,7 +111,7 @@ def test_each_kustomization_names_what_is_there_and_together_they_name_all() -> 
         ]
         assert all(path.exists() for path in resources), file
         named |= {path / KUSTOMIZATION if path.is_dir() else path for path in resources}
-    roots = {KUBERAY / name / KUSTOMIZATION for name in ("cpu", "gpu", "ingress")}
+    roots = {KUBERAY / name / KUSTOMIZATION for name in ("cpu", "two-gpus", "ingress")}
     assert named | roots | {KUBERAY / "up-job.yaml"} == set(KUBERAY.rglob("*.yaml"))
 
 
@@ -135,6 +135,27 @@ def test_kubectl_renders_each_overlay_as_all_of_base_and_its_own(device: str) ->
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
     ]
     assert sorted(found, key=identity) == sorted(written, key=identity)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
+def test_the_overlay_for_two_gpus_gives_each_worker_pod_two_and_changes_nothing_else() -> None:
+    def rendered(overlay: str) -> list[Any]:
+        command = ("kubectl", "kustomize", str(KUBERAY / overlay))
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return list(yaml.safe_load_all(result.stdout))
+
+    def resources(documents: list[Any]) -> Any:
+        (cluster,) = (document for document in documents if document["kind"] == "RayCluster")
+        (workers,) = (
+            group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "workers"
+        )
+        return workers["template"]["spec"]["containers"][0]["resources"]
+
+    one, two = rendered("gpu"), rendered("two-gpus")
+    assert {kind["nvidia.com/gpu"] for kind in resources(two).values()} == {"2"}
+    assert resources(two)["limits"] == resources(two)["requests"]
+    resources(two).update(resources(one))
+    assert two == one
 
 
 def identity(document: Any) -> tuple[str, str]:

@@ -29,6 +29,7 @@ replicas = st.builds(
         ("pid", "num_ready_workers", "num_starts", "num_failures_in_a_row", "num_missed"), counts
     ),
     kind=st.sampled_from(("worker", "router")),
+    ranks=st.lists(st.tuples(texts, counts), max_size=3).map(tuple),
     phase=st.sampled_from(("starting", "downloading", "serving", "draining", "waiting", "stopped")),
     serving_since=st.none() | st.floats(0, 1e9),
     failed_at=st.none() | st.floats(0, 1e9),

@@ -73,6 +73,17 @@ def test_the_first_look_has_no_rates_and_the_hit_rate_since_the_start() -> None:
     assert (row.prompt_tokens_per_second, row.generated_tokens_per_second, row.hit_rate) == (0.0, 0.0, 0.25)
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_worker_of_several_ranks_is_marked_as_such(columns: int) -> None:
+    several = worker("worker-1")
+    several.num_ranks = 2
+    told = lines_of(look(1.0, worker(), several), [], columns)
+    assert [line.partition(" READY")[0].rstrip() for line in told[-2:]] == ["worker-0", "worker-1 x2"]
+    assert [
+        row["ranks"] for row in as_document(look(1.0, several), rows_of(look(1.0, several), None))["workers"]
+    ] == [2]
+
+
 def test_a_worker_that_was_restarted_begins_anew_and_never_has_a_negative_rate() -> None:
     before = look(1.0, worker(incarnation="a", generated_tokens=900, prompt_tokens=900))
     (row,) = rows_of(look(2.0, worker(incarnation="b", generated_tokens=5, prompt_tokens=7)), before)

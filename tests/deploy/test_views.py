@@ -18,6 +18,7 @@ from blockyard.deploy.views.views import (
     dashboard_lines,
     metrics_lines,
     plain_table,
+    replica_dict,
     status_view,
     workers_table,
 )
@@ -102,6 +103,23 @@ def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> 
         assert f"http://{node.metrics_address}/metrics (ray_blockyard_*, of node {node.name})" in told
     rows = {line.split()[0]: line.split()[2] for line in told.splitlines() if line.startswith("worker-")}
     assert rows == {"worker-0": "10.0.0.1", "worker-1": "10.0.0.2"}
+
+
+def test_status_tells_node_and_pid_of_each_rank() -> None:
+    ranks = (("aaaa", 11), ("bbbb", 12))
+    worker = Replica(name="worker-0", kind="worker", node_id="aaaa", pid=11, ranks=ranks)
+    report = SupervisorReport(
+        pid=1, code="c", replicas=[worker], cpus_per_worker=2.0, gpus_per_worker=0.0, at_seconds=0.0
+    )
+    cluster = ClusterState(cluster="default", model="demo", secret="s")
+    told = printed(status_view(cluster, report, None, (HEAD, OTHER)))
+    rows = [line.split() for line in told.splitlines() if line.startswith("worker-0")]
+    assert rows[0][:5] == ["worker-0", "starting", "10.0.0.1", "11", "0"]
+    assert rows[1] == ["worker-0", "rank", "1", "10.0.0.2", "12"]
+    assert replica_dict(worker)["ranks"] == [
+        {"node_id": "aaaa", "pid": 11},
+        {"node_id": "bbbb", "pid": 12},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -135,4 +135,10 @@ MATRIX = (
     ),
     _fault(70, "two tenants pull one prefix", "it stays on the account of the first"),
     _fault(71, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
+    _fault(
+        72, "a rank of a worker SIGKILL in prefill, decode or swap", "the worker ends at once, then as 16"
+    ),
+    _fault(73, "a rank of a worker SIGSTOP", "the worker ends within 3 s, then as 16; no rank stays"),
+    _fault(74, "a rank SIGKILL while it loads", "the worker ends and says so; the others serve on"),
+    _fault(75, "rank 0 SIGKILL", "as 16; its other ranks end"),
 )

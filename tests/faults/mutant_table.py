@@ -1,6 +1,13 @@
 """All mutants of the fault matrix (mutant.py), in order of its rows."""
 
-from . import mutants_index, mutants_processes, mutants_requests, mutants_transfers, mutants_workers
+from . import (
+    mutants_index,
+    mutants_processes,
+    mutants_ranks,
+    mutants_requests,
+    mutants_transfers,
+    mutants_workers,
+)
 
 MUTANTS = (
     *mutants_requests.MUTANTS,
@@ -8,6 +15,7 @@ MUTANTS = (
     *mutants_index.MUTANTS,
     *mutants_processes.MUTANTS,
     *mutants_transfers.MUTANTS,
+    *mutants_ranks.MUTANTS,
 )
 
 NOT_TRIED = {

@@ -2,6 +2,9 @@
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,9 @@ from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState
-from blockyard.worker.startup.loading import load_engine
 
 from .checkpoints import ARCHITECTURES, reference_greedy, shared_checkpoint
+from .ranks import divided_engine
 
 BLOCK_SIZE = 16
 MIN_GAP = 1e-3
@@ -29,16 +32,35 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return shared_checkpoint(request.param)
 
 
-OVERLAP_STEPS = "off"
+@dataclass(slots=True, kw_only=True)
+class Mode:
+    """How every engine of this module runs its steps."""
+
+    overlap_steps: str = "off"
+    num_ranks: int = 1
+    running: ExitStack = field(default_factory=ExitStack)
 
 
-@pytest.fixture(params=["off", "on"], ids=["one step at a time", "steps overlap"], autouse=True)
-def overlap_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set whether steps overlap in every engine of this module."""
-    monkeypatch.setattr(sys.modules[__name__], "OVERLAP_STEPS", request.param)
+MODE = Mode()
+MODES = {
+    "one step at a time": ("off", 1),
+    "steps overlap": ("on", 1),
+    "kv heads split between 2 ranks": ("off", 2),
+    "kv heads on 2 of 4 ranks each": ("off", 4),
+    "steps overlap on 2 ranks": ("on", 2),
+}
 
 
-step_by_step = pytest.mark.parametrize("overlap_steps", ["off"], indirect=True)
+@pytest.fixture(params=MODES.values(), ids=MODES, autouse=True)
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    overlap_steps, num_ranks = request.param
+    with ExitStack() as running:
+        chosen = Mode(overlap_steps=overlap_steps, num_ranks=num_ranks, running=running)
+        monkeypatch.setattr(sys.modules[__name__], "MODE", chosen)
+        yield
+
+
+step_by_step = pytest.mark.parametrize("mode", [("off", 1), ("off", 2)], indirect=True)
 """Mark for tests that check the result of a single step."""
 
 
@@ -49,10 +71,11 @@ def make_engine(
         model=str(checkpoint),
         device="cpu",
         deterministic=deterministic,
-        kv_cache_memory=num_blocks * BYTES_PER_BLOCK,
-        **({"overlap_steps": OVERLAP_STEPS} | settings),
+        # Of the two kv heads, each of several ranks has one.
+        kv_cache_memory=num_blocks * BYTES_PER_BLOCK // min(MODE.num_ranks, 2),
+        **({"overlap_steps": MODE.overlap_steps} | settings),
     )
-    return load_engine(config).engine
+    return MODE.running.enter_context(divided_engine(config, MODE.num_ranks))
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -3,13 +3,20 @@
 import random
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import pytest
 import torch
 from blockyard.kernels.attention.plan import PADDING_SLOT, AttentionPlan, plan_attention
 from blockyard.worker.execution.newest_tokens import NewestTokens
-from blockyard.worker.execution.step_inputs import InputRows, StepInputs, wanted_positions
+from blockyard.worker.execution.step_inputs import (
+    InputRows,
+    Layout,
+    StepInputs,
+    step_inputs,
+    wanted_positions,
+)
 from blockyard.worker.execution.table_rows import FIRST_BLOCKS, FIRST_ROWS
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.block_table import BlockTable
@@ -29,8 +36,21 @@ ACTIONS = 3000
 CPU = torch.device("cpu")
 
 
-def input_rows(block_size: int = 16) -> InputRows:
-    return InputRows(block_size=block_size, num_kv_heads=2, group=2, device=CPU, with_items=True)
+class Inputs(InputRows):
+    """Prepares inputs as a runner does."""
+
+    def __init__(self, block_size: int = 16, *, with_items: bool = True) -> None:
+        super().__init__(block_size)
+        self._layout = Layout(
+            block_size=block_size, num_kv_heads=2, group=2, device=CPU, with_items=with_items
+        )
+
+    def prepare(self, rows: Rows[ScheduledRow], newest: NewestTokens) -> StepInputs:
+        arrays, unknown = self.arrays(rows)
+        inputs = step_inputs(arrays, self._layout)
+        if unknown:
+            inputs.tokens_T[arrays.unknown_U] = newest.of(unknown)
+        return inputs
 
 
 def from_scratch(rows: tuple[ScheduledRow, ...], block_size: int) -> AttentionPlan:
@@ -64,7 +84,7 @@ def assert_from_scratch(inputs: StepInputs, rows: tuple[ScheduledRow, ...], bloc
 
 
 def test_a_table_too_short_for_its_context_is_refused_whatever_lay_in_its_row_before() -> None:
-    rows = input_rows(block_size=4)
+    rows = Inputs(block_size=4)
     sequences = [
         Sequence(
             sequence_id=SequenceId(number),
@@ -89,7 +109,7 @@ class PreparingDevice(Device):
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self.block_size = scheduler.config.block_size
-        self.inputs = input_rows(self.block_size)
+        self.inputs = Inputs(self.block_size)
         self.num_prepared = self.num_plain = 0
         self._newest = NewestTokens.none()
 
@@ -145,7 +165,7 @@ PROMPT = make_row(2, [7], end=5, num_tokens=5)
 
 def test_a_step_with_a_prompt_has_a_plan_of_its_wanted_positions_alone() -> None:
     rows = (*DECODES, make_row(2, [7, 5], end=30, num_tokens=19), make_row(3, [6], end=2, num_tokens=2))
-    inputs = input_rows().prepare(rows, NewestTokens.none())
+    inputs = Inputs().prepare(rows, NewestTokens.none())
     plan = inputs.wanted_plan
     assert plan is not None
     assert plan.query_lens == (1, 1, 1, 1)
@@ -169,11 +189,11 @@ def test_a_step_with_a_prompt_has_a_plan_of_its_wanted_positions_alone() -> None
 def test_only_a_step_that_computes_what_nobody_wants_has_a_plan_without_it(
     rows: tuple[ScheduledRow, ...], is_there: bool
 ) -> None:
-    assert (input_rows().prepare(rows, NewestTokens.none()).wanted_plan is not None) == is_there
+    assert (Inputs().prepare(rows, NewestTokens.none()).wanted_plan is not None) == is_there
 
 
 def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
-    inputs, num_rows, num_blocks = input_rows(), 2 * FIRST_ROWS + 1, 3 * FIRST_BLOCKS + 1
+    inputs, num_rows, num_blocks = Inputs(), 2 * FIRST_ROWS + 1, 3 * FIRST_BLOCKS + 1
     few = (make_row(0, [3, 1], end=20), make_row(1, [4], end=9))
     assert_from_scratch(inputs.prepare(few, NewestTokens.none()), few, 16)
     tables = np.random.default_rng(0).integers(0, 9999, (num_rows, num_blocks)).tolist()
@@ -183,31 +203,31 @@ def test_more_sequences_and_longer_tables_than_there_was_room_for() -> None:
 
 
 def test_an_id_that_has_come_to_mean_another_sequence_has_that_ones_table() -> None:
-    inputs = input_rows()
+    inputs = Inputs()
     for blocks in ([5, 6], [7, 6]):
         rows = (make_row(3, blocks, end=18),)
         assert_from_scratch(inputs.prepare(rows, NewestTokens.none()), rows, 16)
 
 
-def _another_place(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+def _another_place(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
     return make_row(1, [4], end=9), row
 
 
-def _another_version(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+def _another_version(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
     row.sequence.block_table.assign(row.sequence.block_table)
     return (row,)
 
 
-def _a_row_that_is_not_plain(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+def _a_row_that_is_not_plain(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
     return (row._replace(is_plain=False),)
 
 
-def _forgotten(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+def _forgotten(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
     inputs.forget([row.sequence.sequence_id])
     return (row,)
 
 
-def _after_a_step_that_was_refused(inputs: InputRows, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
+def _after_a_step_that_was_refused(inputs: Inputs, row: ScheduledRow) -> tuple[ScheduledRow, ...]:
     with pytest.raises(ValueError, match="2 needed"):
         inputs.prepare((row, make_row(1, [4], end=20)), NewestTokens.none())
     return (row,)
@@ -218,10 +238,10 @@ def _after_a_step_that_was_refused(inputs: InputRows, row: ScheduledRow) -> tupl
     [_another_place, _another_version, _a_row_that_is_not_plain, _forgotten, _after_a_step_that_was_refused],
 )
 def test_of_a_plain_row_at_its_place_the_blocks_are_looked_at_no_more(
-    change: Callable[[InputRows, ScheduledRow], tuple[ScheduledRow, ...]],
+    change: Callable[[Inputs, ScheduledRow], tuple[ScheduledRow, ...]],
 ) -> None:
     """Seen by a change of a block that no plain row knows."""
-    inputs, row = input_rows(), make_row(0, [3, 1], end=20)
+    inputs, row = Inputs(), make_row(0, [3, 1], end=20)
     plain = row._replace(is_plain=True)
     assert_from_scratch(inputs.prepare((row,), NewestTokens.none()), (row,), 16)
     row.sequence.block_table.replace(1, BlockId(9))
@@ -248,7 +268,7 @@ def test_planning_and_preparing_256_decodes_stay_within_ten_times_their_millisec
     scheduler = make_scheduler(256 * 40, max_num_batched_tokens=2**18, max_model_len=640)
     for number in range(256):
         scheduler.submit(make_sequence(number, [number] * (500 + number % 16), max_tokens=40))
-    inputs, durations = InputRows(block_size=16, num_kv_heads=2, group=2, device=CPU, with_items=False), []
+    inputs, durations = Inputs(with_items=False), []
     for _ in range(20):
         begin = time.perf_counter()
         plan = scheduler.plan()

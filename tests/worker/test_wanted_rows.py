@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
-from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.runner import TorchRunner
-from blockyard.worker.execution.step_inputs import StepInputs
+from blockyard.worker.execution.step_inputs import StepInputs, step_inputs
 from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -69,6 +68,11 @@ def make_runner(folder: Path, options: dict[str, Any], device: torch.device = DE
     return runner
 
 
+def inputs_of(runner: TorchRunner) -> StepInputs:
+    arrays, _ = runner._inputs.arrays(mixed_rows(runner))
+    return step_inputs(arrays, runner._layout)
+
+
 def mixed_rows(runner: TorchRunner) -> tuple[ScheduledRow, ...]:
     """Return the rows of one step. The KV of the positions before them is already computed."""
     generator = torch.Generator().manual_seed(3)
@@ -104,7 +108,7 @@ def hidden(
 
 def test_wanted_rows_alone_are_as_among_all_and_the_pools_too(folder: Path, options: dict[str, Any]) -> None:
     runner = make_runner(folder, options)
-    inputs = runner._inputs.prepare(mixed_rows(runner), NewestTokens.none())
+    inputs = inputs_of(runner)
     assert inputs.wanted_plan is not None
     alone_QH, pools = hidden(runner, inputs, inputs.wanted_plan)
     expected_QH, expected_pools = hidden(runner, inputs, None)
@@ -123,7 +127,7 @@ def test_an_mlp_in_pieces_has_the_same_results(monkeypatch: pytest.MonkeyPatch, 
     """Pieces hold 4 tokens, in a mode where each token's result does not depend on the others."""
     folder = make_checkpoint(tmp_path, "LlamaForCausalLM")
     runner = make_runner(folder, {"deterministic": True}, torch.device("cpu"))
-    inputs = runner._inputs.prepare(mixed_rows(runner), NewestTokens.none())
+    inputs = inputs_of(runner)
     expected_QH, expected_pools = hidden(runner, inputs, None)
     silu_mul, num_computed = runner.backend.silu_mul, []
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted
+from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot, RequestId
 from blockyard.worker.sequences.step_plan import (
     FAILED_TOKEN,
@@ -55,8 +56,10 @@ def in_halves(
     """Run a step in halves after it has raised `failure`, and return its tokens.
 
     Failing rows get FAILED_TOKEN. Rows that read a corrupted block of host memory get LOST_TOKEN. `is_being_filled`
-    returns whether this step fills a block. Raises NothingSucceeds.
+    returns whether this step fills a block. Raises NothingSucceeds, and RanksLost where that is the failure.
     """
+    if isinstance(failure, RanksLost):
+        raise failure
     if isinstance(failure, HostBlockCorrupted):
         return _without(failure.slots, runner, plan, is_being_filled)
     logger.error("step %d failed with %d rows", plan.step, len(plan.rows), exc_info=failure)
@@ -141,6 +144,8 @@ class _Halves:
         rows = tuple(self._plan.rows[index] for index in indices)
         try:
             part = self._runner.execute(replace(self._plan, rows=rows))
+        except RanksLost:
+            raise
         except HostBlockCorrupted:
             raise  # raised before any part succeeded: each part begins with its moves from host memory
         except Exception:

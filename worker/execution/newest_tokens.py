@@ -1,10 +1,9 @@
 """Newest tokens: what the last step sampled, on the device. They are the next step's inputs before the host knows them.
 
-Shapes: S rows of the last step that sampled, N outputs a row, T tokens of the next step, U of them that the host does
-not know.
+Shapes: S rows of the last step that sampled, N outputs a row, U tokens of the next step that the host does not know.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from blockyard.worker.memory.transfers import upload
@@ -13,7 +12,7 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 
 
 class NewestTokens(Mapping[tuple[SequenceId, int], int]):
-    """Tokens by sequence and position. Reading one as a number waits for the device; `fill_in` does not."""
+    """Tokens by sequence and position. Reading one as a number waits for the device; `of` does not."""
 
     def __init__(self, rows: Sequence[ScheduledRow], tokens_SN: torch.Tensor) -> None:
         self._row_of = {(row.sequence.sequence_id, row.end): index for index, row in enumerate(rows)}
@@ -32,14 +31,11 @@ class NewestTokens(Mapping[tuple[SequenceId, int], int]):
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def fill_in(self, tokens_T: torch.Tensor, unknown: Mapping[int, tuple[SequenceId, int]]) -> None:
-        """Write the unknown tokens into `tokens_T`. `unknown` gives sequence and position by index in T.
+    def of(self, unknown: Iterable[tuple[SequenceId, int]]) -> torch.Tensor:
+        """Return the tokens [U] of these sequences at these positions.
 
         Where the last step sampled no such token, the sequence ends at its commit. Until then any token will do as its
         input.
         """
-        if not unknown:
-            return
-        offsets_U = upload(list(unknown), tokens_T.device)
-        rows_U = upload([self._row_of[key] for key in unknown.values()], tokens_T.device)
-        tokens_T.index_copy_(0, offsets_U, self._tokens_SN[rows_U, 0].clamp_(min=0))
+        rows_U = upload([self._row_of[key] for key in unknown], self._tokens_SN.device)
+        return self._tokens_SN[rows_U, 0].clamp_(min=0)

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from blockyard.worker.memory.transfers import Readback, upload
+from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.sampler import Drawing
 from blockyard.worker.sequences.sequence import TokenLogprob
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_TOKEN, RowExtras, ScheduledRow, StepTokens
@@ -44,7 +45,7 @@ class StartedStep:
     """A step that has begun, with its results on their way to the host. Implements `PendingStep`."""
 
     rows: tuple[ScheduledRow, ...]
-    drawing: Drawing | None
+    drawing: Drawing | DividedDrawing | None
     chunks: Chunks | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
 

@@ -85,16 +85,24 @@ class HostBlocks:
 
         Raises HostBlockCorrupted, having moved nothing, if the content of any slot is not what was saved.
         """
-        if self._checksums is not None:
-            self._synchronise()
-            checksums = self._checksums
-            if corrupted := [slot for slot, _ in pairs if self._checksum(slot) != checksums[slot]]:
-                raise HostBlockCorrupted(corrupted)
+        if corrupted := self.corrupted(slot for slot, _ in pairs):
+            raise HostBlockCorrupted(corrupted)
         for piece in self._pieces(sorted(pairs)):
             for first, slots_S in self._runs([slot for slot, _ in piece]):
                 self._staging_GL2KPD[first : first + len(slots_S)].copy_(slots_S, non_blocking=True)
             rows = self._pool_rows([block for _, block in piece])
             self._blocks_N2KPD.index_copy_(0, rows, self._staging_GL2KPD[: len(piece)].flatten(0, 1))
+
+    @property
+    def verifies(self) -> bool:
+        return self._checksums is not None
+
+    def corrupted(self, slots: Iterable[HostSlot]) -> list[HostSlot]:
+        """Return the slots that do not hold what was saved there. None without `verify`."""
+        if self._checksums is None:
+            return []
+        self._synchronise()
+        return [slot for slot in slots if self._checksum(slot) != self._checksums[slot]]
 
     def bytes_of(self, slot: HostSlot) -> memoryview:
         """Return a slot's bytes, to be read or written. Unlike `save` and `load`, that waits for no device."""

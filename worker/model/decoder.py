@@ -6,7 +6,7 @@ that attend within a window get the step's plan cut to it. Outputs of the last l
 
 Shapes: T tokens in the step, S rows that get logits, V vocabulary, H hidden size, N query heads, K kv heads. A = N D
 attention width, D head size, B blocks in the pool, P tokens a block, I intermediate size, M positions of the rotary
-table.
+table, X ranks.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,30 @@ import torch
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import LayerWeights, Weights
+from blockyard.worker.parallel.collective import Alone, Collective
 
 
 class Decoder:
-    """Weights and backend of one model. Holds no state of any request.
+    """Weights and backend of one model, or of one rank's part of it. Holds no state of any request.
 
     It takes the weights over: their matrices are packed for the backend, in place.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, backend: Backend) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        backend: Backend,
+        *,
+        part: ModelPart | None = None,
+        collective: Collective | None = None,
+    ) -> None:
+        self._part = part or divide(config)
+        self._config = config = self._part.config
+        self._collective = collective or Alone()
         self._weights = weights
         self._backend = backend
         weights.pack(backend.pack_linear)
@@ -44,8 +56,35 @@ class Decoder:
         return self.logits(self.hidden(tokens_T, kv_pools, plan, logits_rows_S))
 
     def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Return [S, V] from what `hidden` returned."""
-        return self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+        """Return [S, V] from what `hidden` returned. On a rank other than 0, what is returned means nothing."""
+        logits_SV = self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+        if self._part.size == 1:
+            return logits_SV
+        gathered_SV = self._collective.gather(logits_SV)
+        return (
+            logits_SV if gathered_SV is None else gathered_SV[:, : self._part.whole.vocab_size].contiguous()
+        )
+
+    def largest(self, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token of the largest logit of each row [S], and whether all logits of the row are finite [S].
+
+        The ranks gather three numbers a row instead of logits. On a rank other than 0, what is returned means nothing.
+        """
+        logits_SV = self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+        found_S3 = torch.full((len(hidden_SH), 3), float("-inf"), device=logits_SV.device)
+        found_S3[:, 2] = 1.0
+        if num_tokens := self._part.num_tokens:
+            own_SV = logits_SV if num_tokens == logits_SV.shape[1] else logits_SV[:, :num_tokens].contiguous()
+            tokens_S, is_finite_S = self._backend.greedy_tokens(own_SV)
+            found_S3[:, 0] = own_SV.gather(1, tokens_S[:, None])[:, 0]
+            # Exact: a vocabulary has at most 2^24 tokens (MAX_SIZE).
+            found_S3[:, 1] = tokens_S + self._part.first_token
+            found_S3[:, 2] = is_finite_S
+        gathered = self._collective.gather(found_S3)
+        by_rank_SX3 = (found_S3 if gathered is None else gathered).view(len(hidden_SH), -1, 3)
+        best_S1 = by_rank_SX3[:, :, 0].argmax(dim=1, keepdim=True)
+        tokens_S = by_rank_SX3[:, :, 1].gather(1, best_S1)[:, 0].long()
+        return tokens_S, by_rank_SX3[:, :, 2].amin(dim=1) > 0
 
     def hidden(
         self,
@@ -63,7 +102,7 @@ class Decoder:
         """
         weights, eps = self._weights, self._config.rms_norm_eps
         # The first norm leaves the residual as it is. The following ones add each block's output to it.
-        residual_TH = self._backend.embed(weights.embedding_VH, tokens_T)
+        residual_TH = self._embed(tokens_T)
         x_TH = torch.empty_like(residual_TH)
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
@@ -75,13 +114,26 @@ class Decoder:
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
             x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
+            self._collective.all_reduce(x_TH)
             self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
             x_TH = self._mlp(layer, x_TH)
+            self._collective.all_reduce(x_TH)
             if next_layer is not None:
                 self._backend.add_rms_norm(x_TH, residual_TH, next_layer.input_norm_H, eps, out_TH=x_TH)
         if rows_S is not None and rows_plan is None:
             x_TH, residual_TH = x_TH[rows_S], residual_TH[rows_S]
         self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
+        return x_TH
+
+    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        embedding_VH = self._weights.embedding_VH
+        if self._part.size == 1:
+            return self._backend.embed(embedding_VH, tokens_T)
+        own_T = tokens_T - self._part.first_token
+        is_other_T = (own_T < 0) | (own_T >= len(embedding_VH))
+        x_TH = self._backend.embed(embedding_VH, own_T.masked_fill_(is_other_T, 0))
+        x_TH.masked_fill_(is_other_T[:, None], 0.0)
+        self._collective.all_reduce(x_TH)
         return x_TH
 
     def _project_and_store(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.shards import check_shards, is_redundant, shard_files
 from safetensors import SafetensorError, safe_open
 
@@ -59,39 +60,65 @@ class Weights:
         self.lm_head_VH = pack_linear(self.lm_head_VH)
 
 
-def load_weights(folder: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Load a checkpoint, one shard after the other, converting each tensor on its way.
+def load_weights(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: ModelPart | None = None,
+) -> Weights:
+    """Load a checkpoint, or a part of it, one shard after the other, converting each tensor on its way.
 
     Raises ValueError as `check_shards` does.
     """
     check_shards(folder, config)
-    weights = _allocate(config, dtype, device)
-    destinations = _checkpoint_tensors(weights, config)
+    part = part or divide(config)
+    weights = _allocate(part.config, dtype, device, is_padded=part.size > 1)
+    destinations = _checkpoint_tensors(weights, part.config)
     for file in shard_files(folder):
-        for name, tensor in _read_shard(file):
-            if not is_redundant(name, config):
-                destinations[name].copy_(tensor)
+        for name, tensor in _read_shard(file, part):
+            _fill(destinations[name], tensor)
     return weights
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> Weights:
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, part: ModelPart | None = None
+) -> Weights:
     """Return weights drawn as an untrained model's, norms at 1. The same for the same seed and kind of device.
 
-    They are drawn on the device, because an 8B model would take a CPU minutes.
+    They are drawn on the device, because an 8B model would take a CPU minutes. Parts of a model are cut from the whole
+    tensors, so that together they are the same model.
     """
-    weights = _allocate(config, dtype, device)
+    part = part or divide(config)
+    weights = _allocate(part.config, dtype, device, is_padded=part.size > 1)
+    destinations = _checkpoint_tensors(weights, part.config)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in _checkpoint_tensors(weights, config).items():
+    whole = _checkpoint_tensors(_allocate(config, dtype, torch.device("meta")), config)
+    for name, shaped in whole.items():
+        tensor, place = destinations.get(name), part.place(name)
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            destinations[name].fill_(1.0)
+        elif part.size == 1:
+            destinations[name].normal_(std=RANDOM_STD, generator=generator)
         else:
-            tensor.normal_(std=RANDOM_STD, generator=generator)
+            drawn = torch.empty(shaped.shape, dtype=dtype, device=device)
+            drawn.normal_(std=RANDOM_STD, generator=generator)
+            if tensor is not None and place is not None:
+                _fill(tensor, drawn[place])
     return weights
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+def _fill(destination: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor to the beginning of its destination. What lies behind it is padding."""
+    destination[tuple(map(slice, tensor.shape))].copy_(tensor)
+
+
+def _allocate(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool = False
+) -> Weights:
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return (torch.zeros if is_padded else torch.empty)(shape, dtype=dtype, device=device)
 
     hidden, head_dim = config.hidden_size, config.head_dim
     attention_width = config.num_heads * head_dim
@@ -155,10 +182,14 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
     return tensors
 
 
-def _read_shard(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_shard(file: Path, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the part needs, and of each its slice alone."""
     try:
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118, the reader is no mapping
-                yield name, shard.get_tensor(name)
+                place = part.place(name)
+                if place is None or is_redundant(name, part.whole):
+                    continue
+                yield name, shard.get_tensor(name) if part.size == 1 else shard.get_slice(name)[place]
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error

@@ -26,10 +26,10 @@ from blockyard.worker.sampling.logit_edits import IMPOSSIBLE, edit, has_edits
 from blockyard.worker.sampling.logprobs import candidates, token_logprobs
 from blockyard.worker.sampling.state import NO_LOGPROBS, Batch, Ids, InFlight, SamplingState
 from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sampling_params import GREEDY_BELOW_TEMPERATURE
 from blockyard.worker.sequences.sequence import TokenLogprob
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, RowExtras, ScheduledRow, StepTokens
 
-GREEDY_BELOW_TEMPERATURE = 1e-5
 DRAWN_AT_ONCE = 2**18
 """Logits drawn at once on a CPU, so that their intermediate values stay in its caches."""
 LEAST_DRAWN_AT_ONCE = 8

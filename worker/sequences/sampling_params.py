@@ -5,6 +5,7 @@ from typing import Literal
 
 from blockyard.proto.limits import MAX_LOGIT_BIAS, RANGES
 
+GREEDY_BELOW_TEMPERATURE = 1e-5
 EarlyStopping = Literal["heuristic", "first", "never"]
 """When a beam search with enough finished beams ends.
 
@@ -85,6 +86,18 @@ class SamplingParams:
         reports = self.logprobs is not None or self.prompt_logprobs is not None
         if self.beam_width and (filters or chooses or reports):
             raise ValueError("a beam search takes no filters, penalties, biases, token lists or logprobs")
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the token is that of the model's largest logit, and the request asks for nothing else of the
+        logits."""
+        return (
+            self.temperature < GREEDY_BELOW_TEMPERATURE
+            and self.n == 1
+            and not (self.beam_width or self.min_tokens or self.penalises)
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_token_ids)
+            and self.logprobs is None
+        )
 
     @property
     def penalises(self) -> bool:

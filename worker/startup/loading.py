@@ -4,24 +4,30 @@ up."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
 from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
+from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import Runner, TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.memory.gpu_memory import GIB, CudaMeter
 from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
+from blockyard.worker.model.division import divide
+from blockyard.worker.parallel.collective import Alone, Collective
+from blockyard.worker.parallel.follower import Follower
+from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
@@ -39,6 +45,19 @@ if TYPE_CHECKING:
     from blockyard.worker.grammar.masks import Masks
 
 logger = logging.getLogger(__name__)
+AnyPartRunner = TypeVar("AnyPartRunner", bound=PartRunner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks of a worker, as rank 0 sees them."""
+
+    collective: Collective
+    lead: Callable[[StepArrays], None]
+    """Sends a step to all other ranks."""
+
+
+ALONE = Ranks(collective=Alone(), lead=lambda arrays: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +80,8 @@ class LoadedEngine:
     device: str
     masks: Masks | None
     """Makes outputs follow grammars. None where that is not possible."""
+    num_ranks: int = 1
+    """Ranks among which the model is divided."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -74,8 +95,11 @@ class LoadedEngine:
         )
 
 
-def load_engine(config: EngineConfig) -> LoadedEngine:
-    """Load an engine. Raises ValueError for a model or a size that is not possible; the message says what to change."""
+def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
+    """Load an engine. Raises ValueError for a model or a size that is not possible; the message says what to change.
+
+    With several ranks, this is rank 0, and the others take part in its steps from here on (`load_follower`).
+    """
     path = resolve_model(config.model)
     tokenizer_path = resolve_tokenizer(config.tokenizer, path)
     model = load_config(path)
@@ -89,8 +113,9 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         )
     _check_stride_within_context(config, max_model_len)
     weights_before = weights_state(path)
-    fingerprint = _fingerprint_in_background(path, config, dtype.name)
-    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len)
+    arithmetic = _arithmetic(config, dtype.name, ranks.collective.size)
+    fingerprint = _fingerprint_in_background(path, config, arithmetic)
+    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len, ranks)
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
@@ -112,20 +137,34 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype.name),
         device=str(device),
         masks=masks,
+        num_ranks=ranks.collective.size,
     )
 
 
+def load_follower(config: EngineConfig, collective: Collective) -> Follower:
+    """Load the part of a rank other than 0. Its pools are allocated in its first step. Raises ValueError as
+    `load_engine` does."""
+    path, device = resolve_model(config.model), _resolve_device(config)
+    return Follower(_create(PartRunner, config, path, device, collective), collective)
+
+
 def _load_runner(
-    config: EngineConfig, model: ModelConfig, path: Path, device: torch.device, dtype: str, max_model_len: int
+    config: EngineConfig,
+    model: ModelConfig,
+    path: Path,
+    device: torch.device,
+    dtype: str,
+    max_model_len: int,
+    ranks: Ranks,
 ) -> tuple[TorchRunner | SimulatedRunner, KVSize, HostSize]:
     """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
     before it."""
     budget = known_budget(config, device)
     measured: TorchRunner | None = None
     if budget is None:
-        measured = _make_torch_runner(config, path, device, num_blocks=1, num_host_slots=0)
+        measured = _make_torch_runner(config, path, device, ranks, num_blocks=1, num_host_slots=0)
         budget = measured_budget(measured, config, CudaMeter(device))
-    kv_size = size_pool(config, model, dtype, budget)
+    kv_size = size_pool(config, divide(model, size=ranks.collective.size).config, dtype, budget)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
     check_one_full_sequence_fits(kv_size, max_model_len)
@@ -133,7 +172,7 @@ def _load_runner(
     logger.info(host_size.describe())
     runner: TorchRunner | SimulatedRunner
     if measured is None:
-        runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks)
+        runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks, ranks)
     else:
         runner = measured
         runner.allocate_pools(kv_size.num_blocks, host_size.num_blocks)
@@ -142,7 +181,7 @@ def _load_runner(
     return runner, kv_size, host_size
 
 
-def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> Future[str]:
+def _fingerprint_in_background(path: Path, config: EngineConfig, arithmetic: str) -> Future[str]:
     """Start to compute the model's fingerprint while its weights are loaded, and return its future.
 
     The first start on a checkpoint reads all of it for that.
@@ -154,9 +193,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
     def run() -> None:
         try:
             future.set_result(
-                model_fingerprint(
-                    path, load_format=config.load_format, seed=config.seed, dtype=_arithmetic(config, dtype)
-                )
+                model_fingerprint(path, load_format=config.load_format, seed=config.seed, dtype=arithmetic)
             )
         except BaseException as error:
             future.set_exception(error)
@@ -165,9 +202,10 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, dtype: str) -> 
     return future
 
 
-def _arithmetic(config: EngineConfig, dtype: str) -> str:
+def _arithmetic(config: EngineConfig, dtype: str, num_ranks: int) -> str:
     """Return as text what besides the weights decides a block's content. Workers share prefixes where it is equal."""
-    return f"{config.engine}:{dtype}" + ("" if config.cpu_linears == "full" else f":{config.cpu_linears}")
+    linears = "" if config.cpu_linears == "full" else f":{config.cpu_linears}"
+    return f"{config.engine}:{dtype}{linears}" + ("" if num_ranks == 1 else f":{num_ranks} ranks")
 
 
 def _check_stride_within_context(config: EngineConfig, max_model_len: int) -> None:
@@ -260,6 +298,7 @@ def _make_runner(
     device: torch.device,
     num_blocks: int,
     num_host_slots: int,
+    ranks: Ranks,
 ) -> TorchRunner | SimulatedRunner:
     match config.engine:
         case "simulated":
@@ -271,14 +310,34 @@ def _make_runner(
             )
         case "model":
             return _make_torch_runner(
-                config, path, device, num_blocks=num_blocks, num_host_slots=num_host_slots
+                config, path, device, ranks, num_blocks=num_blocks, num_host_slots=num_host_slots
             )
 
 
 def _make_torch_runner(
-    config: EngineConfig, path: Path, device: torch.device, *, num_blocks: int, num_host_slots: int
+    config: EngineConfig,
+    path: Path,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    num_blocks: int,
+    num_host_slots: int,
 ) -> TorchRunner:
-    return TorchRunner.create(
+    runner = _create(TorchRunner, config, path, device, ranks.collective, num_blocks, num_host_slots)
+    runner.lead = ranks.lead
+    return runner
+
+
+def _create(
+    kind: type[AnyPartRunner],
+    config: EngineConfig,
+    path: Path,
+    device: torch.device,
+    collective: Collective,
+    num_blocks: int = 1,
+    num_host_slots: int = 0,
+) -> AnyPartRunner:
+    return kind.create(
         path,
         device=device,
         dtype=config.dtype,
@@ -291,6 +350,7 @@ def _make_torch_runner(
         linears=config.cpu_linears,
         kv_cache_dtype=config.kv_cache_dtype,
         seed=config.seed,
+        collective=collective,
     )
 
 

@@ -80,7 +80,7 @@ function makeCard(name) {
     el("div", { className: "row" }, el("h2", {}, name), field("state"), el("span", { className: "spring" }),
       el("span", { className: "quiet" }, field("device"))),
     el("p", { className: "quiet" }, field("node"), field("address"), " · incarnation ", field("incarnation", "code"), field("starts")),
-    field("reason", "p"), pool);
+    Object.assign(field("ranks", "p"), { className: "quiet" }), field("reason", "p"), pool);
   return { element, fields, map, pool, host, hostFill };
 }
 
@@ -102,6 +102,8 @@ function showCard(card, worker) {
   fields.reason.hidden = !fields.reason.textContent;
   setText(fields.device, worker.device);
   setText(fields.node, worker.node ? `node ${worker.node} · ` : "");
+  setText(fields.ranks, worker.ranks.map((rank, number) => `rank ${number}: pid ${rank.pid}${rank.node ? ` on ${rank.node}` : ""}`).join(" · "));
+  fields.ranks.hidden = !worker.ranks.length;
   setText(fields.address, worker.address || "no address yet");
   setText(fields.incarnation, worker.incarnation || "-");
   setText(fields.starts, worker.starts > 1 ? ` · started ${worker.starts} times` : "");

@@ -1,0 +1,260 @@
+"""Ranks that are processes: they come together by a secret, compute the tokens of one process, and end together."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hypothesis.extra.numpy as arrays_of
+import numpy as np
+import pytest
+from blockyard.proto.security.tls import peer_contexts
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.llm import LLM
+from blockyard.worker.parallel import link as links
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.link import Kind, Link, LinkClosed, accepted, connected
+from blockyard.worker.parallel.messages import pack, unpack
+from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.ranks import RankLeader, run_rank
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.startup.loading import Ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
+SECRET = "the ranks' secret"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = ["def add(a, b):\n", "import os\n", "class Queue:\n    " * 20]
+END_SECONDS = 30.0
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24, "max_model_len": 256} | changes
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    return tokens(tensor_parallel_size=1)
+
+
+def tokens(**changes: Any) -> list[tuple[int, ...]]:
+    llm = LLM(str(DEMO), **settings(**changes))
+    return [tuple(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
+
+
+int32s = st.integers(-(2**31), 2**31 - 1)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepArrays:
+    shapes = {
+        field.name: draw(st.tuples(*[st.integers(0, 5)] * getattr(StepArrays(), field.name).ndim))
+        for field in fields(StepArrays)
+    }
+    dtypes = st.sampled_from([np.int32, np.int64])
+    return StepArrays(
+        **{
+            name: draw(arrays_of.arrays(draw(dtypes), shape, elements=int32s))
+            for name, shape in shapes.items()
+        }
+    )
+
+
+@given(steps())
+def test_a_step_is_the_same_after_its_message(step: StepArrays) -> None:
+    received = unpack(pack(step).tobytes())
+    for field in fields(StepArrays):
+        sent, got = getattr(step, field.name), getattr(received, field.name)
+        assert got.shape == sent.shape, field.name
+        assert (got == sent).all(), field.name
+
+
+@given(steps(), st.data())
+def test_a_message_that_is_cut_or_changed_in_its_sizes_is_refused(
+    step: StepArrays, data: st.DataObject
+) -> None:
+    message = pack(step)
+    with pytest.raises(ValueError, match="message of a step"):
+        unpack(message.tobytes()[: data.draw(st.integers(0, 4 * len(message) - 1))])
+    with pytest.raises(ValueError, match="message of a step"):
+        unpack(message.tobytes() + b"\0\0\0\0")
+    message[0] += 1
+    with pytest.raises(ValueError, match="message of a step"):
+        unpack(message.tobytes())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_any_number_give_the_tokens_of_one_process(
+    expected: list[tuple[int, ...]], size: int
+) -> None:
+    assert tokens(tensor_parallel_size=size) == expected
+    assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
+
+
+def test_steps_that_take_the_connection_give_the_same_tokens(
+    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines without shared memory exchange steps in this way."""
+
+    class Remote(RankLeader):
+        def connect(self, seconds: float = 300.0) -> Ranks:
+            self.uses_ring = False
+            return super().connect(seconds)
+
+    monkeypatch.setattr("blockyard.worker.ranks.RankLeader", Remote)
+    assert tokens(tensor_parallel_size=2) == expected
+
+
+def test_a_rank_that_cannot_load_fails_the_load_in_words() -> None:
+    with pytest.raises(ValueError, match="heads do not divide among 3 ranks"):
+        LLM(str(DEMO), **settings(tensor_parallel_size=3))
+
+
+def leader(**changes: Any) -> RankLeader:
+    config = EngineConfig(model=str(DEMO), engine="simulated", **settings(tensor_parallel_size=2, **changes))
+    return RankLeader(config, secret=SECRET, cluster="c")
+
+
+def test_a_rank_without_the_secret_is_refused_and_one_with_it_joins_after_it() -> None:
+    own = leader()
+    errors: list[Exception] = []
+
+    def intrude() -> None:
+        try:
+            run_rank(own.address, "another secret", "c")
+        except Exception as error:
+            errors.append(error)
+        with socket.create_connection(("127.0.0.1", int(own.address.rpartition(":")[2]))) as plain:
+            plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        run_rank(own.address, SECRET, "c")
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    own.connect(END_SECONDS)
+    own.close()
+    thread.join(END_SECONDS)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [LinkClosed]
+
+
+def test_without_a_secret_ranks_meet_on_loopback_alone() -> None:
+    config = EngineConfig(model=str(DEMO), **settings(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="need a cluster secret"):
+        RankLeader(config, secret="", cluster="c", host="10.0.0.1")
+
+
+def test_ranks_that_do_not_come_are_told_of() -> None:
+    with pytest.raises(ValueError, match="1 of 2 ranks have come"):
+        leader().connect(0.3)
+
+
+def test_a_rank_notices_the_end_of_rank_0_without_its_goodbye() -> None:
+    own = leader()
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            run_rank(own.address, SECRET, "c")
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    own.connect(END_SECONDS)
+    for one in own._links:
+        one.close()
+    thread.join(END_SECONDS)
+    assert [type(error) for error in errors] == [RanksLost]
+    own.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    contexts = peer_contexts(None, secret=SECRET, cluster="c")
+    assert contexts is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found: list[Link] = []
+        thread = threading.Thread(target=lambda: found.append(accepted(listener.accept()[0], contexts)))
+        thread.start()
+        ours = connected("127.0.0.1", listener.getsockname()[1], contexts, END_SECONDS)
+        thread.join(END_SECONDS)
+    yield ours, found[0]
+    ours.close()
+    found[0].close()
+
+
+def test_frames_of_any_size_arrive_whole_and_in_order(pair: tuple[Link, Link]) -> None:
+    sizes = [0, 1, 4, 1000, 100_000, 3_000_000, 5]
+    sender = threading.Thread(target=lambda: [pair[0].send(Kind.STEP, bytes([n % 251]) * n) for n in sizes])
+    sender.start()
+    for size in sizes:
+        assert pair[1].expect(Kind.STEP, END_SECONDS).data == bytes([size % 251]) * size
+    sender.join(END_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x07\xff\xff\xff\xff", b"\x63\x00\x00\x00\x00", b"\x01\x01\x00\x00\x00{"],
+    ids=["long", "kind", "json"],
+)
+def test_what_no_rank_sends_ends_the_link(pair: tuple[Link, Link], sent: bytes) -> None:
+    pair[0]._socket.send(sent)
+    with pytest.raises(LinkClosed):
+        pair[1].expect(Kind.HELLO, END_SECONDS).json("code")
+
+
+def test_a_send_to_an_end_that_takes_nothing_ends(
+    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "SEND_SECONDS", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(LinkClosed, match="takes nothing"):
+        pair[0].send(Kind.STEP, bytes(64 * 2**20))
+    assert time.monotonic() - begun < END_SECONDS
+
+
+GLOO_RANK = """
+import sys
+from pathlib import Path
+import torch
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.torch_collective import TorchCollective
+
+rank, size, failures = int(sys.argv[1]), int(sys.argv[2]), []
+ranks = TorchCollective("gloo", rank=rank, size=size, meeting_file=Path(sys.argv[3]), on_failure=failures.append)
+with ranks.step(1):
+    x = torch.full((5,), float(rank + 1))
+    ranks.all_reduce(x)
+    assert x.tolist() == [sum(range(1, size + 1))] * 5
+    gathered = ranks.gather(torch.full((2, 3), float(rank)))
+    assert (gathered is None) == (rank != 0)
+    assert gathered is None or gathered[0].tolist() == [float(other) for other in range(size) for _ in range(3)]
+    number = torch.tensor([rank + 7])
+    ranks.broadcast(number)
+    assert number.tolist() == [7]
+try:
+    with ranks.step(2):
+        raise ValueError("a defect")
+except RanksLost as error:
+    assert failures == [str(error)] == [f"step 2 has failed on rank {rank}: a defect"]
+    print("as expected")
+"""
+
+
+def test_ranks_of_torch_exchange_the_same_and_a_failed_step_is_told(tmp_path: Path) -> None:
+    """gloo stands in for NCCL, which needs GPUs."""
+    command = [sys.executable, "-c", GLOO_RANK]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), "3", str(tmp_path / "meeting")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=300)[0] == "as expected\n"

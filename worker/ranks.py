@@ -1,0 +1,380 @@
+"""Ranks: the processes that share one model, and how rank 0 runs a step on all of them.
+
+Rank 0 listens. Each other rank connects, and both prove that they know the secret. Then rank 0 gives it a number, the
+settings and the names of the shared memory. The connection stays open, and both ends send pulses. So rank 0 notices
+within milliseconds that a rank has ended, and within seconds that one is frozen. Either ends the worker.
+
+    leader = RankLeader(config, secret=secret, cluster=cluster)
+    leader.spawn()                               # or elsewhere: run_rank(leader.address, leader.secret, cluster)
+    load_engine(config, leader.connect())
+
+Owns processes and connections. Does not own what a rank computes (parallel/, execution/part_runner.py).
+"""
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from blockyard.kernels.cpu.group import MAX_RANKS, MessageRing, RankLost
+from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.logs import configure_logging
+from blockyard.proto.security.loopback import LOOPBACK, is_loopback, with_brackets, without_brackets
+from blockyard.proto.security.tls import peer_contexts
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.exchange import Exchange, kernels_for
+from blockyard.worker.parallel.follower import Follower
+from blockyard.worker.parallel.link import Frame, Kind, Link, LinkClosed, accepted, connected
+from blockyard.worker.parallel.messages import pack, unpack
+from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.parallel.watch import Watch
+from blockyard.worker.startup.loading import Ranks, load_follower
+
+logger = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
+CONNECT_SECONDS = 300.0
+"""Longest wait until all ranks have come. Each imports PyTorch first."""
+ANSWER_SECONDS = 60.0
+POLL_SECONDS = 0.2
+FROZEN_SECONDS = 2.0
+"""Silence after which a rank that computes steps counts as frozen."""
+LOADING_FROZEN_SECONDS = 60.0
+"""The same while it loads: a slow disk may hold up its pulses."""
+STOP_SECONDS = 5.0
+
+
+class RankLeader:
+    """Rank 0's end: the connections to all other ranks. Close it when the worker ends."""
+
+    def __init__(self, config: EngineConfig, *, secret: str, cluster: str, host: str = LOOPBACK) -> None:
+        """Listen at a free port of `host`, which is loopback or this node's private address.
+
+        Raises ValueError where other machines could connect without a secret, and for an address that cannot be bound.
+        """
+        if config.tensor_parallel_size > MAX_RANKS:
+            raise ValueError(f"tensor_parallel_size {config.tensor_parallel_size} is more than {MAX_RANKS}")
+        if not secret and not is_loopback(host):
+            raise ValueError(
+                f"ranks at {host} need a cluster secret: without one they meet on loopback alone"
+            )
+        self.config, self.size = config, config.tensor_parallel_size
+        self.secret = secret or secrets.token_hex(16)
+        """The cluster's secret, or a random one if it has none. Every rank must know it."""
+        self.cluster = cluster
+        self.uses_ring = True
+        """Whether steps may go through shared memory."""
+        self.on_lost: Callable[[str], object] = lambda reason: None
+        """Called once with the reason when a rank is lost after `connect`, on another thread."""
+        self.lost: str | None = None
+        """The reason why a rank is lost."""
+        self._children: list[subprocess.Popen[bytes]] = []
+        try:
+            self._listener = socket.create_server((without_brackets(host), 0), family=_family(host))
+        except OSError as error:
+            raise ValueError(f"cannot listen for ranks on {host}: {error}") from error
+        self.address = f"{with_brackets(host)}:{self._listener.getsockname()[1]}"
+        self._links: list[Link] = []
+        self._watch: Watch | None = None
+        self._exchange: Exchange
+        self._ring: MessageRing | None = None
+        """None: steps take the connections, which also reach other machines."""
+        self._ready: set[int] = set()
+        self._all_ready = threading.Event()
+
+    def spawn(self) -> None:
+        """Start all other ranks as processes, which end with this one. Threads of the machine are divided among all."""
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // self.size))
+        torch.set_num_threads(int(threads))
+        for rank in range(1, self.size):
+            environment = os.environ | {SECRET_VARIABLE: self.secret, "OMP_NUM_THREADS": threads}
+            if self.config.device != "cpu":
+                environment["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
+            command = [sys.executable, "-m", "blockyard.worker.ranks", self.address, self.cluster]
+            child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._children.append(child)
+            logger.info("a rank is process %d", child.pid)
+
+    def connect(self, seconds: float = CONNECT_SECONDS) -> Ranks:
+        """Wait until all ranks have come, give each its number, and return what rank 0 loads its engine with.
+
+        Raises ValueError where they do not come in time, or cannot share memory with this process.
+        """
+        library = kernels_for(self.config)
+        try:
+            self._exchange = Exchange(self.config, library, rank=0, size=self.size)
+            try:
+                if library is not None and self.uses_ring:
+                    self._ring = MessageRing(lambda: library, rank=0, size=self.size)
+                self._accept_all(time.monotonic() + seconds)
+            finally:
+                self._exchange.unlink()
+                if self._ring is not None:
+                    self._ring.memory.unlink()
+        except (LinkClosed, OSError) as error:
+            self.close()
+            raise ValueError(f"the ranks do not come together: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._watch = Watch(
+            self._links,
+            on_frame=self._take,
+            on_loss=lambda index, reason: self._lose(f"rank {index + 1} is lost: {reason}"),
+            longest_silence=lambda index: FROZEN_SECONDS if index in self._ready else LOADING_FROZEN_SECONDS,
+        )
+        self._watch.start()
+        return Ranks(collective=self._exchange.meet(on_failure=self._lose), lead=self._lead)
+
+    def _accept_all(self, deadline: float) -> None:
+        context = _contexts(self.secret, self.cluster)
+        self._listener.settimeout(POLL_SECONDS)
+        while len(self._links) < self.size - 1:
+            for child in self._children:
+                if (status := child.poll()) is not None:
+                    raise ValueError(f"a rank's process ended with {status} before it came")
+            if time.monotonic() > deadline:
+                raise ValueError(f"{len(self._links) + 1} of {self.size} ranks have come in time")
+            try:
+                link = accepted(self._listener.accept()[0], context)
+                self._greet(link)
+            except TimeoutError:
+                continue
+            except LinkClosed as error:
+                logger.warning("a connection is refused: %s", error)
+                continue
+            self._links.append(link)
+        self._listener.close()
+        mapped = [link.expect(Kind.MAPPED, ANSWER_SECONDS).json("is_mapped") for link in self._links]
+        if not all(mapped):
+            raise ValueError("all ranks must be on one machine: one does not share memory with rank 0")
+        for link in self._links:
+            link.send(Kind.GO)
+
+    def _greet(self, link: Link) -> None:
+        """Check the code of a rank, and tell it what it is. Raises LinkClosed."""
+        code = link.expect(Kind.HELLO, ANSWER_SECONDS).json("code")
+        if code != code_version():
+            link.close()
+            raise ValueError(f"a rank has the code {code}, and this process {code_version()}")
+        link.send_json(
+            Kind.START,
+            rank=len(self._links) + 1,
+            size=self.size,
+            config=asdict(self.config),
+            meeting=self._exchange.meeting,
+            ring=None if self._ring is None else self._ring.memory.name,
+        )
+
+    def _take(self, index: int, frame: Frame) -> None:
+        if frame.kind is Kind.READY:
+            self._ready.add(index)
+            if len(self._ready) == self.size - 1:
+                self._all_ready.set()
+        elif frame.kind is Kind.FAILED:
+            self._lose(f"rank {index + 1}: {frame.json('reason')}")
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is None:
+            self.lost = reason
+            logger.critical("%s", reason)
+            self._end_ranks()
+            self._all_ready.set()
+            self.on_lost(reason)
+
+    def _lead(self, arrays: StepArrays) -> None:
+        """Send a step to all ranks, at first once they have loaded their parts. Raises RanksLost."""
+        self._all_ready.wait()
+        try:
+            message = pack(arrays)
+            if self._ring is not None:
+                self._ring.send(message.data)
+            else:
+                for link in self._links:
+                    link.send(Kind.STEP, message.data.cast("B"))
+        except (RankLost, LinkClosed) as error:
+            raise RanksLost(self.lost or str(error)) from error
+        if self.lost is not None:
+            raise RanksLost(self.lost)
+
+    def close(self) -> None:
+        """Stop all ranks after their step, or end them where they take too long. Idempotent."""
+        if self._watch is not None:
+            self._watch.stop()
+        with contextlib.suppress(LinkClosed):
+            for link in self._links:
+                link.send(Kind.STOP)
+            for link in self._links:
+                link.expect_end(STOP_SECONDS)
+        self._end_ranks()
+        for child in self._children:
+            child.wait()
+
+    def _end_ranks(self) -> None:
+        self._listener.close()
+        if self._watch is not None:
+            self._exchange.end()
+            if self._ring is not None:
+                self._ring.abort()
+        for link in self._links:
+            link.close()
+        for child in self._children:
+            child.kill()  # a frozen one would otherwise stay
+
+
+def run_rank(
+    leader_address: str, secret: str, cluster: str, *, on_loss: Callable[[str], object] = lambda reason: None
+) -> None:
+    """Join the worker whose rank 0 listens at "host:port", and compute a part of each step. Return when it stops.
+
+    Raises RanksLost when rank 0 has ended, ValueError for a part that cannot be loaded, and LinkClosed where nobody
+    listens there. `on_loss` is called before that with the reason, on another thread.
+    """
+    host, _, port = leader_address.rpartition(":")
+    link = connected(without_brackets(host), int(port), _contexts(secret, cluster), ANSWER_SECONDS)
+    try:
+        _Rank(link, on_loss).run()
+    finally:
+        link.close()
+
+
+class _Rank:
+    """A rank other than 0, from its first frame on."""
+
+    def __init__(self, link: Link, on_loss: Callable[[str], object]) -> None:
+        self._link = link
+        self._on_loss = on_loss
+        link.send_json(Kind.HELLO, code=code_version())
+        start = link.expect(Kind.START, CONNECT_SECONDS)
+        self._config = EngineConfig(**start.json("config"))
+        self._ring: MessageRing | None = None
+        library = kernels_for(self._config)
+        rank, size, ring = int(start.json("rank")), int(start.json("size")), start.json("ring")
+        try:
+            self._exchange = Exchange(
+                self._config, library, rank=rank, size=size, meeting=start.json("meeting")
+            )
+            if ring is not None and library is not None:
+                self._ring = MessageRing(lambda: library, rank=rank, size=size, name=ring)
+        except OSError:
+            link.send_json(Kind.MAPPED, is_mapped=False)
+            raise
+        link.send_json(Kind.MAPPED, is_mapped=True)
+        link.expect(Kind.GO, CONNECT_SECONDS)
+        self._steps = queue.SimpleQueue[bytes | None]()
+        """Steps that came by the link. None ends them."""
+        self._has_stopped = False
+
+    def run(self) -> None:
+        watch = Watch(
+            [self._link],
+            on_frame=self._take,
+            on_loss=lambda _, reason: self._lose(reason),
+            longest_silence=_never,
+        )
+        watch.start()
+        try:
+            follower = self._load() if self._config.engine == "model" else None
+            self._link.send(Kind.READY)
+            logger.info("rank %d of %d has loaded its part", self._exchange.rank, self._exchange.size)
+            while True:
+                message = self._next()
+                assert follower is not None, "a simulated engine has no steps for other ranks"
+                follower.run(unpack(message))
+        except (RankLost, LinkClosed, RanksLost) as error:
+            if not self._has_stopped:
+                raise RanksLost(f"rank 0 is lost: {error}") from error
+        finally:
+            watch.stop()
+
+    def _load(self) -> Follower:
+        """Load the part. Raises ValueError where that is not possible, and tells rank 0 the reason."""
+        try:
+            return load_follower(self._config, self._exchange.meet(on_failure=self._fail))
+        except Exception as error:
+            with contextlib.suppress(LinkClosed):
+                self._fail(f"it cannot load its part: {error}")
+            raise
+
+    def _fail(self, reason: str) -> None:
+        """Tell rank 0 why this rank can go on no more."""
+        self._link.send_json(Kind.FAILED, reason=reason)
+
+    def _next(self) -> bytes | bytearray:
+        if self._ring is not None:
+            return self._ring.receive()
+        message = self._steps.get()
+        if message is None:
+            raise LinkClosed("no more steps come")
+        return message
+
+    def _take(self, _: int, frame: Frame) -> None:
+        if frame.kind is Kind.STEP:
+            self._steps.put(frame.data)
+        elif frame.kind is Kind.STOP:
+            self._has_stopped = True
+            self._end()
+
+    def _lose(self, reason: str) -> None:
+        if not self._has_stopped:
+            self._end()
+            self._on_loss(reason)
+
+    def _end(self) -> None:
+        self._exchange.end()
+        if self._ring is not None:
+            self._ring.abort()
+        self._steps.put(None)
+
+
+def _never(_: int) -> float:
+    """Return the longest silence of rank 0. A frozen one may go on: its routers decide."""
+    return math.inf
+
+
+def _contexts(secret: str, cluster: str) -> Callable[[bool], ssl.SSLContext]:
+    contexts = peer_contexts(None, secret=secret, cluster=f"{cluster} ranks")
+    if contexts is None:
+        raise ValueError("ranks need a secret")
+    return contexts
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _visible_device(rank: int) -> str:
+    """Return the GPU of a rank on this machine, as CUDA_VISIBLE_DEVICES names it."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible[rank] if rank < len(visible) else str(rank)
+
+
+def main(leader_address: str, cluster: str) -> int:
+    """Run a rank that another process has started. It ends with that process."""
+    configure_logging()
+    # A terminal's Ctrl-C reaches all processes. Rank 0 drains first, and ends the others after that.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        run_rank(leader_address, os.environ[SECRET_VARIABLE], cluster, on_loss=lambda _: os._exit(1))
+    except (ValueError, RanksLost, LinkClosed) as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
