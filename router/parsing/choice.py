@@ -13,6 +13,7 @@ from blockyard.router.parsing.formats import (
     MISTRAL_NAMED,
     MISTRAL_THINK,
     THINK,
+    THINKING_VARIABLES,
     AnswerFormat,
     ReasoningFormat,
     ReasoningParser,
@@ -54,11 +55,12 @@ def chosen_format(
     reasoning_parser: ReasoningParser = "auto",
 ) -> AnswerFormat:
     """Return the format of a model with this chat template and these added tokens, by their ids."""
+    variables = frozenset(name for name in THINKING_VARIABLES if name in chat_template)
     if response_template is not None and tool_parser in ("auto", "template"):
         # The template itself says which texts it needs, but not as a list: all tokens that it may mean are shown.
         named = str(response_template)
         tokens = {text: token_id for text, token_id in added_tokens.items() if text in named}
-        return AnswerFormat(template=response_template, tokens=tokens)
+        return AnswerFormat(template=response_template, tokens=tokens, variables=variables)
     tools = _tools(tool_parser, chat_template, added_tokens)
     reasoning = _reasoning(reasoning_parser, chat_template, added_tokens)
     texts = () if tools is None else (tools.open, tools.close, tools.name_end)
@@ -67,6 +69,7 @@ def chosen_format(
         tools=tools,
         reasoning=reasoning,
         tokens={text: added_tokens[text] for text in texts if text in added_tokens},
+        variables=variables,
     )
 
 

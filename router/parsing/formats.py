@@ -15,6 +15,8 @@ ToolParser = Literal["auto", "none", "hermes", "llama3", "mistral", "template"]
 """Format of tool calls. `template` is the tokenizer's own response template."""
 ReasoningParser = Literal["auto", "none", "think", "mistral"]
 
+THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
+"""Variables of chat templates that decide whether, and how much, a model reasons."""
 ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys under which models write a call's arguments."""
 
@@ -89,6 +91,8 @@ class AnswerFormat:
     """The tokenizer's response template, which replaces both."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Texts of the formats that are single tokens of the model, with their ids."""
+    variables: frozenset[str] = frozenset()
+    """Those of THINKING_VARIABLES that the chat template takes."""
 
     @property
     def reads_tools(self) -> bool:
@@ -96,8 +100,9 @@ class AnswerFormat:
         return self.tools is not None or self.template is not None
 
     @property
-    def reads_any(self) -> bool:
-        return self.reads_tools or self.reasoning is not None
+    def reads_reasoning(self) -> bool:
+        """Return whether reasoning can be read."""
+        return self.reasoning is not None or self.template is not None
 
     @property
     def shown_tokens(self) -> frozenset[int]:
@@ -128,3 +133,7 @@ class AnswerFormat:
             before, after = self.tools.around(name)
             grammar.tools.add(before=before, schema=schema, after=after)
         return grammar
+
+
+NO_FORMAT = AnswerFormat()
+"""Format of a model whose answers are text alone."""

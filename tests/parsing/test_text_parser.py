@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from blockyard.router.parsing.events import (
@@ -62,7 +63,8 @@ CASES = [
     ),
     Case(
         says="Qwen3 thinks and calls twice",
-        text=f"<think>\nHm, <tool_call> or <i>not</i>.\n</think>\n\n{tagged('get_weather', WEATHER)}\n{tagged('add', ADD)}",
+        text="<think>\nHm, <tool_call> or <i>not</i>.\n</think>\n\n"
+        f"{tagged('get_weather', WEATHER)}\n{tagged('add', ADD)}",
         events=[
             Thought("Hm, <tool_call> or <i>not</i>."),
             *call("get_weather", WEATHER),
@@ -154,7 +156,8 @@ CASES = [
     ),
     Case(
         says="Llama 3 calls twice",
-        text=f'{{"name": "add", "parameters": {ADD}}}; {{"type": "function", "name": "get_weather", "parameters": {WEATHER}}}',
+        text=f'{{"name": "add", "parameters": {ADD}}}; '
+        f'{{"type": "function", "name": "get_weather", "parameters": {WEATHER}}}',
         calls=LLAMA3,
         events=[*call("add", ADD), *call("get_weather", WEATHER)],
     ),
@@ -184,7 +187,8 @@ CASES = [
     ),
     Case(
         says="Mistral lists its calls",
-        text=f'Well.[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}}}, {{"name": "get_weather", "arguments": {WEATHER}, "id": "abc"}}]',
+        text=f'Well.[TOOL_CALLS] [{{"name": "add", "arguments": {ADD}}}, '
+        f'{{"name": "get_weather", "arguments": {WEATHER}, "id": "abc"}}]',
         calls=MISTRAL_LIST,
         events=[Said("Well."), *call("add", ADD), *call("get_weather", WEATHER)],
     ),
@@ -231,7 +235,7 @@ def parsed(case: Case, pieces: list[str]) -> list[Event]:
 
 def cut(text: str, places: list[int]) -> list[str]:
     ends = sorted({0, len(text), *places})
-    return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(ends)]
 
 
 @BY_NAME

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: every output drawn under the masks is calls in the model's format, after text where allowed."""
+"""Grammars of tool calls: an output drawn under the masks is calls in the model's format, after text where allowed."""
 
 import json
 from dataclasses import replace
@@ -79,7 +79,8 @@ def test_calls_alone_are_in_their_tags_and_follow_their_tools_schemas(
     names = set()
     for seed in range(8):
         text = drawn(grammar(**TAGS, tokens=tokens), source, seed)
-        assert text.startswith(TAGS["begin"]) and text.endswith(TAGS["end"])
+        assert text.startswith(TAGS["begin"])
+        assert text.endswith(TAGS["end"])
         names.add(check_call(text.removeprefix(TAGS["begin"]).removesuffix(TAGS["end"])))
     assert names == SCHEMAS.keys()
 

@@ -40,8 +40,9 @@ class Grammar:
                 if self.source:
                     raise GrammarError("any JSON object needs no schema")
             case "tool_calls":
-                for tool in ToolCalls.from_source(self.source).tools:
-                    _check_schema(tool.schema)
+                calls = ToolCalls.from_source(self.source)
+                for text in (*(tool.schema for tool in calls.tools), calls.text_schema or "true"):
+                    _check_schema(text)
 
     @property
     def num_bytes(self) -> int:

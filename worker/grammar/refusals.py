@@ -77,7 +77,9 @@ def _reason(grammar: Grammar, text: str) -> str | None:
         case "json_object":
             return None
         case "tool_calls":
-            schemas = [json.loads(tool.schema) for tool in ToolCalls.from_source(grammar.source).tools]
+            calls = ToolCalls.from_source(grammar.source)
+            schemas = [json.loads(tool.schema) for tool in calls.tools]
+            schemas += [json.loads(calls.text_schema)] if calls.text_schema else []
             _, _, about_schema = text.partition("failed to compile JSON schema: ")
             return "false allows no output" if False in schemas else _of_schema(schemas, about_schema)
 

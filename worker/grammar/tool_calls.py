@@ -39,6 +39,7 @@ class ToolCalls:
     think_open: str
     think_close: str
     is_thinking: bool
+    text_schema: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -54,6 +55,7 @@ class ToolCalls:
             think_open=message.think_open,
             think_close=message.think_close,
             is_thinking=message.is_thinking,
+            text_schema=message.text_schema,
             tokens=dict(sorted(message.tokens.items())),
         )
 
@@ -68,13 +70,16 @@ class ToolCalls:
     def lark(self, of_schema: Callable[[Any], str]) -> str:
         """Return the grammar as Lark text. `of_schema` prepares a schema for the library."""
         calls = " | ".join(f"call{number}" for number in range(len(self.tools)))
-        rules = [
-            f"call{number}: {self._literal(tool.before)} {of_schema(json.loads(tool.schema))} {self._literal(tool.after)}"
-            for number, tool in enumerate(self.tools)
-        ]
+        rules = []
+        for number, tool in enumerate(self.tools):
+            arguments = of_schema(json.loads(tool.schema))
+            rules.append(
+                f"call{number}: {self._literal(tool.before)} {arguments} {self._literal(tool.after)}"
+            )
         more = f"({self._literal(self.separator)} call)*" if self.allows_many else ""
         rules += [f"call: {calls}", f"rest: call {more} {self._literal(self.end)}"]
-        rules += [*self._thought(), *self._body()]
+        text = of_schema(json.loads(self.text_schema)) if self.text_schema else ""
+        rules += [*self._thought(), *self._body(text)]
         return "\n".join([*rules, _RULES])
 
     def _thought(self) -> list[str]:
@@ -90,11 +95,11 @@ class ToolCalls:
         before = "thought" if self.is_thinking else f"({self._literal(self.think_open)} thought)?"
         return [f"start: {before} body", *rules]
 
-    def _body(self) -> list[str]:
+    def _body(self, text_schema: str) -> list[str]:
         """Return the rules of what follows the reasoning: calls, or text before and instead of them."""
         begin = self._pieces(self.begin)
-        if not self.allows_text:
-            return [f"body: {' '.join(begin)} rest"]
+        if text_schema or not self.allows_text:
+            return [f"body: {' '.join(begin)} rest {'|' if text_schema else ''} {text_schema}"]
         if not begin:
             # Nothing marks a call, so any other text must begin with another character.
             first = "".join(re.escape(character) for character in sorted({t.before[:1] for t in self.tools}))
