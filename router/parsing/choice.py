@@ -109,6 +109,7 @@ def _reasoning(
             return MISTRAL_THINK
         case "auto":
             pass
-    if THINK.close in template or THINK.close in added_tokens:
-        return THINK
-    return MISTRAL_THINK if MISTRAL_THINK.close in (template, *added_tokens) else None
+    for known in (THINK, MISTRAL_THINK):
+        if known.close in template or known.close in added_tokens:
+            return known
+    return None
