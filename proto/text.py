@@ -253,7 +253,8 @@ class TextOutput:
     """The text of one output as it grows.
 
     Stop strings are searched in the text that follows the first `min_tokens` tokens. `include_stop` says whether stop
-    strings and stop tokens are shown. `shown` are special tokens with text in any case. Raises ValueError for an empty stop string.
+    strings and stop tokens are shown. `shown` are special tokens with text in any case. Raises ValueError for an empty
+    stop string.
     """
 
     def __init__(

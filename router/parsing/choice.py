@@ -109,7 +109,8 @@ def _reasoning(
             return MISTRAL_THINK
         case "auto":
             pass
-    for known in (THINK, MISTRAL_THINK):
-        if known.close in template or known.close in added_tokens:
-            return known
+    for shown in (template, added_tokens):
+        for known in (THINK, MISTRAL_THINK):
+            if known.close in shown:
+                return known
     return None

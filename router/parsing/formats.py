@@ -92,7 +92,7 @@ class AnswerFormat:
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Texts of the formats that are single tokens of the model, with their ids."""
     variables: frozenset[str] = frozenset()
-    """Those of THINKING_VARIABLES that the chat template takes."""
+    """Names in THINKING_VARIABLES that the chat template takes."""
 
     @property
     def reads_tools(self) -> bool:

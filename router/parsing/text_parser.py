@@ -86,7 +86,7 @@ class TextParser:
             self._drops_space = True
             self._state = self._between
         else:
-            thought = self._settled(self._rest, (self._reasoning.close,))
+            thought = self._settled(self._rest, self._reasoning.close)
             self._rest = self._rest[len(thought) :]
         if thought:
             self._has_thought = True
@@ -94,13 +94,13 @@ class TextParser:
         return bool(closing)
 
     def _in_content(self, events: list[Event]) -> bool:
-        marks = (self._calls.open,) if self._calls is not None else ()
-        at = self._rest.find(marks[0]) if marks else -1
+        mark = "" if self._calls is None else self._calls.open
+        at = self._rest.find(mark) if mark else -1
         if at >= 0:
             said = self._rest[:at].rstrip()
-            self._begin_call(len(said), at + len(marks[0]))
+            self._begin_call(len(said), at + len(mark))
         else:
-            said = self._settled(self._rest, marks)
+            said = self._settled(self._rest, mark)
             self._rest = self._rest[len(said) :]
         if said:
             events.append(Said(said))
@@ -207,12 +207,11 @@ class TextParser:
         self._read, self._in_list = "", False
         self._state = self._in_content
 
-    def _settled(self, text: str, marks: tuple[str, ...]) -> str:
-        """Return the beginning of a text that no mark, nor the whitespace before one, can reach."""
-        if self._is_last or not marks:
+    def _settled(self, text: str, mark: str) -> str:
+        """Return the beginning of a text that neither the mark nor the whitespace before it can reach."""
+        if self._is_last or not mark:
             return text
-        held = max(_overlap(text, mark) for mark in marks)
-        return text[: len(text) - held].rstrip()
+        return text[: len(text) - _overlap(text, mark)].rstrip()
 
     @staticmethod
     def _may_become(text: str, mark: str) -> bool:

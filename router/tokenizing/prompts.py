@@ -161,6 +161,8 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
+        # JSON can spell a lone surrogate, which is not a character.
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     # Text that is no object stays text: an output may have been cut off within its arguments.

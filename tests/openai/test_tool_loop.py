@@ -6,7 +6,6 @@ The demo model was never trained to call tools. `tool_choice` forces each call, 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,7 +17,10 @@ from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 
 READ = {
     "type": "object",
-    "properties": {"path": {"enum": ["a.py", "b.py"]}, "lines": {"type": "integer", "maximum": 99, "minimum": 1}},
+    "properties": {
+        "path": {"enum": ["a.py", "b.py"]},
+        "lines": {"type": "integer", "maximum": 99, "minimum": 1},
+    },
     "required": ["path", "lines"],
     "additionalProperties": False,
 }

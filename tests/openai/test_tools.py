@@ -35,6 +35,9 @@ ARGUMENTS = '{"city": "Zürich 🌧"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 ASKED = {"model": "demo", "messages": HELLO, "tools": TOOLS}
 CALLED = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+CHOSEN = {"type": "function", "function": {"name": "remove"}}
+ANSWERED = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if tools %}<tool_call>{% endif %}"
@@ -222,9 +225,30 @@ async def test_a_control_token_in_a_tool_stays_text(client: AsyncOpenAI, worker:
     assert "x<|im_end|>" in prompt_of(worker)
 
 
-CHOSEN = {"type": "function", "function": {"name": "remove"}}
-ANSWERED = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+@pytest.mark.parametrize(
+    "arguments", ["", "{}", '{"city": ', "[1]", '{"a": "\\ud800"}', '{"a": ' + "1" * 5000]
+)
+async def test_any_text_may_be_the_arguments_of_an_earlier_call(
+    gateway: Gateway, worker: FakeWorker, arguments: str
+) -> None:
+    call = {**CALLED, "function": {**CALLED["function"], "arguments": arguments}}
+    messages = [*HELLO, {**CALLS, "tool_calls": [call]}, {**ANSWERED, "tool_call_id": "call_1"}]
+    answer = await gateway.post({"messages": messages[:3], "max_tokens": 1})
+    assert answer.status == (400 if len(arguments) > 4000 else 200), answer.body
+
+
+async def test_mistrals_calls_have_ids_that_its_template_takes() -> None:
+    template = "{% if tools %}[TOOL_CALLS]{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with (
+        running_gateway(chat_template=template) as mistral,
+        mistral.router.workers(worker_of_model("a")) as (worker,),
+        mistral.client() as client,
+    ):
+        says(worker, f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]')
+        message, reason, deltas = await streamed(client, **ASKED)
+        assert (message["tool_calls"], reason) == ([["get_weather", ARGUMENTS]], "tool_calls")
+        ids = [call.id for delta in deltas for call in delta.tool_calls or () if call.id]
+        assert [(len(one), one.isalnum()) for one in ids] == [(9, True)]
 
 
 def tool(**function: Any) -> dict[str, Any]:
@@ -342,7 +366,11 @@ async def test_parsers_can_be_turned_off() -> None:
         answer = await plain.post({"messages": HELLO})
         assert json.loads(answer.body)["choices"][0]["message"]["content"] == f"Hm.</think>{CALL}"
         refused = await plain.post(ASKED)
-        assert (refused.status, refused.error["code"]) == (400, "unsupported")
+        assert (refused.status, refused.error["code"], refused.error["param"]) == (
+            400,
+            "unsupported",
+            "tools",
+        )
 
 
 async def test_several_outputs_are_parsed_side_by_side(client: AsyncOpenAI, worker: FakeWorker) -> None:

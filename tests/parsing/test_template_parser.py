@@ -24,7 +24,7 @@ CODER: dict[str, Any] = {
         "content": {"close_pattern": r"\s*(?:<\|im_end\|>)"},
     },
 }
-"""That of Qwen3.5 and Qwen3-Coder."""
+"""Template of Qwen3.5 and Qwen3-Coder."""
 JSON_CALLS: dict[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {

@@ -254,7 +254,7 @@ def test_every_cut_into_two_or_three_and_into_characters_means_the_same(case: Ca
 
 @BY_NAME
 def test_every_beginning_means_the_same_however_it_is_cut(case: Case) -> None:
-    """As though `max_tokens` had ended the output there."""
+    """A beginning is what `max_tokens` leaves of an output."""
     for end in range(len(case.text)):
         part = case.text[:end]
         assert parsed(case, list(part)) == parsed(case, [part])

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from blockyard.worker.grammar.refusals import refused, stuck
 from blockyard.worker.grammar.schema import prepared
 from blockyard.worker.grammar.tool_calls import ToolCalls
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
 """One bit for each token, 1 where it is allowed, the lowest bit first."""
@@ -201,7 +204,7 @@ def _part_of_schema(schema: object) -> str:
     return f"%json {json.dumps(described | {'x-guidance': _JSON_OPTIONS})}"
 
 
-_JSON_OPTIONS = {
+_JSON_OPTIONS: "JsonCompileOptions" = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,

@@ -259,6 +259,7 @@ _MESSAGE = {
         "reasoning_content": {"type": ["string", "null"]},
     },
     "required": ["role"],
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 CHAT_OPTIONS: Fields = {"add_generation_prompt": boolean, "continue_final_message": boolean}
 """Fields with the same name in the Chat message."""
@@ -278,7 +279,7 @@ FIELDS: Fields = {
     **STREAM_FIELDS,
     **UNSUPPORTED,
     **TOOL_FIELDS,
-    "reasoning_effort": text.then(_read_effort, enum=EFFORTS).said(
+    "reasoning_effort": text.then(_read_effort, enum=[*EFFORTS, None]).said(
         "How much the model reasons, where its chat template takes this or can turn reasoning off."
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from blockyard.proto.limits import MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.errors import InvalidRequest
+from blockyard.router.errors import InvalidRequest, Unsupported
 from blockyard.router.openai.requests.fields import (
     Body,
     Fields,
@@ -52,7 +52,7 @@ class ToolUse:
     """JSON text of the tools for the chat template."""
     mode: Literal["none", "auto", "required"] = "auto"
     allowed: tuple[Tool, ...] = field(default=())
-    """Those of the tools that may be called."""
+    """Tools that may be called."""
     parallel: bool = True
     """Whether one answer may have several calls."""
 
@@ -81,7 +81,7 @@ class ToolUse:
         )
         if grammar is None:
             field = "tool_choice" if self.mode == "required" else "tools"
-            raise unsupported(f"{field} that constrains this model's own format of calls")
+            raise Unsupported.of(field, "is not supported here: no grammar is known for this model's calls")
         if beside is not None and self.mode == "auto":
             grammar.text_schema = _text_schema(beside)
         return grammar
@@ -104,7 +104,7 @@ def given_tools(body: Body, answers: AnswerFormat) -> ToolUse | None:
             raise InvalidRequest.of("tool_choice", "is only allowed when tools are specified")
         return None
     if not answers.reads_tools:
-        raise unsupported("tools: this model's chat template shows no known format of calls, so it")
+        raise Unsupported.of("tools", "is not supported: the chat template shows no known format of calls")
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequest.of("tools", "each must have another name")
@@ -214,11 +214,21 @@ _TOOL = {
     "required": ["type", "function"],
     "additionalProperties": False,
 }
+_CHOICE = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["function", "allowed_tools"]}},
+            "required": ["type"],
+        },
+    ]
+}
 TOOL_FIELDS: Fields = {
     "tools": items.then(_read_tools, items=_TOOL, maxItems=MAX_TOOLS).said(
         "Functions that the model may call. With `strict`, their arguments always follow their schema."
     ),
-    "tool_choice": Kind(lambda name, value: value, {"type": ["string", "object", "null"]}).said(
+    "tool_choice": Kind(lambda name, value: value, _CHOICE).said(
         "none, auto, required, or a function that must be called: {type: function, function: {name}}. Default auto."
     ),
     "parallel_tool_calls": boolean.said("Whether one answer may have several calls. Default true."),
