@@ -63,8 +63,8 @@ def chosen_format(
         return AnswerFormat(template=response_template, tokens=tokens, variables=variables)
     tools = _tools(tool_parser, chat_template, added_tokens)
     reasoning = _reasoning(reasoning_parser, chat_template, added_tokens)
-    texts = () if tools is None else (tools.open, tools.close, tools.name_end)
-    texts += () if reasoning is None else (reasoning.open, reasoning.close)
+    texts = [] if tools is None else [tools.open, tools.close, tools.name_end]
+    texts += [] if reasoning is None else [reasoning.open, reasoning.close]
     return AnswerFormat(
         tools=tools,
         reasoning=reasoning,
