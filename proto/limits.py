@@ -52,6 +52,8 @@ MAX_REGEX_BYTES = 8_192
 and 0.2 s for 4,000 times."""
 MAX_SCHEMA_DEPTH = 100
 """Objects and arrays of a schema inside one another. The checks recurse into them, and llguidance stops at 128."""
+MAX_TOOLS = 128
+"""Most tools of a chat, and most calls of one message, as in OpenAI's API."""
 
 MAX_PAGE_SIZE = 1000
 """Most entries in one page of an inspection call."""

@@ -120,9 +120,12 @@ class IncrementalDetokenizer:
     leading space is written. A token is decoded about three times, however long the output.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, skip_special: bool = True, shown: Set[int] = frozenset()
+    ) -> None:
+        """`shown` are special tokens whose text is wanted anyway."""
         self._vocabulary = _vocabulary(tokenizer)
-        self._skipped_ids = self._vocabulary.special_ids if skip_special else frozenset()
+        self._skipped_ids = self._vocabulary.special_ids - shown if skip_special else frozenset()
         self._window: list[int] = []
         self._context_tokens = 0
         """Leading tokens of the window that end at a character's end and were emitted."""
@@ -250,7 +253,8 @@ class TextOutput:
     """The text of one output as it grows.
 
     Stop strings are searched in the text that follows the first `min_tokens` tokens. `include_stop` says whether stop
-    strings and stop tokens are shown. Raises ValueError for an empty stop string.
+    strings and stop tokens are shown. `shown` are special tokens with text in any case. Raises ValueError for an empty
+    stop string.
     """
 
     def __init__(
@@ -262,8 +266,9 @@ class TextOutput:
         stop_token_ids: Set[int] = frozenset(),
         include_stop: bool = False,
         skip_special: bool = True,
+        shown: Set[int] = frozenset(),
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special=skip_special, shown=shown)
         self._skip_special = skip_special
         self._checker = StopChecker(stop)
         self._has_stop_strings = bool(stop)

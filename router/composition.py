@@ -23,6 +23,7 @@ from blockyard.router.generation.generation import RouterParts
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.generation.relay import Relay
+from blockyard.router.parsing.choice import answer_format
 from blockyard.router.request.sampling_checks import SamplingLimits
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
@@ -82,6 +83,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
     grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
     fleet.on_change(lambda address: grammar_quota.hand_out())
     parts = RouterParts(
+        answers=answer_format(tokenizing.tokenizer, config.tool_parser, config.reasoning_parser),
         facts=facts,
         cluster_secret=config.cluster_secret,
         tokenizing=tokenizing,

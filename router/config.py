@@ -15,6 +15,7 @@ from blockyard.proto.runtime.logs import LogConfig
 from blockyard.proto.runtime.settings import Group, check_settings, described, setting
 from blockyard.proto.security.tls_files import ServerTls, SessionTls
 from blockyard.router.admission.fair_queue import checked_weights, parse_weights
+from blockyard.router.parsing.formats import ReasoningParser, ToolParser
 from blockyard.router.placement.config import PlacementConfig, PolicyName, parse_placement
 from blockyard.router.tokenizing.model_facts import GenerationConfig
 
@@ -125,6 +126,16 @@ class RouterLimits:
         help="Maximum workers that a request may lose and still continue on another. 0 disables replay.",
         minimum=0,
         group=FAILURES,
+    )
+    tool_parser: ToolParser = setting(
+        "auto",
+        help="Format of the model's tool calls in chats over HTTP. `auto` takes the one that the chat template shows, "
+        "`template` the tokenizer's response template, `none` leaves calls in the text.",
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        help="Format of the model's reasoning in chats over HTTP. `auto` takes the one that the chat template shows, "
+        "`none` leaves it in the text.",
     )
     tokenizer_processes: int = setting(
         1,

@@ -25,15 +25,25 @@ CONTEXT_TOKENS = 2048
 IGNORED_LABEL = -100
 
 CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('Unknown role ' ~ message['role'] ~ ': use system, user or assistant.') -}}
+{%- if tools -%}
+{{- '<|im_start|>system\\nTools: ' ~ (tools | tojson) -}}
+{{- '\\nA call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\\n' -}}
 {%- endif -%}
-{{- '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] ~ '<|im_end|>\\n' -}}
+{%- for message in messages -%}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception('Unknown role ' ~ message['role'] ~ ': use system, user, assistant or tool.') -}}
+{%- endif -%}
+{{- '<|im_start|>' ~ message['role'] ~ '\\n' ~ message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '<tool_call>\\n{"name": "' ~ call['function']['name'] ~ '", "arguments": ' -}}
+{{- call['function']['arguments'] | tojson ~ '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}"""
+"""ChatML. Tools and calls are in the form of Hermes. The model was trained on chats without them."""
 
 _TOKENIZER_CHATS = 4000
 

@@ -22,6 +22,7 @@ from blockyard.router.errors import Overloaded, Unavailable
 from blockyard.router.generation.client_buffer import Delta, Emit, Run, deliver
 from blockyard.router.generation.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.generation.registry import RequestRecord
+from blockyard.router.parsing.formats import AnswerFormat
 from blockyard.router.request.validation import (
     ValidGeneration,
     check_detokenize,
@@ -66,13 +67,18 @@ class Calls:
 
     @asynccontextmanager
     async def deltas(
-        self, request: inference_pb2.GenerateRequest, context: CallContext, *, waits: bool = False
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: CallContext,
+        *,
+        waits: bool = False,
+        parsed: AnswerFormat | None = None,
     ) -> AsyncIterator[tuple[str, Run]]:
         """Check, charge and register a request. Yield its id and the function that runs it once.
 
         The end of the context frees everything that the request holds. The calling task must run the request, and no
         other meanwhile. With `waits`, a refusal by a limit is not raised: the charge is tried again after the
-        refusal's retry delay. Raises any RouterError.
+        refusal's retry delay. `parsed` is the format in which the caller parses the outputs. Raises any RouterError.
         """
         parts = self.parts
         with parts.metrics.call() as note:
@@ -95,7 +101,7 @@ class Calls:
                     held.enter_context(_counted(rate, record))
 
                     async def run(emit: Emit) -> None:
-                        await generate(parts, valid, record, charge, emit, deadline=deadline)
+                        await generate(parts, valid, record, charge, emit, deadline=deadline, parsed=parsed)
 
                     yield valid.request_id, run
 

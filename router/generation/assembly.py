@@ -4,7 +4,7 @@ Owns the counts, times and reason in the Finish message that ends an output. Doe
 (proto/text.py) or where tokens come from (relay.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from blockyard.proto.text import Piece, TextOutput
@@ -29,10 +29,17 @@ class Assembly:
         *,
         clock: Callable[[], float],
         prompt_token_ids: Sequence[int] = (),
+        prompt_end: str = "",
+        shown_tokens: Set[int] = frozenset(),
     ) -> None:
-        """`prompt_token_ids` go to the client with the first delta of each output."""
-        self._outputs = [_OutputAssembly(tokenizer, sampling, record, clock=clock) for _ in range(sampling.n)]
+        """`prompt_token_ids` and `prompt_end` go out with the first delta of each output. `shown_tokens` are special
+        tokens whose text is wanted."""
+        self._outputs = [
+            _OutputAssembly(tokenizer, sampling, record, clock=clock, shown_tokens=shown_tokens)
+            for _ in range(sampling.n)
+        ]
         self._prompt_token_ids = dict.fromkeys(range(sampling.n), prompt_token_ids)
+        self._prompt_end = prompt_end
 
     def delta(self, chunk: TokenChunk) -> Delta:
         """Return the delta of a chunk. It has a finish if the engine or a stop string ended the output.
@@ -42,6 +49,7 @@ class Assembly:
         delta = self._outputs[chunk.index].delta(chunk)
         if chunk.index in self._prompt_token_ids:
             delta.prompt_token_ids = self._prompt_token_ids.pop(chunk.index)
+            delta.prompt_end = self._prompt_end
         return delta
 
 
@@ -55,6 +63,7 @@ class _OutputAssembly:
         record: RequestRecord,
         *,
         clock: Callable[[], float],
+        shown_tokens: Set[int],
     ) -> None:
         self._clock = clock
         self._sampling = sampling
@@ -66,6 +75,7 @@ class _OutputAssembly:
             stop_token_ids=sampling.stop_token_ids,
             include_stop=sampling.include_stop_in_output,
             skip_special=sampling.skip_special_tokens,
+            shown=shown_tokens,
         )
         self._num_tokens = 0
         self._logprob = 0.0

@@ -30,6 +30,8 @@ class Delta:
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     prompt_token_ids: Sequence[int] = ()
     """Sent with the output's first piece, if the client wants them."""
+    prompt_end: str = ""
+    """Last text of the prompt, with the output's first piece, for a parser of answers."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the first worker reused. 0 while unknown."""
@@ -42,7 +44,8 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
-        # Both come once, with an output's first delta.
+        # These come once, with an output's first delta.
+        self.prompt_end = self.prompt_end or later.prompt_end
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.prompt_token_ids = self.prompt_token_ids or later.prompt_token_ids
         self.prompt_tokens, self.cached_tokens = later.prompt_tokens, later.cached_tokens

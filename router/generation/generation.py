@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.proto.naming.block_hash import unpack_tokens
+from blockyard.proto.naming.block_hash import TOKEN_BYTES, unpack_tokens
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
@@ -27,6 +27,7 @@ from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
+from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
 from blockyard.router.request.sampling_checks import SamplingLimits, ban_words
 from blockyard.router.request.validation import (
     ValidGeneration,
@@ -48,6 +49,9 @@ from blockyard.router.tokenizing.service import (
     TokenizingTimeout,
 )
 
+PROMPT_END_TOKENS = 32
+"""Tokens of the prompt's end that show whether it ends within the reasoning. Templates end with fewer of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
@@ -65,6 +69,8 @@ class RouterParts:
     grammar_quota: GrammarQuota
     clock: Callable[[], float] = time.monotonic
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
+    answers: AnswerFormat = NO_FORMAT
+    """Format of the model's answers in chats."""
 
     @property
     def max_model_len(self) -> int:
@@ -144,10 +150,12 @@ async def generate(
     emit: Emit,
     *,
     deadline: float,
+    parsed: AnswerFormat | None = None,
 ) -> None:
     """Tokenize a checked request, run it, and emit its outputs in deltas. Raises any RouterError.
 
-    Cancelling the call also cancels the request on its worker. `deadline` is on the clock of `parts`.
+    Cancelling the call also cancels the request on its worker. `deadline` is on the clock of `parts`. `parsed` is the
+    format in which the caller parses the outputs.
     """
     identity = await parts.placer.identity()
     prepared = await tokenise(
@@ -162,6 +170,10 @@ async def generate(
     check_context(prepared.num_tokens, identity.max_model_len)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
     record.prompt_tokens = prepared.num_tokens
+    prompt_end = "" if parsed is None else _prompt_end(parts, prepared)
+    structure = valid.sampling.structured_output
+    if parsed is not None and structure is not None and structure.HasField("tool_calls"):
+        structure.tool_calls.is_thinking = parsed.is_thinking(prompt_end)
     room_tokens = identity.max_model_len - prepared.num_tokens
     generation = Generation(
         request_id=valid.request_id,
@@ -182,6 +194,8 @@ async def generate(
         record,
         clock=parts.clock,
         prompt_token_ids=unpack_tokens(prepared.token_ids) if valid.return_prompt_token_ids else (),
+        prompt_end=prompt_end,
+        shown_tokens=frozenset() if parsed is None else parsed.shown_tokens,
     )
     has_grammar = generation.sampling.HasField("structured_output")
     with RequestMeter(parts.metrics, record) as meter:
@@ -198,3 +212,8 @@ async def generate(
                 return finish is not None
 
             await parts.relay.run(generation, record.progress, take)
+
+
+def _prompt_end(parts: RouterParts, prepared: Prepared) -> str:
+    last = unpack_tokens(prepared.token_ids[-PROMPT_END_TOKENS * TOKEN_BYTES :])
+    return parts.tokenizing.detokenize(last, skip_special=False)

@@ -50,7 +50,9 @@ class Completions:
         tally = Tally(wanted.outputs_a_prompt)
         async with self._outputs(wanted, call) as run:
             whole = await gathered(request_id, tally.of(run))
-        return json_response(envelope.whole([choices.whole(output) for output in whole.outputs], tally))
+        return json_response(
+            envelope.whole([choices.whole(output, tally.prompt_end) for output in whole.outputs], tally)
+        )
 
     async def _stream(
         self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
@@ -75,12 +77,14 @@ class Completions:
         chunks = Chunks(envelope=envelope, choices=choices, tally=tally)
 
         async def write(delta: Delta) -> None:
-            await events.send(chunks.encoded(delta))
+            if chunk := chunks.encoded(delta):
+                await events.send(chunk)
 
         def write_now(delta: Delta) -> bool:
             if not events.is_open:
                 return False
-            events.send_now(chunks.encoded(delta))
+            if chunk := chunks.encoded(delta):
+                events.send_now(chunk)
             return True
 
         async with self._outputs(wanted, call) as run:

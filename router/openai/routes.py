@@ -7,6 +7,7 @@ table (admission/auth.py) has all permissions. Does not own what a route does (c
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
@@ -67,7 +68,9 @@ class Routes:
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
-            "/v1/chat/completions": _Route(generates, self._generating(chat_wanted)),
+            "/v1/chat/completions": _Route(
+                generates, self._generating(partial(chat_wanted, answers=calls.parts.answers))
+            ),
             "/v1/completions": _Route(generates, self._generating(completion_wanted)),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),

@@ -18,11 +18,14 @@ from blockyard.router.openai.requests.fields import (
     token_ids,
 )
 from blockyard.router.openai.requests.sampling import REQUEST_SCALARS
+from blockyard.router.openai.requests.tools import TOOL_FIELDS, given_tools
 from blockyard.router.openai.requests.unsupported import unsupported
+from blockyard.router.parsing.formats import AnswerFormat
 
 TOKENIZE_FIELDS: Fields = {
     "prompt": text.said("Either this or messages."),
     **CHAT_FIELDS,
+    "tools": TOOL_FIELDS["tools"],
     "model": REQUEST_SCALARS["model"],
     "return_token_strs": boolean.said("Whether the answer has the tokens as strings too. Default false."),
     "add_special_tokens": boolean.said("Must be true for a prompt and false for messages, as without it."),
@@ -34,7 +37,7 @@ TOKENS_PER_TICK = 4096
 
 async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
     """Return the answer of /tokenize for a prompt or a chat. Raises any RouterError."""
-    request = _tokenize_request(body)
+    request = _tokenize_request(body, calls.parts.answers)
     shows_names = given(body, "return_token_strs", boolean)
     answer = await calls.tokenize(request, call)
     return {
@@ -56,14 +59,16 @@ async def detokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any
     return {"prompt": (await calls.detokenize(request, call)).text}
 
 
-def _tokenize_request(body: Body) -> inference_pb2.TokenizeRequest:
+def _tokenize_request(body: Body, answers: AnswerFormat) -> inference_pb2.TokenizeRequest:
     refuse_others(body, TOKENIZE_FIELDS)
     request = inference_pb2.TokenizeRequest(model=given(body, "model", text))
     is_chat = body.get("messages") is not None
     if is_chat and body.get("prompt") is not None:
         raise InvalidRequest.of("prompt", "excludes messages")
     if is_chat:
-        request.chat.CopyFrom(chat_of(body))
+        request.chat.CopyFrom(chat_of(body, answers))
+        if (tools := given_tools(body, answers)) is not None:
+            request.chat.tools = tools.listed
     else:
         request.prompt = text("prompt", body.get("prompt"))
     # A template writes its own special tokens. A text gets those that a completion gets.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES
+from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES, MAX_TOOLS
 from blockyard.proto.v1 import inference_pb2
 
 
@@ -21,10 +21,21 @@ def structured_problem(message: inference_pb2.StructuredOutput) -> str | None:
             if len(text) > MAX_STRUCTURED_BYTES or len(text.encode()) > MAX_STRUCTURED_BYTES:
                 return f"at most {MAX_STRUCTURED_BYTES} bytes are allowed"
             return _schema_problem(text) if kind == "json_schema" else _regex_problem(text)
+        case "tool_calls":
+            return _tool_calls_problem(message.tool_calls)
         case "json_object":
             return None if message.json_object else "json_object must be true"
         case _:
-            return "one of json_schema, regex and json_object is required"
+            return "one of json_schema, regex, json_object and tool_calls is required"
+
+
+def _tool_calls_problem(grammar: inference_pb2.ToolCallGrammar) -> str | None:
+    if not 1 <= len(grammar.tools) <= MAX_TOOLS:
+        return f"1 to {MAX_TOOLS} tools are required"
+    if grammar.ByteSize() > MAX_STRUCTURED_BYTES:
+        return f"at most {MAX_STRUCTURED_BYTES} bytes are allowed"
+    schemas = [tool.schema for tool in grammar.tools] + [grammar.text_schema or "true"]
+    return next((problem for schema in schemas if (problem := _schema_problem(schema))), None)
 
 
 def _regex_problem(text: str) -> str | None:

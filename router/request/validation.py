@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from blockyard.proto.limits import MAX_PRIORITY
+from blockyard.proto.limits import MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
@@ -36,7 +36,8 @@ MAX_NAME_CHARS = 256
 """Most characters of the name in a chat message."""
 MAX_TEMPLATE_KWARGS_BYTES = 16_384
 MAX_TEMPLATE_KWARGS_DEPTH = 16
-ROLES = frozenset({"system", "user", "assistant"})
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+MAX_TOOLS_BYTES = 262_144
 MAX_NAMES_TOLD = 8
 """The most names of the served model that the error for another model lists."""
 MAX_TOLD = 5
@@ -287,7 +288,7 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         raise Unsupported.of("chat.messages.media", "is not supported yet")
     violations = []
     if any(message.role not in ROLES for message in chat.messages):
-        description = "must be system, user or assistant"
+        description = "must be system, user, assistant or tool"
         violations.append(FieldViolation(field="chat.messages.role", description=description))
     if all(message.role == "assistant" for message in chat.messages):
         description = "needs a message of another role than assistant"
@@ -300,6 +301,12 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
     for field, problem in (
         ("chat.template_kwargs", _template_kwargs_problem(chat.template_kwargs)),
         ("chat.continue_final_message", _continuation_problem(chat)),
+        ("chat.tools", _tools_problem(chat.tools, "name")),
+        *(
+            ("chat.messages.tool_calls", _tools_problem(message.tool_calls, "arguments"))
+            for message in chat.messages
+            if message.tool_calls
+        ),
     ):
         if problem is not None:
             violations.append(FieldViolation(field=field, description=problem))
@@ -307,13 +314,49 @@ def _valid_chat(chat: inference_pb2.Chat) -> ChatPrompt:
         raise _invalid(violations)
     continues = chat.continue_final_message
     return ChatPrompt(
-        [ChatMessage(message.role, message.content, message.name) for message in chat.messages],
+        [
+            ChatMessage(
+                message.role,
+                message.content,
+                message.name,
+                tool_calls=message.tool_calls,
+                tool_call_id=message.tool_call_id,
+                reasoning=message.reasoning_content,
+            )
+            for message in chat.messages
+        ],
+        tools=chat.tools,
         template_kwargs=chat.template_kwargs,
         add_generation_prompt=(
             chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
         ),
         continue_final_message=continues,
     )
+
+
+def _tools_problem(text: str, required: str) -> str | None:
+    """Return what is wrong with a JSON list of tools or calls, or None. Each must have a function with the text
+    `required`."""
+    if not text:
+        return None
+    if len(text) > MAX_TOOLS_BYTES or len(text.encode()) > MAX_TOOLS_BYTES:
+        return f"at most {MAX_TOOLS_BYTES} bytes of JSON are allowed"
+    try:
+        tools = parse_json(text)
+        # JSON can spell a lone surrogate, which is not a character.
+        json.dumps(tools, ensure_ascii=False).encode()
+    except RecursionError:
+        return f"must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+    except ValueError:
+        return "must be JSON"
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        return f"must be a list of 1 to {MAX_TOOLS}"
+    functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
+    if not all(isinstance(one, dict) and isinstance(one.get(required), str) for one in functions):
+        return f"each must have a function with the text `{required}`"
+    if is_deeper_than(tools, MAX_SCHEMA_DEPTH):
+        return f"must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
+    return None
 
 
 def _template_kwargs_problem(text: str) -> str | None:

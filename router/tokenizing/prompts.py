@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = frozenset({"system", "user", "assistant"})
+ROLES = frozenset({"system", "user", "assistant", "tool"})
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are sent and named as int32."""
 CHARACTERS_A_TOKEN = 4
@@ -51,6 +51,12 @@ class ChatMessage:
     content: str
     name: str = ""
     """The speaker's name. Empty: none."""
+    tool_calls: str = ""
+    """A JSON list of the calls that the message makes, in OpenAI's form. Empty: none."""
+    tool_call_id: str = ""
+    """Id of the call that the message answers. Empty: none."""
+    reasoning: str = ""
+    """The reasoning before the content. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +73,19 @@ class ChatPrompt:
     """The prompt ends with the beginning of an answer."""
     continue_final_message: bool = False
     """The prompt ends within the last message, after its content. Excludes `add_generation_prompt`."""
+    tools: str = ""
+    """A JSON list of the tools that the model may call, in OpenAI's form. Empty: none."""
 
     def texts(self) -> Iterator[str]:
         """Yield all texts that the client wrote."""
         for message in self.messages:
             yield message.content
             yield message.name
+            yield message.tool_calls
+            yield message.tool_call_id
+            yield message.reasoning
         yield self.template_kwargs
+        yield self.tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,9 @@ _Segments = tuple[list[str], list[str]]
 class _Chat:
     """A chat in the form that the tokenizer's chat template takes."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
+    tools: Any
+    """The tools as JSON values, or None."""
     kwargs: Any
     """Further variables for the template by name, as JSON values."""
     options: Mapping[str, Any]
@@ -99,16 +113,16 @@ class _Chat:
 
     @classmethod
     def of(cls, prompt: ChatPrompt) -> _Chat:
-        messages = [
-            {"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})}
-            for m in prompt.messages
-        ]
         names = ("add_generation_prompt", "continue_final_message")
-        kwargs = json.loads(prompt.template_kwargs or "{}")
-        return cls(messages, kwargs, {name: getattr(prompt, name) for name in names})
+        return cls(
+            [_template_message(message) for message in prompt.messages],
+            json.loads(prompt.tools or "null"),
+            json.loads(prompt.template_kwargs or "{}"),
+            {name: getattr(prompt, name) for name in names},
+        )
 
     def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> _Chat:
-        """Return a copy with contents changed by `content`, and names and strings of `kwargs` by `other`.
+        """Return a copy with contents changed by `content`, and all other strings of the client by `other`.
 
         Empty ones stay as they are.
         """
@@ -116,11 +130,43 @@ class _Chat:
             {
                 "role": message["role"],
                 "content": content(message["content"]) if message["content"] else "",
-                **({"name": other(message["name"])} if "name" in message else {}),
+                **{
+                    name: _with_strings(value, other)
+                    for name, value in message.items()
+                    if name not in ("role", "content")
+                },
             }
             for message in self.messages
         ]
-        return replace(self, messages=messages, kwargs=_with_strings(self.kwargs, other))
+        return replace(
+            self,
+            messages=messages,
+            tools=_with_strings(self.tools, other),
+            kwargs=_with_strings(self.kwargs, other),
+        )
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates take it: arguments of calls as objects."""
+    fields = {
+        "name": message.name,
+        "tool_calls": [_template_call(call) for call in json.loads(message.tool_calls or "[]")],
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning,
+    }
+    return {"role": message.role, "content": message.content, **{n: v for n, v in fields.items() if v}}
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+        # JSON can spell a lone surrogate, which is not a character.
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        arguments = None
+    # Text that is no object stays text: an output may have been cut off within its arguments.
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -209,6 +255,9 @@ class PromptEncoder:
         _check_messages(prompt.messages)
         chat = _Chat.of(prompt)
         self._check_kwargs(chat.kwargs)
+        calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
+        if any(map(self._may_control, set(_inner_keys([chat.tools, calls])))):
+            raise PromptError("a key in tools or in a call's arguments may contain part of a control token")
         joint = self._encode(self._render(chat))
         segments = self._segments(chat)
         if self._control(joint) == self._template_control(chat, segments):
@@ -274,7 +323,7 @@ class PromptEncoder:
             raise PromptError("this model has no chat template: send a prompt instead of messages")
         try:
             rendered = self._tokenizer.apply_chat_template(
-                chat.messages, tokenize=False, **chat.options, **chat.kwargs
+                chat.messages, tools=chat.tools, tokenize=False, **chat.options, **chat.kwargs
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError):
             # The template's own message may quote the chat.
@@ -321,4 +370,4 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
     if not messages:
         raise PromptError("the chat has no messages")
     if any(message.role not in ROLES for message in messages):
-        raise PromptError("a message's role must be system, user or assistant")
+        raise PromptError("a message's role must be system, user, assistant or tool")

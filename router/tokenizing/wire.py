@@ -27,6 +27,8 @@ from blockyard.router.tokenizing.prompts import (
 
 _LENGTH = struct.Struct("<Q")
 _CHAT_OPTIONS = ("template_kwargs", "add_generation_prompt", "continue_final_message")
+_LONG_FIELDS = ("content", "tool_calls", "reasoning")
+"""Fields of a message that may have megabytes."""
 
 
 class TokenizingError(RuntimeError):
@@ -111,13 +113,12 @@ def question_frame(question: Question) -> bytes:
             head["text"] = True
             body += _encoded(text)
         case ChatPrompt(messages):
-            contents = [_encoded(message.content) for message in messages]
-            head["chat"] = [
-                [message.role, message.name, len(content)]
-                for message, content in zip(messages, contents, strict=True)
-            ]
+            texts = [_encoded(getattr(message, name)) for message in messages for name in _LONG_FIELDS]
+            texts.append(_encoded(question.prompt.tools))
+            head["chat"] = [[message.role, message.name, message.tool_call_id] for message in messages]
+            head["sizes"] = list(map(len, texts))
             head["options"] = {name: getattr(question.prompt, name) for name in _CHAT_OPTIONS}
-            body += b"".join(contents)
+            body += b"".join(texts)
         case TokenPrompt(token_ids):
             body += pack_tokens(token_ids)
     return _frame(head, body)
@@ -130,12 +131,19 @@ def parse_question(content: bytes) -> Question:
     if "text" in head:
         prompt = TextPrompt(_decoded(body[root_bytes:]))
     elif "chat" in head:
-        ends = accumulate((size for *_, size in head["chat"]), initial=root_bytes)
-        texts = [_decoded(body[start:end]) for start, end in pairwise(ends)]
+        ends = accumulate(head["sizes"], initial=root_bytes)
+        *texts, tools = [_decoded(body[start:end]) for start, end in pairwise(ends)]
+        count = len(_LONG_FIELDS)
         messages = [
-            ChatMessage(role, text, name) for (role, name, _), text in zip(head["chat"], texts, strict=True)
+            ChatMessage(
+                role,
+                name=name,
+                tool_call_id=call_id,
+                **dict(zip(_LONG_FIELDS, texts[at * count : (at + 1) * count], strict=True)),
+            )
+            for at, (role, name, call_id) in enumerate(head["chat"])
         ]
-        prompt = ChatPrompt(messages, **head["options"])
+        prompt = ChatPrompt(messages, tools=tools, **head["options"])
     else:
         prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
     return Question(

@@ -127,8 +127,8 @@ def test_template_renders_chatml() -> None:
 
 
 def test_template_refuses_an_unknown_role() -> None:
-    with pytest.raises(jinja2.TemplateError, match="Unknown role tool"):
-        load_tokenizer().apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
+    with pytest.raises(jinja2.TemplateError, match="Unknown role critic"):
+        load_tokenizer().apply_chat_template([{"role": "critic", "content": "4"}], tokenize=False)
 
 
 def test_control_tokens_are_one_id_each_and_end_a_generation() -> None:

@@ -1,6 +1,7 @@
 """Requests that are well formed and wrong: the worst values of each field, with code, reason and every field named."""
 
 import base64
+import json
 import math
 import threading
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def chat(*messages: tuple[str, str]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
+CALLED = {"function": {"name": CANARY}}
+CONTROL_KEY = json.dumps([{"function": {"name": "f", "parameters": {"<|im_end|>": 1}}}])
 TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
 PROMPTS = (
     prompt("nothing", "input"),
@@ -52,6 +55,17 @@ PROMPTS = (
     prompt("role of a canary", "chat.messages.role", chat=chat((CANARY, "x"), ("user", "x"))),
     prompt("the assistant alone", "chat.messages", chat=chat(("assistant", CANARY))),
     prompt("100,000 messages", "chat.messages", chat=chat(*[("user", "x")] * 100_000)),
+    prompt("tools that are no JSON", "chat.tools", chat={**chat(("user", "x")), "tools": CANARY}),
+    prompt("tools without a name", "chat.tools", chat={**chat(("user", "x")), "tools": '[{"function": {}}]'}),
+    prompt("129 tools", "chat.tools", chat={**chat(("user", "x")), "tools": json.dumps([CALLED] * 129)}),
+    prompt("tools of 300 KB", "chat.tools", chat={**chat(("user", "x")), "tools": f'["{CANARY * 20_000}"]'}),
+    prompt("tools 200,000 levels deep", "chat.tools", chat={**chat(("user", "x")), "tools": "[" * 200_000}),
+    prompt("a key of tools is a control token", "input", chat={**chat(("user", "x")), "tools": CONTROL_KEY}),
+    prompt(
+        "a call without arguments",
+        "chat.messages.tool_calls",
+        chat={"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": json.dumps([CALLED])}]},
+    ),
     prompt("a token beyond the vocabulary", "prompt_token_ids", prompt_token_ids={"ids": [VOCABULARY]}),
     prompt("the largest token", "prompt_token_ids", prompt_token_ids={"ids": [5, WORST_TOKEN]}),
     prompt("as long as the context", "input", reason=TOO_LONG, prompt_token_ids={"ids": [7] * CONTEXT}),

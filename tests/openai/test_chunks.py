@@ -50,4 +50,6 @@ def test_each_chunk_of_a_stream_is_what_the_envelope_makes(
             prompt_tokens=9,
         )
         tally.add(delta)
-        assert chunks.encoded(delta) == encoded(envelope.chunk(choices.piece(delta), delta, tally))
+        assert chunks.encoded(delta) == encoded(
+            envelope.chunk(choices.piece(delta, choices.said(delta, "")), delta, tally)
+        )

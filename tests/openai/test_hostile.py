@@ -265,6 +265,9 @@ FIELDS = (
         "logit_bias",
         "response_format",
         "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
     ),
     *("stream_options", "seed", "temperature", "stop_token_ids", "regex", "json_schema", "priority", "model"),
 )

@@ -51,6 +51,7 @@ NOT_SAID = {
     *(("truncate_prompt_tokens", "-3"), ("beam_width", "25"), ("prompt", "[1]"), ("best_of", "1")),
     # Another model's name, fields that depend on others, and what is too long for the context.
     *(("model", json.dumps(text)) for text in ("x", "auto", "none")),
+    ("tool_choice", '"auto"'),
     *(("structured_outputs", "{}"), ("continue_final_message", "true"), ("min_tokens", "25")),
     *(("prompt", json.dumps([1] * 2000)), ("prompt", json.dumps(["a"] * 2000))),
 }

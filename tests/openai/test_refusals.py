@@ -24,10 +24,10 @@ for _ in range(200):
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "unsupported"),
         ({"echo": True}, "echo", "unsupported"),
         ({"functions": [{}]}, "functions", "unsupported"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_request"),
         ({"modalities": ["audio"]}, "modalities", "unsupported"),
         ({"audio": {"voice": "x"}}, "audio", "unsupported"),
         ({"web_search_options": {}}, "web_search_options", "unsupported"),
@@ -40,8 +40,9 @@ for _ in range(200):
             "invalid_request",
         ),
         ({"messages": IMAGE}, "messages[0].content[0].image_url", "unsupported"),
-        ({"messages": CALLED}, "messages[1].tool_calls", "unsupported"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported"),
+        ({"messages": CALLED}, "messages[1].tool_calls[0].function", "invalid_request"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_request"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "unsupported"),
         ({"messages": PART_WITH_MORE}, "messages[0].content[0]", "invalid_request"),
         ({"messages": []}, "messages", "invalid_request"),
         ({"messages": "hello"}, "messages", "invalid_request"),
@@ -168,7 +169,6 @@ async def test_hints_are_ignored_and_named_in_a_header(
 ) -> None:
     hints: dict[str, Any] = {
         "metadata": {"team": "search"},
-        "parallel_tool_calls": False,
         "prediction": {"type": "content", "content": "hello"},
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",

@@ -67,7 +67,7 @@ async def test_tokens_go_there_and_back_as_in_vllm(gateway: Gateway, body: dict[
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
         ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
-        ("/tokenize", {"messages": HELLO, "tools": []}, "tools"),
+        ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0].type"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
         ("/detokenize", {"tokens": [4096]}, "tokens"),

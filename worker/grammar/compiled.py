@@ -16,14 +16,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.grammar.refusals import refused, stuck
 from blockyard.worker.grammar.schema import prepared
+from blockyard.worker.grammar.tool_calls import ToolCalls
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 Mask: TypeAlias = npt.NDArray[np.uint32]
 """One bit for each token, 1 where it is allowed, the lowest bit first."""
@@ -183,20 +187,32 @@ def _library_grammar(grammar: Grammar) -> str:
         case "regex":
             # Only ASCII for \d and \w, as in JavaScript and so in JSON Schema's patterns.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, 'dw')}/")
+        case "tool_calls":
+            return LLMatcher.grammar_from_lark(ToolCalls.from_source(grammar.source).lark(_part_of_schema))
 
 
 def _of_schema(schema: object) -> str:
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema),
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_flexible": True,
-            "whitespace_pattern": WHITESPACE,
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+
+
+def _part_of_schema(schema: object) -> str:
+    """Return a schema as a part of a grammar in Lark. Raises ValueError for one that allows nothing."""
+    if schema is False:
+        raise ValueError("false allows no output")
+    described = prepared(schema)
+    assert isinstance(described, dict)
+    return f"%json {json.dumps(described | {'x-guidance': _JSON_OPTIONS})}"
+
+
+_JSON_OPTIONS: "JsonCompileOptions" = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITESPACE,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""Options of the library for JSON. They override those that a schema may hold."""
 
 
 def _parser_limits() -> LLParserLimits:

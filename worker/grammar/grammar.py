@@ -10,8 +10,9 @@ from typing import Literal
 
 from blockyard.proto.limits import MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH, MAX_STRUCTURED_BYTES
 from blockyard.proto.v1 import inference_pb2
+from blockyard.worker.grammar.tool_calls import ToolCalls
 
-GrammarKind = Literal["json_schema", "regex", "json_object"]
+GrammarKind = Literal["json_schema", "regex", "json_object", "tool_calls"]
 
 
 class GrammarError(ValueError):
@@ -24,7 +25,7 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
-    """The JSON schema or the expression. Empty for json_object."""
+    """The JSON schema, the expression, or ToolCalls as JSON. Empty for json_object."""
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_STRUCTURED_BYTES or self.num_bytes > MAX_STRUCTURED_BYTES:
@@ -38,6 +39,10 @@ class Grammar:
             case "json_object":
                 if self.source:
                     raise GrammarError("any JSON object needs no schema")
+            case "tool_calls":
+                calls = ToolCalls.from_source(self.source)
+                for text in (*(tool.schema for tool in calls.tools), calls.text_schema or "true"):
+                    _check_schema(text)
 
     @property
     def num_bytes(self) -> int:
@@ -53,6 +58,10 @@ def grammar_of(message: inference_pb2.StructuredOutput) -> Grammar | None:
             return Grammar(kind="regex", source=message.regex)
         case "json_object":
             return Grammar(kind="json_object") if message.json_object else None
+        case "tool_calls":
+            if not message.tool_calls.tools:
+                raise GrammarError("the grammar of tool calls names no tool")
+            return Grammar(kind="tool_calls", source=ToolCalls.of(message.tool_calls).source())
         case _:
             return None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from blockyard.worker.grammar.grammar import Grammar, GrammarError
 from blockyard.worker.grammar.schema import keys_of
+from blockyard.worker.grammar.tool_calls import ToolCalls
 
 MAX_NAMED_KEYWORDS = 5
 TOO_COMPLEX = "the grammar is too complex to be followed"
@@ -63,6 +64,7 @@ _SUBJECTS = {
     "json_schema": "the JSON schema",
     "regex": "the regular expression",
     "json_object": "the grammar of JSON objects",
+    "tool_calls": "a tool's schema",
 }
 
 
@@ -74,6 +76,12 @@ def _reason(grammar: Grammar, text: str) -> str | None:
             return _of_schema(json.loads(grammar.source), text)
         case "json_object":
             return None
+        case "tool_calls":
+            calls = ToolCalls.from_source(grammar.source)
+            schemas = [json.loads(tool.schema) for tool in calls.tools]
+            schemas += [json.loads(calls.text_schema)] if calls.text_schema else []
+            _, _, about_schema = text.partition("failed to compile JSON schema: ")
+            return "false allows no output" if False in schemas else _of_schema(schemas, about_schema)
 
 
 def _of_expression(text: str) -> str | None:

@@ -9,9 +9,11 @@ from typing import Any
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.metrics import FINISHES
+from blockyard.router.openai.answers.answer_text import AnswerText
 from blockyard.router.openai.answers.logprobs import CompletionLogprobs, chat_logprobs
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.parsing.reading import Reading
 
 Piece = Delta | inference_pb2.Output
 """A part of an output, or all of it."""
@@ -25,31 +27,63 @@ class Shown:
     token_ids: bool
     special_tokens: bool
 
-    def rest(self, piece: Piece) -> dict[str, Any]:
+    @property
+    def every_token(self) -> bool:
+        """Return True if a piece without text may have other details."""
+        return self.logprobs or self.token_ids
+
+    def rest(self, piece: Piece, *, has_called: bool = False) -> dict[str, Any]:
         """Return the fields of a choice that both routes have: how the output ended, and its token ids if wanted."""
-        return _end(piece) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
+        return _end(piece, has_called) | ({"token_ids": list(piece.token_ids)} if self.token_ids else {})
 
 
 class ChatChoices:
-    def __init__(self, texts: TokenTexts, shown: Shown) -> None:
+    def __init__(self, texts: TokenTexts, shown: Shown, reading: Reading | None) -> None:
         self._texts = texts
         self._shown = shown
+        self._reading = reading
+        self._outputs: dict[int, AnswerText] = {}
+        """Parsed text by index of its output, if the outputs are parsed."""
         self._begun: set[int] = set()
 
-    def whole(self, output: inference_pb2.Output) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text, "refusal": None}
-        return {"index": output.index, "message": message, **self._rest(output)}
+    def whole(self, output: inference_pb2.Output, prompt_end: str) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        has_called = False
+        if self._reading is not None:
+            answer = AnswerText(self._reading, prompt_end)
+            said = answer.add(output.text, is_last=True)
+            has_called = answer.has_called
+            message |= {"content": None if has_called else ""} | said
+            for call in said.get("tool_calls", ()):
+                del call["index"]
+        return {"index": output.index, "message": message, **self._rest(output, has_called)}
 
-    def piece(self, delta: Delta) -> dict[str, Any]:
+    def said(self, delta: Delta, prompt_end: str) -> dict[str, Any]:
+        """Return what a delta says, by names of fields. `prompt_end` is the prompt's last text."""
+        if self._reading is None:
+            return {"content": delta.text} if delta.text else {}
+        answer = self._outputs.get(delta.index)
+        if answer is None:
+            answer = self._outputs[delta.index] = AnswerText(self._reading, prompt_end)
+        return answer.add(delta.text, is_last=delta.finish is not None)
+
+    def is_needless(self, delta: Delta, said: dict[str, Any]) -> bool:
+        """Return True if a chunk would tell nothing, because the parser holds its text back."""
+        is_told = said or delta.finish is not None or self._shown.every_token
+        return self._reading is not None and not is_told and delta.index in self._begun
+
+    def piece(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         """Return a delta as a choice of a chunk. The first one of an output has the role."""
-        said = {"content": delta.text} if delta.text or delta.index not in self._begun else {}
-        role = {} if delta.index in self._begun else {"role": "assistant"}
-        self._begun.add(delta.index)
-        return {"index": delta.index, "delta": role | said, **self._rest(delta)}
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            said = {"role": "assistant", **(said or {"content": ""})}
+        answer = self._outputs.get(delta.index)
+        has_called = answer is not None and answer.has_called
+        return {"index": delta.index, "delta": said, **self._rest(delta, has_called)}
 
-    def _rest(self, piece: Piece) -> dict[str, Any]:
+    def _rest(self, piece: Piece, has_called: bool) -> dict[str, Any]:
         logprobs = chat_logprobs(piece.logprobs, self._texts) if self._shown.logprobs else None
-        return {"logprobs": logprobs, **self._shown.rest(piece)}
+        return {"logprobs": logprobs, **self._shown.rest(piece, has_called=has_called)}
 
 
 class CompletionChoices:
@@ -58,17 +92,23 @@ class CompletionChoices:
         self._shown = shown
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    def whole(self, output: inference_pb2.Output) -> dict[str, Any]:
-        return self.piece(output)
+    def whole(self, output: inference_pb2.Output, prompt_end: str) -> dict[str, Any]:
+        return self.piece(output, {"text": output.text})
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
+    def said(self, delta: Delta, prompt_end: str) -> dict[str, Any]:
+        return {"text": delta.text}
+
+    def is_needless(self, delta: Delta, said: dict[str, Any]) -> bool:
+        return False
+
+    def piece(self, piece: Piece, said: dict[str, Any]) -> dict[str, Any]:
         shown = None
         if self._shown.logprobs:
             logprobs = self._logprobs.setdefault(
                 piece.index, CompletionLogprobs(self._texts, shows_special=self._shown.special_tokens)
             )
             shown = logprobs.of(piece.logprobs)
-        return {"index": piece.index, "text": piece.text, "logprobs": shown, **self._shown.rest(piece)}
+        return {"index": piece.index, **said, "logprobs": shown, **self._shown.rest(piece)}
 
 
 Choices = ChatChoices | CompletionChoices
@@ -82,7 +122,11 @@ def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
         token_ids=wanted.shows_token_ids,
         special_tokens=shows_special(wanted),
     )
-    return ChatChoices(texts, shown) if wanted.route == "chat" else CompletionChoices(texts, shown)
+    return (
+        ChatChoices(texts, shown, wanted.reading)
+        if wanted.route == "chat"
+        else CompletionChoices(texts, shown)
+    )
 
 
 def shows_special(wanted: Wanted) -> bool:
@@ -90,13 +134,15 @@ def shows_special(wanted: Wanted) -> bool:
     return sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
 
 
-def _end(piece: Piece) -> dict[str, Any]:
+def _end(piece: Piece, has_called: bool) -> dict[str, Any]:
     """Return the fields that say why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or
     token."""
     finish = piece.finish
     if finish is None:
         return {"finish_reason": None}
     reason = FINISHES[finish.reason]
+    if has_called and finish.reason == inference_pb2.FINISH_REASON_STOP:
+        reason = "tool_calls"
     return {
         "finish_reason": reason,
         "stop_reason": finish.stop_reason if finish.HasField("stop_reason") else None,

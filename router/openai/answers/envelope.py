@@ -27,12 +27,15 @@ class Tally:
         self._counts: dict[int, tuple[int, int]] = {}
         """Number of tokens and of cached tokens of each prompt, by its index in the call."""
         self._completion_tokens = 0
+        self.prompt_end = ""
+        """Last text of a chat's prompt, for the parser of its answer."""
         self.prompts: dict[int, Sequence[int]] = {}
         """Token ids of the prompt, by index of its output. Empty unless the client wants them."""
 
     def add(self, delta: Delta) -> None:
         self._counts[delta.index // self._outputs_a_prompt] = delta.prompt_tokens, delta.cached_tokens
         self._completion_tokens += len(delta.token_ids)
+        self.prompt_end = self.prompt_end or delta.prompt_end
         if delta.prompt_token_ids:
             self.prompts[delta.index] = delta.prompt_token_ids
 
@@ -116,8 +119,9 @@ class Chunks:
     _has_template: bool = field(init=False)
     _seen: set[int] = field(default_factory=set)
     """Outputs whose first chunk, which may have fields of its own, is made."""
-    _templates: dict[int, tuple[bytes, bytes, bytes]] = field(default_factory=dict)
-    """A chunk by index of its output, without its text and its token ids: the bytes before, between and after them."""
+    _templates: dict[tuple[int, str], tuple[bytes, bytes, bytes]] = field(default_factory=dict)
+    """A chunk by index of its output and the field of its text, without this text and its token ids: the bytes before,
+    between and after them."""
 
     def __post_init__(self) -> None:
         wanted = self.envelope.wanted
@@ -125,28 +129,32 @@ class Chunks:
         self._has_template = not (shows_logprobs or wanted.answering.continuous_usage)
 
     def encoded(self, delta: Delta) -> bytes:
-        """Count a delta, and return its chunk as JSON."""
+        """Count a delta, and return its chunk as JSON, or nothing if it tells nothing yet."""
         self.tally.add(delta)
+        said = self.choices.said(delta, self.tally.prompt_end)
         index = delta.index
-        if self._has_template and index in self._seen and delta.text and delta.finish is None:
-            before, between, after = self._templates.get(index) or self._template(delta)
-            token_ids = ",".join(map(str, delta.token_ids)).encode() if after else b""
-            return b"".join(
-                (before, json.encoder.encode_basestring(delta.text).encode(), between, token_ids, after)
-            )
+        if self._has_template and index in self._seen and len(said) == 1 and delta.finish is None:
+            ((name, text),) = said.items()
+            if text and isinstance(text, str):
+                before, between, after = self._templates.get((index, name)) or self._template(delta, name)
+                token_ids = ",".join(map(str, delta.token_ids)).encode() if after else b""
+                shown = json.encoder.encode_basestring(text).encode()
+                return b"".join((before, shown, between, token_ids, after))
+        if self.choices.is_needless(delta, said):
+            return b""
         self._seen.add(index)
-        return self._made(delta)
+        return self._made(delta, said)
 
-    def _made(self, delta: Delta) -> bytes:
-        return encoded(self.envelope.chunk(self.choices.piece(delta), delta, self.tally))
+    def _made(self, delta: Delta, said: dict[str, Any]) -> bytes:
+        return encoded(self.envelope.chunk(self.choices.piece(delta, said), delta, self.tally))
 
-    def _template(self, delta: Delta) -> tuple[bytes, bytes, bytes]:
+    def _template(self, delta: Delta, name: str) -> tuple[bytes, bytes, bytes]:
         mark = secrets.token_hex(8)
-        made = self._made(replace(delta, text=mark, token_ids=[]))
+        made = self._made(replace(delta, token_ids=[]), {name: mark})
         before, rest = made.split(f'"{mark}"'.encode())
         between, after = rest, b""
         if self.envelope.wanted.shows_token_ids:
             head, _, tail = rest.partition(b'"token_ids":[')
             between, after = head + b'"token_ids":[', tail
-        self._templates[delta.index] = before, between, after
+        self._templates[delta.index, name] = before, between, after
         return before, between, after

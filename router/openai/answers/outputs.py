@@ -26,7 +26,8 @@ async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIt
     It raises what `Calls.deltas` raises, in a group for several prompts. For one prompt, a refusal comes at once.
     """
     if len(wanted.requests) == 1:
-        async with calls.deltas(wanted.requests[0], context) as (_, run):
+        parsed = None if wanted.reading is None else wanted.reading.format
+        async with calls.deltas(wanted.requests[0], context, parsed=parsed) as (_, run):
             yield run
         return
 

@@ -15,7 +15,7 @@ HINTS: Fields = {
     **dict.fromkeys(("user", "safety_identifier"), text),
     **dict.fromkeys(("service_tier", "verbosity", "prompt_cache_key", "prompt_cache_retention"), text),
     "guided_decoding_backend": text,
-    **dict.fromkeys(("store", "parallel_tool_calls"), boolean),
+    "store": boolean,
     **dict.fromkeys(("metadata", "prediction"), mapping),
 }
 """Hints, whose types are checked. The API token names the caller, and `session_id` and `cache_salt` steer the cache."""

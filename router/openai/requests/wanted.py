@@ -19,6 +19,7 @@ from blockyard.router.openai.requests.fields import (
 from blockyard.router.openai.requests.sampling import num_outputs
 from blockyard.router.openai.requests.structures import STRUCTURES
 from blockyard.router.openai.requests.unsupported import ignored_hints
+from blockyard.router.parsing.reading import Reading
 
 Route = Literal["chat", "completions"]
 STREAM_OPTIONS: Fields = {
@@ -53,6 +54,8 @@ class Wanted:
     answering: Answering
     echo: Echo | None = None
     """How to return the prompts before the outputs. None: not at all."""
+    reading: Reading | None = None
+    """How to parse the outputs. None: not at all."""
     names: Mapping[str, str]
     """Maps fields of GenerateRequest to the names that this body has for them, where several are possible."""
 
