@@ -22,6 +22,7 @@ from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configu
 from blockyard.proto.runtime.settings import add_arguments, given
 from blockyard.proto.security.tls_files import server_tls, session_tls
 from blockyard.router.config import RouterConfig
+from blockyard.router.event_loop import new_event_loop
 from blockyard.router.server import RouterServer
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         _configure_logging(arguments)
-        return asyncio.run(_serve(_config(arguments), arguments))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_serve(_config(arguments), arguments))
     except StartError as error:
         print(f"blockyard.router: {error}", file=sys.stderr)
         return 1

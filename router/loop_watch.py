@@ -21,15 +21,18 @@ START_SECONDS = 60.0
 """Startup time of a router. Workers then load their models on the same cores, so pauses are usual."""
 START_ALARM_SECONDS = 1.0
 IDLE_SHARE = 0.1
-"""The loop counts as idle while its thread computes for less than this share of each tick, for IDLE_SECONDS."""
+"""The loop counts as idle while its thread computes for less than this share of the last IDLE_SECONDS."""
 IDLE_SECONDS = 1.0
+BUSY_SHARE = 0.5
+"""A sleep in which the thread computes for this share of a tick or more ends an idle time at once."""
 IDLE_TICKS = 4
 """Ticks for which the watch of an idle loop sleeps, because each of its wake-ups costs CPU time."""
 ALARM_PAUSE_SECONDS = 10.0
 """Least time between two warnings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, as each tick counts in it.
+@dataclass(slots=True, kw_only=True)
 class Lateness:
     """Pauses of an event loop over some time. A pause is the time between two ticks of the watch.
 
@@ -91,7 +94,7 @@ class LoopWatch:
         """Measure until cancelled, and log long pauses."""
         last, last_computing = self._clock(), self._thread_clock()
         tick_seconds = sleep_seconds = self._tick_seconds
-        busy_at = last
+        share = 1.0
         while True:
             await asyncio.sleep(sleep_seconds)
             now, computing = self._clock(), self._thread_clock()
@@ -102,9 +105,11 @@ class LoopWatch:
                 self.note(max(tick_seconds, computing_seconds), computing_seconds)
             else:
                 self.note(pause_seconds, computing_seconds)
-            if computing_seconds > IDLE_SHARE * pause_seconds:
-                busy_at = now
-            sleep_seconds = tick_seconds * (IDLE_TICKS if now - busy_at > IDLE_SECONDS else 1)
+            # The router's own work once a second makes a tick busy, but not a second.
+            earlier = share * max(1 - pause_seconds / IDLE_SECONDS, 0.0)
+            share = earlier + computing_seconds / max(pause_seconds, IDLE_SECONDS)
+            is_idle = share < IDLE_SHARE and computing_seconds < BUSY_SHARE * tick_seconds
+            sleep_seconds = tick_seconds * (IDLE_TICKS if is_idle else 1)
 
     def note(self, pause_seconds: float, computing_seconds: float) -> None:
         """Count one tick, and log a warning if the pause was long.
@@ -113,12 +118,14 @@ class LoopWatch:
         """
         seen = self._seen
         self.lag.observe(max(pause_seconds - self._tick_seconds, 0.0))
-        self._seen = Lateness(
-            num_ticks=seen.num_ticks + 1,
-            num_late=seen.num_late + (pause_seconds > self._tick_seconds + LATE_SECONDS),
-            worst_seconds=max(seen.worst_seconds, pause_seconds),
-            worst_computing_seconds=max(seen.worst_computing_seconds, min(computing_seconds, pause_seconds)),
+        seen.num_ticks += 1
+        seen.num_late += pause_seconds > self._tick_seconds + LATE_SECONDS
+        seen.worst_seconds = max(seen.worst_seconds, pause_seconds)
+        seen.worst_computing_seconds = max(
+            seen.worst_computing_seconds, min(computing_seconds, pause_seconds)
         )
+        if pause_seconds <= ALARM_SECONDS:
+            return
         now = self._clock()
         alarm_seconds = START_ALARM_SECONDS if now - self._started_at < START_SECONDS else ALARM_SECONDS
         if pause_seconds > alarm_seconds and now - self._alarm_at >= ALARM_PAUSE_SECONDS:

@@ -8,12 +8,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COLLECT_AFTER = (1500, 4, 200)
+COLLECT_AFTER = (750, 3, 500)
 """Thresholds of the three generations; Python's default is (700, 10, 10).
 
 The first is the number of objects made and not yet freed before a collection of the youngest. The others count
 collections before one of the next older generation. On a busy machine collecting 10,000 young objects took 5 ms, and 5
-to 18 ms where most of them were garbage.
+to 18 ms where most of them were garbage. In a burst of requests 6,000 took 3 to 5 ms.
 """
 
 

@@ -26,7 +26,7 @@ from blockyard.router.errors import (
 logger = logging.getLogger(__name__)
 audit = logging.getLogger("blockyard.audit")
 
-ENDS_PER_TICK = 8
+ENDS_PER_TICK = 4
 """Cancelled calls whose frames are freed in one tick of the event loop."""
 FAULTS = (InternalError, WorkerLost, DeadlinePassed)
 """Errors that are logged at INFO, because an admitted request failed by no act of its client. Others: at DEBUG."""

@@ -37,7 +37,7 @@ WRITES_PER_TICK = 12
 With 256 streams from 4 workers, 32 writes delayed every 4th tick of 5 ms, and 12 writes every 12th.
 """
 
-ARRIVALS_PER_TICK = 4
+ARRIVALS_PER_TICK = 2
 """Requests that are checked and admitted in one tick of the event loop. A burst arrives in one tick."""
 
 CALLS_PART = 8

@@ -6,7 +6,6 @@ out in the callback that made it, and no task is switched. Does not own the text
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -92,22 +91,30 @@ class Outbox:
         return self._waiting.pop(next(iter(self._waiting)))
 
 
-@dataclass(slots=True)
 class _Pace:
-    """Watches how long the current write waits for its client. A timer per write would cost more than making its
-    text."""
+    """Watches how long the current write waits for its client, and ends the writing that waits too long.
 
-    limit_seconds: float
-    writing_since: float | None = None
+    A timer per write would cost more than making its text. So one timer looks four times within the limit.
+    """
 
-    async def watch(self) -> None:
-        """Raise SlowReader for a write that takes longer than the limit, at most a quarter of it late. Runs until
-        cancelled."""
-        while True:
-            await asyncio.sleep(self.limit_seconds / 4)
-            since = self.writing_since
-            if since is not None and time.monotonic() - since >= self.limit_seconds:
-                raise SlowReader("the client reads too slowly")
+    def __init__(self, writing: asyncio.Task[None], limit_seconds: float) -> None:
+        self._writing = writing
+        self._limit_seconds = limit_seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit_seconds / 4, self._look)
+        self.since: float | None = None
+        """When the current write began, on the loop's clock. None: nothing is being written."""
+        self.is_too_slow = False
+
+    def _look(self) -> None:
+        if self.since is not None and self._loop.time() - self.since >= self._limit_seconds:
+            self.is_too_slow = True
+            self._writing.cancel()
+        else:
+            self._timer = self._loop.call_later(self._limit_seconds / 4, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 async def deliver(
@@ -126,7 +133,7 @@ async def deliver(
     Raises, in a group, SlowReader if one write takes longer than `slow_reader_seconds`, and any RouterError of the
     request once all that came before is written.
     """
-    outbox, pace = Outbox(), _Pace(slow_reader_seconds)
+    outbox, loop = Outbox(), asyncio.get_running_loop()
     is_behind = False
     """True while a delta is unwritten or being written."""
 
@@ -140,21 +147,28 @@ async def deliver(
         nonlocal is_behind
         while (delta := await outbox.take()) is not None:
             await budget.take()
-            pace.writing_since = time.monotonic()
-            await write(delta)
-            pace.writing_since = None
+            pace.since = loop.time()
+            try:
+                await write(delta)
+            except asyncio.CancelledError:
+                if pace.is_too_slow:
+                    raise SlowReader("the client reads too slowly") from None
+                raise
+            pace.since = None
             is_behind = len(outbox) > 0
 
     async with asyncio.TaskGroup() as tasks:
         writing = tasks.create_task(write_all())
-        watch = tasks.create_task(pace.watch())
+        pace = _Pace(writing, slow_reader_seconds)
         failure = None
         try:
-            await run(emit)
-        except RouterError as error:
-            failure = error
-        outbox.end()
-        await writing
-        watch.cancel()
+            try:
+                await run(emit)
+            except RouterError as error:
+                failure = error
+            outbox.end()
+            await writing
+        finally:
+            pace.end()
         if failure is not None:
             raise failure

@@ -46,6 +46,8 @@ class Outputs:
     def __init__(self, sampling: session_pb2.EngineSampling) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(sampling.n or 1)]
         self._running = set(range(len(self._tokens)))
+        self.num_tokens = 0
+        """Number of tokens of all outputs together."""
         self._is_beams = sampling.beam_width > 0
         self._wants_logprobs = sampling.HasField("logprobs")
         self.wants_prompt_logprobs = sampling.HasField("prompt_logprobs")
@@ -55,11 +57,6 @@ class Outputs:
     def running(self) -> Set[int]:
         """Return the indexes of outputs that have not ended."""
         return self._running
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of all outputs together."""
-        return sum(map(len, self._tokens))
 
     def follows(self, tokens: Tokens) -> bool:
         """Return False if these tokens leave a gap after the known ones or lack log-probabilities: a fault of the
@@ -79,6 +76,7 @@ class Outputs:
         if not fresh and finish is None:
             return None
         generated += fresh
+        self.num_tokens += len(fresh)
         if finish is not None:
             self.end(tokens.index)
         return TokenChunk(

@@ -334,21 +334,23 @@ class _Attempt:
         """Take an event, called by the link that read it. So a failure must end this request alone."""
         if self._end.done():
             return
-        if isinstance(event, Pulled):
-            self._placer.pull_ended(self._placed)
-            self._pulls.end(self._pull, event.report)
-            return
-        try:
-            is_over = not isinstance(event, Tokens) or not self._outputs.follows(event)
-            if isinstance(event, Tokens) and not is_over:
-                self._pass_on(event)
-        except Exception as error:
-            self._end.set_result(error)
-            return
-        if is_over:
-            self._end.set_result(event)
-        elif not self._outputs.running:
-            self._end.set_result(None)
+        match event:
+            case Tokens():
+                try:
+                    if not self._outputs.follows(event):
+                        self._end.set_result(event)
+                        return
+                    self._pass_on(event)
+                except Exception as error:
+                    self._end.set_result(error)
+                    return
+                if not self._outputs.running:
+                    self._end.set_result(None)
+            case Pulled():
+                self._placer.pull_ended(self._placed)
+                self._pulls.end(self._pull, event.report)
+            case _:
+                self._end.set_result(event)
 
     def _pass_on(self, tokens: Tokens) -> None:
         if not self.brought_tokens:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 1.0
 """Time for requests that outlive the grace period to receive their error."""
 BACKLOG = 1024
-ACCEPTS_PER_TICK = 8
+ACCEPTS_PER_TICK = 4
 """Connections accepted in one tick of the event loop. A burst of 256, accepted at once, blocks the loop for 20 ms."""
 SEND_BUFFER_BYTES = 256 * 1024
 """Send buffer per connection in the kernel. By default megabytes would wait there for a client that does not read."""

@@ -53,17 +53,20 @@ async def test_a_pause_is_never_told_shorter_than_it_was_whenever_it_begins() ->
 class IdleLoop:
     """Clocks of a loop on which only the watch wakes, until the watch has slept for a number of ticks."""
 
-    def __init__(self, sleeps: list[float], computing_share: float) -> None:
+    def __init__(self, sleeps: list[float], computing_share: float, computing_a_second: float = 0.0) -> None:
         self.now = self.computing = 0.0
         self.sleeps = sleeps
         self._share = computing_share
+        self._a_second = computing_a_second
+        """Seconds of work at once, each second."""
 
     async def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
         if len(self.sleeps) > 2000:
             raise asyncio.CancelledError
+        is_next_second = int(self.now + seconds) > int(self.now)
         self.now += seconds
-        self.computing += self._share * seconds
+        self.computing += self._share * seconds + is_next_second * self._a_second
 
 
 @pytest.mark.parametrize(("computing_share", "longest"), [(0.01, IDLE_TICKS * 0.005), (0.2, 0.005)])
@@ -78,6 +81,18 @@ async def test_an_idle_loop_is_watched_less_often_and_its_long_sleeps_are_no_pau
     assert loop.sleeps[-1] == longest
     assert watch.seen.num_late == 0
     assert watch.seen.worst_seconds == pytest.approx(0.005)
+
+
+async def test_work_once_a_second_ends_no_idle_time_for_longer_than_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = IdleLoop([], 0.01, computing_a_second=0.004)
+    watch = LoopWatch(0.005, clock=lambda: loop.now, thread_clock=lambda: loop.computing)
+    monkeypatch.setattr(asyncio, "sleep", loop.sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await watch.run()
+    last_seconds = loop.sleeps[len(loop.sleeps) // 2 :]
+    assert last_seconds.count(0.005) <= 2 * sum(last_seconds)
 
 
 async def test_a_callback_that_blocks_without_computing_is_told_apart() -> None:

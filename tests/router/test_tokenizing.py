@@ -37,6 +37,8 @@ from blockyard.router.tokenizing.service import (
     TokenPrompt,
     _Lane,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -96,6 +98,27 @@ def test_a_benign_chat_encodes_as_transformers_does(
 ) -> None:
     encoding = tokenizer.apply_chat_template(as_dicts(prompt), tokenize=True, add_generation_prompt=True)
     assert encoder.encode(prompt) == list(encoding["input_ids"])
+
+
+class SteppingTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer whose class adds a step before the one in Rust."""
+
+    def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
+        return super()._encode_plus(text.upper(), *args, **options)
+
+
+@given(text=st.text(min_size=1) | st.sampled_from(["<bos>", "a<eos>b", "<e<eos>os>"]))
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, SteppingTokenizer])
+def test_a_text_has_the_tokens_that_the_tokenizers_class_gives_it(
+    kind: type[PreTrainedTokenizerBase], text: str
+) -> None:
+    """Whether its class takes steps of its own or not, and though the tokenizer's file asks for a cut and padding."""
+    backend = tokenizer_with(None).backend_tokenizer
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    tokenizer = kind(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    expected = tokenizer(text, split_special_tokens=True, add_special_tokens=True)["input_ids"]
+    assert PromptEncoder(tokenizer).encode(TextPrompt(text)) == list(expected)
 
 
 HOSTILE_CONTENTS = [

@@ -36,6 +36,7 @@ class EventStream:
         self._protocol = request.protocol
         self._transport: asyncio.Transport | None = None
         """Transport of a stream that has begun."""
+        self._is_chunked = False
 
     @property
     def has_begun(self) -> bool:
@@ -54,7 +55,7 @@ class EventStream:
         """
         if self._transport is None:
             raise RuntimeError("the stream has not begun")
-        if self.response.chunked:
+        if self._is_chunked:
             self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
         else:
             self._transport.write(b"data: %b\n\n" % data)
@@ -65,6 +66,7 @@ class EventStream:
             self._headed(self.response)
             if self._request.version >= HttpVersion11:
                 self.response.enable_chunked_encoding()
+                self._is_chunked = True
             await self.response.prepare(self._request)
         await self.response.write(b"data: %b\n\n" % data)
         # aiohttp sends the head with the first event.
@@ -76,9 +78,7 @@ class EventStream:
         async with asyncio.timeout(self._slow_reader_seconds):
             for value in last:
                 await self.send(encoded(value))
-            if is_whole:
-                await self.response.write(DONE)
-            await self.response.write_eof()
+            await self.response.write_eof(DONE if is_whole else b"")
 
     def cut_off(self) -> None:
         """Close the connection at once, and drop what waits to be sent."""
