@@ -18,7 +18,8 @@ from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Upda
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.pull_rates import PullRates
 from blockyard.worker.scheduling.pulls import Pull, PullOrder
-from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
+from blockyard.worker.scheduling.queued_work import uncached_work
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 

@@ -4,6 +4,7 @@ Owns their order and the end of sequences. Does not decide which sequence runs.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from itertools import count
 
 from blockyard.worker.cache.block_tables import BlockTables
@@ -43,6 +44,15 @@ class Queues:
                 self.reserved.remove(sequence)
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    def next_waiting(self, must_wait: Callable[[Sequence], bool]) -> Sequence | None:
+        """Return the first waiting sequence that need not wait any longer. Beams of a running search come first: it
+        needs all."""
+        for sequence in self.running:
+            for beam in sequence.group.live if sequence.group is not None else ():
+                if beam.state is SequenceState.WAITING:
+                    return beam
+        return next((sequence for sequence in self.waiting if not must_wait(sequence)), None)
 
     def run(self, sequence: Sequence) -> None:
         """Move a waiting sequence, or a fork that never waited, to the running ones.

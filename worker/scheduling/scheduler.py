@@ -23,17 +23,15 @@ from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 from functools import partial
 
-from blockyard.proto.step_costs import pairs_of
 from blockyard.worker.cache.block_pool import BlockPool
-from blockyard.worker.cache.block_tables import BlockTables, Hits, Moves
+from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.scheduling.capacity import (
+    available_blocks,
     fits,
     most_blocks,
-    protected_blocks,
-    reserved_blocks,
     seq_slots,
     seq_slots_taken,
 )
@@ -41,6 +39,7 @@ from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
+from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
@@ -142,24 +141,8 @@ class Scheduler:
         return bool(self._queues)
 
     def queued_prefill(self) -> tuple[int, int]:
-        """Return how many known tokens are still to be computed, and their pairs. Routers estimate a request's wait by
-        these numbers.
-
-        A waiting sequence counts its tokens that, at its submit, were neither cached nor to be computed for another. A
-        running one counts those beyond the token that its next decode computes.
-        """
-        tokens = pairs = 0
-        for sequence in self.waiting:
-            own_tokens, own_pairs = uncached_work(sequence)
-            tokens += own_tokens
-            pairs += own_pairs
-        for sequence in self.running:
-            start = sequence.num_scheduled
-            num_tokens = len(sequence.tokens) - start - 1
-            if num_tokens > 0:
-                tokens += num_tokens
-                pairs += pairs_of(start, num_tokens)
-        return tokens, pairs
+        """Return how many known tokens are still to be computed, and their pairs (queued_work.py)."""
+        return queued_prefill(self.waiting, self.running)
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -182,17 +165,9 @@ class Scheduler:
             raise CapacityError("the beams can never fit the KV cache together")
         if sequence.num_generated:
             self.tables.name_known_tokens(sequence)
-        sequence.cached_at_submit = self._expected_blocks(sequence) * self.config.block_size
-        self._queues.wait(sequence)
-
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        """Return how many leading blocks of a new sequence are cached, or shared with one that is computed before."""
-        if sequence.wants_whole_prompt:
-            return 0
         others = (*self.waiting, *self.running)
-        shared = max((_shared_blocks(sequence, other) for other in others), default=0)
-        usable = (len(sequence.tokens) - 1) // self.config.block_size
-        return max(len(self.tables.match(sequence)), min(shared, usable))
+        sequence.cached_at_submit = expected_blocks(sequence, others, self.tables) * self.config.block_size
+        self._queues.wait(sequence)
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
         """End a sequence that has not ended yet. Its blocks go back at once, or with the step that still computes
@@ -297,7 +272,10 @@ class Scheduler:
         if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
             return 0
         end = sequence.num_scheduled + num_tokens
-        while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
+        most_protected = self.config.protected_blocks
+        while (missing := self.tables.missing(sequence, end)) > 0 and missing > available_blocks(
+            sequence, self._queues, self.tables, most_protected
+        ):
             victim = choose_victim(
                 self.running, rows, self.tables, mode=self.config.preemption, rates=self.mixed_steps.rates
             )
@@ -311,20 +289,6 @@ class Scheduler:
         self._add_row(sequence, num_tokens, rows)
         self.tables.note_scheduled(sequence)
         return num_tokens
-
-    def _available(self, sequence: Sequence) -> int:
-        """Return how many blocks this sequence may take.
-
-        Blocks reserved for other sequences are left out, and the protected cached blocks of other tenants.
-
-        The first sequence of all may take protected blocks, so that something always makes progress.
-        """
-        if sequence.is_reserved:
-            return self.pool.num_allocatable
-        first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
-        is_first = sequence is first or sequence.group is first.group is not None
-        protected = 0 if is_first else protected_blocks(sequence, self.tables, self.config.protected_blocks)
-        return self.pool.num_allocatable - reserved - protected
 
     def _add_row(
         self,
@@ -361,14 +325,21 @@ class Scheduler:
     def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
         """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last."""
         while budget > 0 and self.waiting:
-            sequence = self._next_waiting()
+            sequence = self._queues.next_waiting(self._must_wait)
             if sequence is None:
                 return
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 return
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
-            if not self._fits(sequence, hits, is_reserved):
+            if not fits(
+                sequence,
+                hits,
+                queues=self._queues,
+                tables=self.tables,
+                is_reserved=is_reserved,
+                max_protected=self.config.protected_blocks,
+            ):
                 return
             sequence.is_reserved = is_reserved
             self._queues.run(sequence)
@@ -381,36 +352,9 @@ class Scheduler:
             self.tables.note_scheduled(sequence)
             budget -= todo
 
-    def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that needs neither a mask nor blocks from elsewhere first. Beams of a
-        running search come first: it needs all."""
-        for sequence in self.running:
-            for beam in sequence.group.live if sequence.group is not None else ():
-                if beam.state is SequenceState.WAITING:
-                    return beam
-        for sequence in self.waiting:
-            if not sequence.is_pulling and (sequence.grammar is None or not self._is_held(sequence)):
-                return sequence
-        return None
-
-    def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
-        """Return whether the pool has room for a waiting sequence.
-
-        A request alone always fits, once no loan holds blocks: `submit` and the constructor have checked that.
-        """
-        group = sequence.group
-        is_alone = all(group is not None and other.group is group for other in self.running)
-        if is_alone and not self._queues.is_any_leaving and not self.tables.num_lent:
-            return True
-        return fits(
-            sequence,
-            hits,
-            running=self.running,
-            waiting=self.waiting,
-            tables=self.tables,
-            is_reserved=is_reserved,
-            max_protected=self.config.protected_blocks,
-        )
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence needs blocks from elsewhere or a mask first."""
+        return sequence.is_pulling or (sequence.grammar is not None and self._is_held(sequence))
 
     # Committing
 
@@ -502,28 +446,3 @@ class Scheduler:
 def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
     decodes = tuple([row for row in rows if row.num_tokens == 1])
     return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
-
-
-def _shared_blocks(one: Sequence, other: Sequence) -> int:
-    """Return how many leading blocks of two sequences have equal names, by bisection: a name stands for a prefix."""
-    least, most = 0, min(len(one.names), len(other.names)) - 1
-    if most < 1 or one.names[1] != other.names[1]:
-        return 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one.names[middle] == other.names[middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
-
-
-def uncached_work(sequence: Sequence) -> tuple[int, int]:
-    """Return how many tokens a waiting sequence must compute first, and their pairs.
-
-    They are those not swapped, or not cached at its submit.
-    """
-    length = len(sequence.tokens)
-    start = sequence.cached_at_submit if sequence.swapped is None else sequence.swapped.num_tokens
-    start = min(start, length - 1)
-    return length - start, pairs_of(start, length - start)
