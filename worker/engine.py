@@ -17,10 +17,10 @@ from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.pull_rates import PullRates
-from blockyard.worker.scheduling.pulls import Pull, PullOrder
+from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder
 from blockyard.worker.scheduling.queued_work import uncached_work
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
-from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -346,6 +346,20 @@ class Engine:
             pull = self.scheduler.pulls.begin(sequence, order, self._clock())
             if pull is not None:
                 self.start_pull(pull)
+
+    def order_pull(
+        self, names: list[BlockName], order: PullOrder, tenant: TenantId
+    ) -> tuple[Pull | None, int]:
+        """Begin a pull of a prefix for which no request waits. Return it, and how many of its blocks are here.
+
+        The pull is None where all are here. Raises NoHostMemory, PullsBusy or UnderWay.
+        """
+        if self.start_pull is None:
+            raise NoHostMemory
+        pull, num_here = self.scheduler.pulls.order(names, order, tenant, self._clock())
+        if pull is not None:
+            self.start_pull(pull)
+        return pull, num_here
 
     def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
         """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those

@@ -67,6 +67,24 @@ REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
 
+class PullBlocksRequest(_message.Message):
+    __slots__ = ("block_names", "pull", "tenant")
+    BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    block_names: bytes
+    pull: Pull
+    tenant: int
+    def __init__(self, block_names: _Optional[bytes] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., tenant: _Optional[int] = ...) -> None: ...
+
+class PullBlocksResponse(_message.Message):
+    __slots__ = ("report", "blocks_before")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    report: PullReport
+    blocks_before: int
+    def __init__(self, report: _Optional[_Union[PullReport, _Mapping]] = ..., blocks_before: _Optional[int] = ...) -> None: ...
+
 class ToWorker(_message.Message):
     __slots__ = ("submit", "cancel", "ping", "measure_link")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -321,20 +339,22 @@ class StepOutput(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ..., withdrawn_marks: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ...) -> None: ...
 
 class PullReport(_message.Message):
-    __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds")
+    __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds", "refusal")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     handle: int
     end: PullEnd
     num_blocks: int
     num_bytes: int
     setup_seconds: float
     transfer_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
+    refusal: PullRefusal
+    def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., refusal: _Optional[_Union[PullRefusal, str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("incarnation", "layout", "names", "first_block", "seconds", "trial_bytes")

@@ -663,6 +663,11 @@ class ClusterView:
             step_ms=self._lending_step_ms(worker),
         )
 
+    def pull_ms(self, worker: WorkerView, tokens: int, source: PullSource) -> float:
+        """Return the estimated time for a worker to fetch so many tokens, 0 while its link is unknown."""
+        link = self._link(worker)
+        return link.time_ms(tokens, source) if link.bytes_per_ms else 0.0
+
     def _lending_step_ms(self, worker: WorkerView) -> float:
         """Return the time of the step that a worker is likely to be in. With prompts queued, that is a long one."""
         rate = self.speeds.costs.tokens_per_second / worker.speed.slowness

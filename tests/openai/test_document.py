@@ -25,6 +25,8 @@ SAID = ("cached prompt tokens: ", "0 length", "True", "temperature invalid_reque
 """In what each program prints."""
 NOT_OVER_HTTP = {
     errors.LastWorker,
+    errors.PullFailed,
+    errors.PullImpossible,
     errors.SlowReader,
     errors.NotFound,
     errors.UnknownRequest,
