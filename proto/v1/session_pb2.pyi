@@ -42,6 +42,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
+    REJECT_REASON_PREEMPTED: _ClassVar[RejectReason]
 PULL_END_UNSPECIFIED: PullEnd
 PULL_END_WHOLE: PullEnd
 PULL_END_FEWER: PullEnd
@@ -66,6 +67,7 @@ REJECT_REASON_INTERNAL: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
+REJECT_REASON_PREEMPTED: RejectReason
 
 class PullBlocksRequest(_message.Message):
     __slots__ = ("block_names", "pull", "tenant")
@@ -160,7 +162,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +175,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -185,7 +188,8 @@ class Submit(_message.Message):
     tenant: int
     client: int
     pull: Pull
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")
@@ -279,12 +283,24 @@ class MeasureLink(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ("nonce", "report_seconds")
+    __slots__ = ("nonce", "report_seconds", "room_elsewhere")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     report_seconds: float
-    def __init__(self, nonce: _Optional[int] = ..., report_seconds: _Optional[float] = ...) -> None: ...
+    room_elsewhere: Room
+    def __init__(self, nonce: _Optional[int] = ..., report_seconds: _Optional[float] = ..., room_elsewhere: _Optional[_Union[Room, _Mapping]] = ...) -> None: ...
+
+class Room(_message.Message):
+    __slots__ = ("blocks", "pull_setup_seconds", "pull_bytes_per_second")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    pull_setup_seconds: float
+    pull_bytes_per_second: float
+    def __init__(self, blocks: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("nonce", "load", "index", "stalled_seconds", "is_draining", "last_handle")

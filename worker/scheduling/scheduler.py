@@ -11,7 +11,8 @@ may be in flight while the next is planned:
 
 Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode. Waiting
 sequences follow in order of rank, each admitted once the pool has room for its whole uncached prompt. When blocks run
-out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later. After
+out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later, or
+its request moves to another worker. After
 `max_preemptions` preemptions a sequence is admitted only with room for all that it can ever need, and is never
 preempted again.
 
@@ -20,7 +21,6 @@ search decides (sequences/beams.py). Owns the queues and the counters of sequenc
 """
 
 from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass
 from functools import partial
 
 from blockyard.worker.cache.block_pool import BlockPool
@@ -36,46 +36,28 @@ from blockyard.worker.scheduling.capacity import (
     seq_slots_taken,
 )
 from blockyard.worker.scheduling.commit import StepCommit, Update
+from blockyard.worker.scheduling.config import CapacityError as CapacityError
+from blockyard.worker.scheduling.config import SchedulerConfig as SchedulerConfig
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
-from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
+from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
 from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
-from blockyard.worker.sequences.step_plan import LOST_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
+from blockyard.worker.sequences.step_plan import (
+    LOST_TOKEN,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+    decodes_first,
+)
 
 _NO_EXTRAS = RowExtras()
 _make_row = partial(tuple.__new__, ScheduledRow)
 """Make a row from all of its fields. This runs in C alone; a named tuple's own constructor runs Python."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Budgets of one engine. Sizes are in tokens unless the name says otherwise."""
-
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 4096
-    preemption: PreemptionMode = "auto"
-    max_preemptions: int = 4
-    """Maximum preemptions of one sequence. After that it is never preempted again."""
-    swap_blocks: int = 0
-    """Blocks of host memory for preempted sequences."""
-    host_cache_blocks: int = 0
-    """Blocks of host memory for named blocks that the pool has evicted."""
-    index_stride_blocks: int = 1
-    """Only every Nth block of a prefix is published to the prefix index."""
-    protected_blocks: int = 0
-    """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
-    most_lent_blocks: int = 0
-    """Most blocks of the pool that are kept at once for other workers to fetch."""
-
-
-class CapacityError(ValueError):
-    """The request can never fit this engine."""
 
 
 class Scheduler:
@@ -113,6 +95,10 @@ class Scheduler:
         plan may be empty although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
+        self.num_moves = 0
+        self.elsewhere: Elsewhere | None = None
+        """Another worker with room. None: preempted sequences stay here."""
+        self._given_back: list[RequestId] = []
         self._moves: dict[int, Moves] = {}
         """Block moves of the steps in flight, by number of the step."""
         self._next_step = 0
@@ -230,7 +216,7 @@ class Scheduler:
         moves = self.tables.take_moves()
         plan = StepPlan(
             step=step,
-            rows=_decodes_first(rows.values()),
+            rows=decodes_first(rows.values()),
             to_host=tuple((block, slot) for slot, block in moves.to_host.items()),
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
@@ -277,7 +263,12 @@ class Scheduler:
             sequence, self._queues, self.tables, most_protected
         ):
             victim = choose_victim(
-                self.running, rows, self.tables, mode=self.config.preemption, rates=self.mixed_steps.rates
+                self.running,
+                rows,
+                self.tables,
+                mode=self.config.preemption,
+                rates=self.mixed_steps.rates,
+                elsewhere=self.elsewhere,
             )
             if victim is None:
                 return 0
@@ -305,6 +296,9 @@ class Scheduler:
         rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples, is_plain)
 
     def _preempt(self, victim: Victim) -> None:
+        if victim.moves:
+            self._give_back(victim)
+            return
         for sequence in victim.sequences:
             assert not sequence.num_in_flight
             if victim.swaps and self.tables.swap_out(sequence):
@@ -314,6 +308,21 @@ class Scheduler:
             sequence.num_preemptions += 1
             self.num_preemptions += 1
             self._wait_again(sequence)
+
+    def _give_back(self, victim: Victim) -> None:
+        """End a request that goes on on another worker. Its blocks stay cached until others need the room."""
+        assert self.elsewhere is not None
+        self.elsewhere = self.elsewhere.without(victim.sequences, self.tables)
+        request_id = victim.sequences[0].request_id
+        self.num_preemptions += len(victim.sequences)
+        self.num_moves += len(victim.sequences)
+        self.cancel_request(request_id)
+        self._given_back.append(request_id)
+
+    def take_given_back(self) -> list[RequestId]:
+        """Return the requests that were preempted, to go on on another worker, since the last call."""
+        given_back, self._given_back = self._given_back, []
+        return given_back
 
     def _wait_again(self, sequence: Sequence) -> None:
         if sequence.group is not None:
@@ -325,7 +334,7 @@ class Scheduler:
     def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
         """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last."""
         while budget > 0 and self.waiting:
-            sequence = self._queues.next_waiting(self._must_wait)
+            sequence = self._queues.next_waiting(self._is_held)
             if sequence is None:
                 return
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
@@ -351,10 +360,6 @@ class Scheduler:
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
             budget -= todo
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Return whether a waiting sequence needs blocks from elsewhere or a mask first."""
-        return sequence.is_pulling or (sequence.grammar is not None and self._is_held(sequence))
 
     # Committing
 
@@ -441,8 +446,3 @@ class Scheduler:
         swapped = sum(len(sequence.swapped.slots) for sequence in self.waiting if sequence.swapped)
         reading = sum(len(moves.read_slots) for moves in self._moves.values())
         assert swapped + reading + self.tables.swap.num_free == self.tables.swap.num_slots
-
-
-def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
-    decodes = tuple([row for row in rows if row.num_tokens == 1])
-    return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
