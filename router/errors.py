@@ -15,6 +15,7 @@
     ├── DuplicateRequest            ALREADY_EXISTS        REQUEST_ALREADY_RUNS (+ field violation)
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
     ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
+    ├── PullImpossible              FAILED_PRECONDITION   PULL_IMPOSSIBLE
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
     │   └── RateLimited             RESOURCE_EXHAUSTED    RATE_LIMITED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
@@ -25,6 +26,7 @@
     │   ├── NoWorkers               UNAVAILABLE           NO_WORKERS (+ retry delay)
     │   ├── WorkerLost              UNAVAILABLE           WORKER_LOST (+ tokens_emitted)
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
+    │   ├── PullFailed              UNAVAILABLE           PULL_FAILED
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
         ├── EngineFailed            INTERNAL              ENGINE_FAILED
@@ -151,6 +153,13 @@ class LastWorker(RouterError):
     reason = "LAST_WORKER"
 
 
+class PullImpossible(RouterError):
+    """One of the two workers cannot lend or fetch, their blocks differ, or nothing of the prompt is cached
+    elsewhere."""
+
+    reason = "PULL_IMPOSSIBLE"
+
+
 class Overloaded(RouterError):
     """A limit of the router or a tenant's share of it is reached, or the request has waited too long."""
 
@@ -208,6 +217,12 @@ class WorkerUnreachable(Unavailable):
     """A worker that the call must ask did not answer."""
 
     reason = "WORKER_UNREACHABLE"
+
+
+class PullFailed(Unavailable):
+    """The pull that an admin ordered has not brought all blocks. Those that arrived are kept."""
+
+    reason = "PULL_FAILED"
 
 
 class RouterDraining(Unavailable):

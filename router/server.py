@@ -232,7 +232,7 @@ class RouterServer:
         )
         add_InferenceServiceServicer_to_server(InferenceService(calls), server)  # type: ignore[no-untyped-call]
         add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
-        add_AdminServiceServicer_to_server(AdminService(calls.parts), server)  # type: ignore[no-untyped-call]
+        add_AdminServiceServicer_to_server(AdminService(calls.parts, calls.bounds), server)  # type: ignore[no-untyped-call]
         health_service = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -89,7 +89,8 @@ class VirtualExchange:
         if report.setup_seconds:
             setup_seconds = engine.seconds_since(pull.began) - report.transfer_seconds
             engine.pull_rates.answered(setup_seconds, report.num_bytes, report.transfer_seconds)
-        self._service.pull_ended(pull.request_id, report)
+        if pull.request_id is not None:
+            self._service.pull_ended(pull.request_id, report)
 
     async def _fetch(self, pull: Pull, report: PullReport, began: float) -> None:
         """Write into the report what has arrived, until everything has or the caller's time is over."""

@@ -16,10 +16,12 @@ from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
+from blockyard.worker.scheduling.preemption import Elsewhere
 from blockyard.worker.scheduling.pull_rates import PullRates
-from blockyard.worker.scheduling.pulls import Pull, PullOrder
-from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig, uncached_work
-from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId
+from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder
+from blockyard.worker.scheduling.queued_work import uncached_work
+from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -170,6 +172,8 @@ class Engine:
                 index=part.index,
                 num_outputs=sampling.n if forks else 1,
                 grammar=request.grammar,
+                may_move=request.preemptions is not None,
+                num_preemptions=min(request.preemptions or 0, self.scheduler.config.max_preemptions),
                 deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
             )
             self._next_sequence += 1
@@ -206,6 +210,9 @@ class Engine:
         for ended in self.steps.advance():
             outputs += self._take(ended)
             has_stepped = True
+        for request_id in self.scheduler.take_given_back():
+            if request_id in self._requests:
+                outputs.append(self._unanswered(request_id, is_given_back=True))
         if not (has_stepped or outputs or self.steps.is_any_in_flight) and self.scheduler.has_work:
             self._woken.wait(HELD_SECONDS)
             # A thread that wakes this one between the two calls has queued its command or made its mask before that.
@@ -247,6 +254,7 @@ class Engine:
         state: SequenceState = SequenceState.CANCELLED,
         expired: bool = False,
         has_no_choice: bool = False,
+        is_given_back: bool = False,
     ) -> SequenceOutput:
         """End all outputs of a request, and return the result without tokens that says so."""
         self.scheduler.cancel_request(request_id)
@@ -259,6 +267,7 @@ class Engine:
             state=state,
             expired=expired,
             has_no_choice=has_no_choice,
+            is_given_back=is_given_back,
             is_last=True,
         )
 
@@ -346,6 +355,34 @@ class Engine:
             if pull is not None:
                 self.start_pull(pull)
 
+    def note_room(self, blocks: int, setup_seconds: float, bytes_per_second: float) -> None:
+        """Take note of another worker with room for so many blocks, and of the link by which they reach it. 0 blocks
+        or an unknown rate: no worker has room."""
+        is_known = blocks > 0 and 0 < bytes_per_second < inf and 0 <= setup_seconds < inf
+        self.scheduler.elsewhere = (
+            Elsewhere(
+                num_blocks=blocks,
+                setup_seconds=setup_seconds,
+                blocks_per_second=bytes_per_second / self.bytes_per_block,
+            )
+            if is_known and self.bytes_per_block
+            else None
+        )
+
+    def order_pull(
+        self, names: list[BlockName], order: PullOrder, tenant: TenantId
+    ) -> tuple[Pull | None, int]:
+        """Begin a pull of a prefix for which no request waits. Return it, and how many of its blocks are here.
+
+        The pull is None where all are here. Raises NoHostMemory, PullsBusy or UnderWay.
+        """
+        if self.start_pull is None:
+            raise NoHostMemory
+        pull, num_here = self.scheduler.pulls.order(names, order, tenant, self._clock())
+        if pull is not None:
+            self.start_pull(pull)
+        return pull, num_here
+
     def lend(self, names: list[BlockName], *, first: int = 0) -> Loan:
         """Keep the leading blocks of a prefix that are here until `end_loan`, so that another worker can fetch those
         from index `first` on."""
@@ -398,6 +435,7 @@ class Engine:
             generated_tokens=counters.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
             swaps=self.scheduler.num_swaps,
+            moves=self.scheduler.num_moves,
             host_cached_blocks=len(host_cache) if host_cache is not None else 0,
             # Blocks take half of a round trip to come back.
             host_tokens_per_second=2 * rates.swap_blocks_per_second * self.scheduler.config.block_size,

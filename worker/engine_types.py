@@ -40,6 +40,8 @@ class EngineRequest:
     """The compiled grammar that the output must follow, for the runner."""
     pull: PullOrder | None = None
     """Blocks to fetch from another worker before the prompt is computed."""
+    preemptions: int | None = None
+    """How many workers have preempted it and given it back. None: it must not be given back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class SequenceOutput:
     stop_token: int | None = None
     expired: bool = False
     """Whether the request ended because its deadline has passed or cannot be met."""
+    is_given_back: bool = False
+    """Whether the request was preempted, to go on on another worker."""
     has_no_choice: bool = False
     """Whether the request ended because its own limits forbid every token."""
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -102,6 +106,8 @@ class EngineLoad:
     preemptions: int
     swaps: int
     """Preemptions that moved blocks to host memory."""
+    moves: int
+    """Preemptions that gave sequences back, to go on on another worker."""
     host_cached_blocks: int
     """Names that host memory holds."""
     host_tokens_per_second: float

@@ -19,6 +19,7 @@ FROM_LOAD = (
     "generated_tokens",
     "preemptions",
     "swaps",
+    "moves",
     "pulled_blocks",
     "lent_blocks",
     "failed_pulls",

@@ -142,6 +142,7 @@ class WorkerServer:
         self._administration = Administration(service=self._service, engine=self._engine)
         self._exchange = self._make_exchange()
         self._service.measure_link = self._exchange.measure
+        self._administration.exchange = self._exchange
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))

@@ -1,5 +1,6 @@
-"""`blockyard drain`, `resume`, `flush` and `scale` change which workers serve, and what they cache."""
+"""`blockyard drain`, `resume`, `flush`, `pull` and `scale` change which workers serve, and what they cache."""
 
+import sys
 from dataclasses import asdict
 
 import click
@@ -18,6 +19,9 @@ from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
 from blockyard.deploy.settings.options import cluster_option, grace_option, output_option, router_option
 from blockyard.deploy.settings.security import connection_options
+
+PULL_SECONDS = 65.0
+"""Deadline of a pull's call. The pull itself takes a minute at most."""
 
 
 @click.command()
@@ -70,6 +74,43 @@ def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: st
     with asking(cluster, routers) as client, naming_workers(client, worker):
         flushed = client.flush_cache(worker)
     show(output, as_dict(flushed), administration.flushed_line(flushed))
+
+
+@click.command()
+@click.argument("worker")
+@click.argument("prompt")
+@click.option(
+    "--from", "source", metavar="WORKER", help="Worker that lends the blocks. Default: the one with most."
+)
+@click.option("--cache-salt", help="As in `generate`: only requests with the same salt share prefixes.")
+@click.option(
+    "--public-prefix", is_flag=True, default=None, help="As in `generate`: share prefixes beyond the tenant."
+)
+@click.option("--tenant", help="Tenant of the requests that are to find the blocks.")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def pull(
+    worker: str,
+    prompt: str,
+    source: str | None,
+    cache_salt: str | None,
+    public_prefix: bool | None,
+    tenant: str | None,
+    cluster: str,
+    routers: tuple[str, ...],
+    output: str,
+) -> None:
+    """Have WORKER fetch the cached blocks of PROMPT from another worker. `-` reads the prompt from stdin.
+
+    No request need ask for them. It takes a minute at most."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with connected(cluster, routers, PULL_SECONDS, tenant) as client, naming_workers(client, worker):
+        pulled = client.pull_prefix(
+            worker, text, source_id=source, cache_salt=cache_salt, public_prefix=public_prefix
+        )
+    show(output, as_dict(pulled), administration.pulled_line(worker, pulled))
 
 
 @click.command()

@@ -12,7 +12,7 @@ from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.views.views import command_name
 from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.proto.v1.admin_pb2 import FlushCacheResponse
+from blockyard.proto.v1.admin_pb2 import FlushCacheResponse, PullPrefixResponse
 
 
 def restart(
@@ -87,3 +87,11 @@ def drained_line(worker: str, moved: int) -> str:
 def flushed_line(flushed: FlushCacheResponse) -> str:
     host = f" and {flushed.flushed_host_blocks:,} in host memory" if flushed.flushed_host_blocks else ""
     return f"dropped {flushed.flushed_blocks:,} cached blocks{host}"
+
+
+def pulled_line(worker: str, pulled: PullPrefixResponse) -> str:
+    has = f"it has {pulled.blocks_before + pulled.num_blocks:,} of the prompt's {pulled.prompt_blocks:,}"
+    if not pulled.num_blocks:
+        return f"{worker} fetched nothing: {has}"
+    size = f"{pulled.num_bytes / 2**20:,.1f} MiB in {pulled.elapsed_ms:,.0f} ms"
+    return f"{worker} fetched {pulled.num_blocks:,} blocks from {pulled.source_id}, {size}: {has}"

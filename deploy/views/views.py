@@ -36,6 +36,7 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
     "host": lambda load: load.host_cached_blocks,
     "preempted": lambda load: load.preemptions,
     "swapped": lambda load: load.swaps,
+    "moved": lambda load: load.moves,
     "pulled": lambda load: load.pulled_blocks,
     "lent": lambda load: load.lent_blocks,
     "failed pulls": lambda load: load.failed_pulls,

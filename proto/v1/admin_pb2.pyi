@@ -1,7 +1,8 @@
 from blockyard.proto.v1 import inference_pb2 as _inference_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -56,3 +57,37 @@ class RebuildIndexResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     workers: int
     def __init__(self, workers: _Optional[int] = ...) -> None: ...
+
+class PullPrefixRequest(_message.Message):
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "worker_id", "source_id")
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    prompt: str
+    chat: _inference_pb2.Chat
+    prompt_token_ids: _inference_pb2.TokenIds
+    cache_salt: str
+    public_prefix: bool
+    worker_id: str
+    source_id: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., worker_id: _Optional[str] = ..., source_id: _Optional[str] = ...) -> None: ...
+
+class PullPrefixResponse(_message.Message):
+    __slots__ = ("source_id", "prompt_blocks", "blocks_before", "num_blocks", "num_bytes", "elapsed_ms")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    prompt_blocks: int
+    blocks_before: int
+    num_blocks: int
+    num_bytes: int
+    elapsed_ms: float
+    def __init__(self, source_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., blocks_before: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., elapsed_ms: _Optional[float] = ...) -> None: ...

@@ -56,6 +56,11 @@ class AdminServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
                 _registered_method=True)
+        self.PullPrefix = channel.unary_unary(
+                '/blockyard.v1.AdminService/PullPrefix',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/blockyard.v1.AdminService/Abort',
                 request_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -97,6 +102,17 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullPrefix(self, request, context):
+        """A worker fetches the blocks of a prompt from another worker, although no request asks for them, and publishes them.
+        Placement's price does not count. Returns once the blocks are there. The pull goes on if the call ends early. It
+        takes at most 60 s. NOT_FOUND for an unknown worker. FAILED_PRECONDITION (PULL_IMPOSSIBLE) if a worker cannot lend or
+        fetch, if their blocks differ in layout, or if nothing of the prompt is cached elsewhere. UNAVAILABLE (PULL_FAILED)
+        if the pull broke off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends a running request of any client. NOT_FOUND if this router has no such request.
         """
@@ -126,6 +142,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RebuildIndex,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.SerializeToString,
+            ),
+            'PullPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullPrefix,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -242,6 +263,33 @@ class AdminService:
             '/blockyard.v1.AdminService/RebuildIndex',
             blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.AdminService/PullPrefix',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -181,7 +181,7 @@ class WorkerIndex(_message.Message):
     def __init__(self, state: _Optional[_Union[IndexState, str]] = ..., entries: _Optional[int] = ..., pending: _Optional[int] = ..., lag_seconds: _Optional[float] = ..., resyncs: _Optional[int] = ..., errors: _Optional[int] = ..., state_reason: _Optional[str] = ..., damages: _Optional[int] = ..., cut_off: _Optional[bool] = ..., shards: _Optional[_Iterable[_Union[WorkerIndex, _Mapping]]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs", "pull_setup_seconds", "pull_bytes_per_second", "pulling_bytes", "lending_bytes", "pulled_blocks", "lent_blocks", "failed_pulls")
+    __slots__ = ("running", "waiting", "queued_prefill_tokens", "free_blocks", "cached_blocks", "used_blocks", "prefill_tokens_per_second", "decode_tokens_per_second", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "host_cached_blocks", "swaps", "host_tokens_per_second", "context_tokens", "queued_pairs", "step_seconds", "steps", "prompt_steps", "step_prompt_tokens", "step_excess_tokens", "step_decodes", "step_context_tokens", "step_pairs", "pull_setup_seconds", "pull_bytes_per_second", "pulling_bytes", "lending_bytes", "pulled_blocks", "lent_blocks", "failed_pulls", "moves")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class WorkerLoad(_message.Message):
     PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FAILED_PULLS_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     queued_prefill_tokens: int
@@ -246,7 +247,8 @@ class WorkerLoad(_message.Message):
     pulled_blocks: int
     lent_blocks: int
     failed_pulls: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ...) -> None: ...
+    moves: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks")

@@ -42,6 +42,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
+    REJECT_REASON_PREEMPTED: _ClassVar[RejectReason]
 PULL_END_UNSPECIFIED: PullEnd
 PULL_END_WHOLE: PullEnd
 PULL_END_FEWER: PullEnd
@@ -66,6 +67,25 @@ REJECT_REASON_INTERNAL: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
+REJECT_REASON_PREEMPTED: RejectReason
+
+class PullBlocksRequest(_message.Message):
+    __slots__ = ("block_names", "pull", "tenant")
+    BLOCK_NAMES_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    block_names: bytes
+    pull: Pull
+    tenant: int
+    def __init__(self, block_names: _Optional[bytes] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., tenant: _Optional[int] = ...) -> None: ...
+
+class PullBlocksResponse(_message.Message):
+    __slots__ = ("report", "blocks_before")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    report: PullReport
+    blocks_before: int
+    def __init__(self, report: _Optional[_Union[PullReport, _Mapping]] = ..., blocks_before: _Optional[int] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("submit", "cancel", "ping", "measure_link")
@@ -144,7 +164,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +177,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -169,7 +190,8 @@ class Submit(_message.Message):
     tenant: int
     client: int
     pull: Pull
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")
@@ -263,12 +285,24 @@ class MeasureLink(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Ping(_message.Message):
-    __slots__ = ("nonce", "report_seconds")
+    __slots__ = ("nonce", "report_seconds", "room_elsewhere")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     REPORT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     report_seconds: float
-    def __init__(self, nonce: _Optional[int] = ..., report_seconds: _Optional[float] = ...) -> None: ...
+    room_elsewhere: Room
+    def __init__(self, nonce: _Optional[int] = ..., report_seconds: _Optional[float] = ..., room_elsewhere: _Optional[_Union[Room, _Mapping]] = ...) -> None: ...
+
+class Room(_message.Message):
+    __slots__ = ("blocks", "pull_setup_seconds", "pull_bytes_per_second")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PULL_SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    pull_setup_seconds: float
+    pull_bytes_per_second: float
+    def __init__(self, blocks: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("nonce", "load", "index", "stalled_seconds", "is_draining", "last_handle")
@@ -323,20 +357,22 @@ class StepOutput(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ..., withdrawn_marks: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ...) -> None: ...
 
 class PullReport(_message.Message):
-    __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds")
+    __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds", "refusal")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SETUP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     handle: int
     end: PullEnd
     num_blocks: int
     num_bytes: int
     setup_seconds: float
     transfer_seconds: float
-    def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
+    refusal: PullRefusal
+    def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., refusal: _Optional[_Union[PullRefusal, str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("incarnation", "layout", "names", "first_block", "seconds", "trial_bytes")

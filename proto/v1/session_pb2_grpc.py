@@ -81,6 +81,11 @@ class EngineServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
                 _registered_method=True)
+        self.PullBlocks = channel.unary_unary(
+                '/blockyard.v1.EngineService/PullBlocks',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -141,6 +146,15 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PullBlocks(self, request, context):
+        """Fetches blocks from another worker, although no request waits for them. Returns once the pull has ended.
+        FAILED_PRECONDITION without host memory for blocks, RESOURCE_EXHAUSTED where it has no room, ABORTED where another
+        pull fetches the blocks already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -188,6 +202,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.RebuildIndex,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.SerializeToString,
+            ),
+            'PullBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullBlocks,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -433,6 +452,33 @@ class EngineService:
             '/blockyard.v1.EngineService/RebuildIndex',
             blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_admin__pb2.RebuildIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/PullBlocks',
+            blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,7 +88,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
     ),
     **_methods(
         "blockyard.v1.AdminService",
-        ("DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex", "Abort"),
+        ("DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex", "PullPrefix", "Abort"),
         _ADMINS,
     ),
     **_methods("grpc.reflection.v1alpha.ServerReflection", ("ServerReflectionInfo",), _VIEWERS),

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from google.protobuf.message import Message
 
 Messages = Sequence[Mapping[str, str]]
@@ -133,7 +133,7 @@ class GenerateArguments(ChatArguments, total=False):
 
 
 class PromptArguments(ChatArguments, total=False):
-    """Keyword arguments of lookup_prefix(): those that give a prompt."""
+    """Keyword arguments of lookup_prefix() and pull_prefix(): those that give a prompt."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
@@ -171,6 +171,18 @@ def placement_request(
     return _prompt_request(
         cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
     )
+
+
+def pull_request(
+    worker_id: str, prompt: str | None, source_id: str | None, arguments: PromptArguments
+) -> admin_pb2.PullPrefixRequest:
+    """Build a PullPrefixRequest from pull_prefix()'s arguments. Raises as generate_request does."""
+    given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
+    request = _prompt_request(admin_pb2.PullPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
+    request.MergeFrom(message_of(admin_pb2.PullPrefixRequest, "worker_id", worker_id))
+    if source_id is not None:
+        request.MergeFrom(message_of(admin_pb2.PullPrefixRequest, "source_id", source_id))
+    return request
 
 
 def tokenize_request(

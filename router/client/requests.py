@@ -18,6 +18,7 @@ from blockyard.router.client.arguments import (
     lookup_request,
     message_of,
     placement_request,
+    pull_request,
     tokenize_request,
 )
 from google.protobuf.message import Message
@@ -165,6 +166,13 @@ def flush_cache(worker_id: str | None) -> Call[admin_pb2.FlushCacheResponse]:
 def rebuild_index(worker_id: str | None) -> Call[admin_pb2.RebuildIndexResponse]:
     request = admin_pb2.RebuildIndexRequest(worker_id=worker_id)
     return _admin("RebuildIndex", request, admin_pb2.RebuildIndexResponse)
+
+
+def pull_prefix(
+    worker_id: str, prompt: str | None, source_id: str | None, arguments: PromptArguments
+) -> Call[admin_pb2.PullPrefixResponse]:
+    request = pull_request(worker_id, prompt, source_id, arguments)
+    return _admin("PullPrefix", request, admin_pb2.PullPrefixResponse)
 
 
 def abort_any(request_id: str) -> Call[inference_pb2.AbortResponse]:

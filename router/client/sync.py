@@ -244,6 +244,24 @@ class Client:
         response = self._unary(requests.rebuild_index(worker_id))
         return response.workers
 
+    def pull_prefix(
+        self,
+        worker_id: str,
+        prompt: str | None = None,
+        *,
+        source_id: str | None = None,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[PromptArguments],
+    ) -> admin_pb2.PullPrefixResponse:
+        """Have a worker fetch a prompt's blocks from another one, although no request needs them. For admins.
+
+        Without `source_id` the source is the worker that has most of them, by the index. Raises InvalidRequestError
+        (PULL_IMPOSSIBLE) where there is nothing to fetch or no way, and UnavailableError (PULL_FAILED) where the pull
+        broke off.
+        """
+        call = requests.pull_prefix(worker_id, prompt, source_id, arguments)
+        return self._unary(call, timeout_seconds)
+
     def abort_any(self, request_id: str) -> None:
         """End the running requests with this id, of whatever tenant. For admins. Otherwise like abort()."""
         self._abort(requests.abort_any(request_id))

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 MEASURE_SECONDS = 10.0
 """Least time between two questions to a worker to measure how fast blocks reach it."""
+MAX_ASKED = 16
+"""Workers, drawn at random, among which room for preempted sequences of another one is looked for."""
 REPORTS_A_SECOND = 500
 """Reports of load alone that a router asks for from all workers together. They take it less than a tenth of a core."""
 
@@ -215,6 +217,13 @@ class Fleet(LinkEvents):
     @property
     def report_seconds(self) -> float:
         return len(self.links) / REPORTS_A_SECOND
+
+    def room_elsewhere(self, address: str) -> session_pb2.Room | None:
+        if not self._pulls or not self.view.is_short(address):
+            return None
+        others = [worker for worker in self.view.ready() if worker.address != address]
+        asked = self._rng.sample(others, min(len(others), MAX_ASKED))
+        return max(map(self.view.room, asked), key=lambda room: room.blocks, default=None)
 
     def _link(self, address: str) -> EngineLink:
         self.view.known(address)

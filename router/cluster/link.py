@@ -101,6 +101,10 @@ class LinkEvents:
         """Time between reports of load alone to ask workers for. 0: as often as they like."""
         return 0.0
 
+    def room_elsewhere(self, address: str) -> session_pb2.Room | None:
+        """Return where preempted sequences of this worker may move, or None."""
+        return None
+
 
 class EngineLink:
     """Link to one worker. `run` keeps it up until it is cancelled. The other methods may be called at any time."""
@@ -316,7 +320,11 @@ class EngineLink:
     async def _ping(self, outgoing: asyncio.Queue[session_pb2.ToWorker]) -> None:
         while True:
             self._nonce += 1
-            ping = session_pb2.Ping(nonce=self._nonce, report_seconds=self._events.report_seconds)
+            ping = session_pb2.Ping(
+                nonce=self._nonce,
+                report_seconds=self._events.report_seconds,
+                room_elsewhere=self._events.room_elsewhere(self.address),
+            )
             outgoing.put_nowait(session_pb2.ToWorker(ping=ping))
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
 

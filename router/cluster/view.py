@@ -37,6 +37,8 @@ LONGEST_STEP_SECONDS = 60.0
 """Time constant, in seconds of steps, with which a worker's longest step fades."""
 MAX_STEP_SECONDS = 60.0
 """A report of longer steps is not believed."""
+SHORT_FRACTION = 0.75
+"""Part of a pool in use from which a worker may have to preempt before its router hears from it again."""
 MAX_SETUP_SECONDS = 60.0
 """A worker that reports a longer time to begin a pull is not believed, and nothing is pulled to it."""
 
@@ -603,7 +605,7 @@ class ClusterView:
             queued_pairs=queued_pairs,
             sequences=sequences,
             context_tokens=context_tokens,
-            used_blocks=waiting.blocks + max(load.used_blocks + fresh.blocks, sent.blocks),
+            used_blocks=self._used_blocks(worker),
             total_blocks=worker.hello.total_blocks,
             block_size=block_size,
             prefill_tokens_per_second=costs.tokens_per_second / slowness,
@@ -663,6 +665,36 @@ class ClusterView:
             step_ms=self._lending_step_ms(worker),
         )
 
+    def is_short(self, address: str) -> bool:
+        """Return True if the worker has so little memory left that it may soon preempt sequences."""
+        worker = self._workers.get(address)
+        if worker is None or worker.hello is None:
+            return False
+        return self._used_blocks(worker) > SHORT_FRACTION * worker.hello.total_blocks
+
+    def room(self, worker: WorkerView) -> session_pb2.Room:
+        """Return the room that a worker has for sequences which another one preempts. It has none if its own requests
+        wait, or if it cannot fetch blocks."""
+        link, hello = self._link(worker), worker.hello
+        is_able = link.bytes_per_ms > 0 and worker.load.host_tokens_per_second > 0
+        if hello is None or not is_able or worker.load.waiting or worker.booked.waiting.requests:
+            return session_pb2.Room()
+        free_blocks = int((1 - self._config.memory_free_fraction) * hello.total_blocks)
+        return session_pb2.Room(
+            blocks=max(free_blocks - self._used_blocks(worker), 0),
+            pull_setup_seconds=link.setup_ms / 1000,
+            pull_bytes_per_second=1000 * link.bytes_per_ms,
+        )
+
+    def _used_blocks(self, worker: WorkerView) -> int:
+        load, booked = worker.load, worker.booked
+        return booked.waiting.blocks + max(load.used_blocks + booked.unreported.blocks, booked.sent.blocks)
+
+    def pull_ms(self, worker: WorkerView, tokens: int, source: PullSource) -> float:
+        """Return the estimated time for a worker to fetch so many tokens, 0 while its link is unknown."""
+        link = self._link(worker)
+        return link.time_ms(tokens, source) if link.bytes_per_ms else 0.0
+
     def _lending_step_ms(self, worker: WorkerView) -> float:
         """Return the time of the step that a worker is likely to be in. With prompts queued, that is a long one."""
         rate = self.speeds.costs.tokens_per_second / worker.speed.slowness
@@ -675,8 +707,8 @@ class ClusterView:
     def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:
         """Return the worker that has handed a request over as a source for it, or None where it is gone or silent.
 
-        It takes no new requests, so neither the index nor `ready` has it. It has handed all of them over, so no step
-        delays it, whatever its last report says.
+        If it drains, neither the index nor `ready` has it. It has handed all requests over then, so no step delays it,
+        whatever its last report says.
         """
         worker = self._workers.get(holder.address)
         if (
@@ -687,7 +719,7 @@ class ClusterView:
         ):
             return None
         source = self.pull_source(worker, holder.tokens // worker.hello.block_size, prompt_tokens)
-        return source and source._replace(step_ms=0.0)
+        return source._replace(step_ms=0.0) if source and worker.is_draining else source
 
     def check_invariants(self) -> None:
         self._arrivals.check_invariants()

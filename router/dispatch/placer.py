@@ -116,6 +116,11 @@ class Placer:
                 await self._line.next_change(ticket)
         return self._fleet.identity
 
+    @property
+    def moves_preempted(self) -> bool:
+        """Whether preempted requests may go on on another worker, which then may fetch their blocks."""
+        return self._pulls and self._policy == "prefix"
+
     def ticket(self, priority: int = 0, *, tenant: str = "", cost_tokens: int = 0) -> Ticket:
         """Return a position in line for `place`. A request that comes back with the same ticket gets its position back.
 

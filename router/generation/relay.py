@@ -1,9 +1,9 @@
 """Relay: runs one request on workers. It submits, takes tokens, and starts again on another worker after a failure.
 
 A replay submits the prompt with the tokens of the unfinished outputs and the same seed. New tokens are joined by offset
-(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. If a draining worker has handed the
-request over, the next one may fetch the blocks from it. Passes on tokens, never text. Does not
-own the choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
+(joined_outputs.py). So no token is lost or doubled, whatever a worker repeats. If a worker has given the request back,
+because it drains or preempts, the next one may fetch the blocks from it. Passes on tokens, never text. Does not own the
+choice of a worker (dispatch/placer.py), or admission, text and the client's stream (generation.py).
 
 Tokens go to the caller in the callback of the link that read them. A switch of tasks would cost as much as the token's
 text.
@@ -51,6 +51,9 @@ LOST_WORKER_SECONDS = 0.05
 A request that went to the second worker would be blamed for both deaths.
 """
 
+
+MAX_PREEMPTIONS = 4
+"""How often workers may preempt one request and give it back. Then it stays where it is."""
 
 FAILURE_JITTER_SECONDS = 0.5
 """Longest wait after a failed step. The wait is random, so that the request at fault ends up in a batch of its own."""
@@ -157,6 +160,7 @@ class Relay:
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         holder: Holder | None = None
+        num_preemptions = 0
         ticket = self._placer.ticket(
             generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
@@ -172,12 +176,16 @@ class Relay:
                 policy=generation.policy,
                 holder=holder,
             )
-            with self._submitted(generation, outputs, placed, progress, take) as attempt:
+            submit = self._submit(generation, outputs, placed.pull)
+            if self._placer.moves_preempted and num_preemptions < MAX_PREEMPTIONS:
+                submit.preemptions = num_preemptions
+            with self._submitted(generation, submit, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
             if attempt.was_handed_over:
                 address, incarnation = attempt.worker
                 computed_tokens = generation.prompt_tokens + outputs.num_computed
                 holder = Holder(address, Incarnation(incarnation), computed_tokens)
+            num_preemptions += attempt.was_preempted
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
@@ -189,7 +197,13 @@ class Relay:
 
     @contextmanager
     def _submitted(
-        self, generation: Generation, outputs: Outputs, placed: Placed, progress: Progress, take: Take
+        self,
+        generation: Generation,
+        submit: session_pb2.Submit,
+        outputs: Outputs,
+        placed: Placed,
+        progress: Progress,
+        take: Take,
     ) -> Iterator["_Attempt"]:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
@@ -202,7 +216,7 @@ class Relay:
         )
         progress.pull = pull or progress.pull
         attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take, self.pulls, pull)
-        attempt.submit(self._submit(generation, outputs, placed.pull))
+        attempt.submit(submit)
         try:
             yield attempt
         finally:
@@ -286,6 +300,7 @@ class _Attempt:
         self.was_lost = False
         self.saw_death = False
         self.has_failed = False
+        self.was_preempted = False
         self.was_handed_over = False
         """True if the worker gave the request back in the middle, and still has its blocks."""
         self.brought_tokens = False
@@ -293,12 +308,14 @@ class _Attempt:
         """Why the attempt is over. None if no output runs any more."""
         self._link, self._placer = link, placer
         self._handle = 0
+        self._may_move = False
         self._placed = placed
         self._progress = progress
         self._outputs, self._take = outputs, take
         self._pulls, self._pull = pulls, pull
 
     def submit(self, submit: session_pb2.Submit) -> None:
+        self._may_move = submit.HasField("preemptions")
         submitted = self._outputs.submitted(submit.continuations)
         self._handle = self._placed.handle = self._link.submit(submit, self._receive, submitted)
         for index in submitted - self._outputs.running:
@@ -377,6 +394,8 @@ class _Attempt:
             case session_pb2.REJECT_REASON_DRAINING:
                 self.was_handed_over = self.brought_tokens
                 self._placer.draining(self._placed.address)
+            case session_pb2.REJECT_REASON_PREEMPTED if self._may_move:
+                self.was_preempted, self.was_handed_over = True, self.brought_tokens
             case session_pb2.REJECT_REASON_INTERNAL:
                 self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:

@@ -15,7 +15,7 @@ from blockyard.proto.limits import MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.admission.ledger import estimate_tokens, text_bytes
 from blockyard.router.errors import (
     ContextLengthExceeded,
@@ -59,6 +59,7 @@ PromptMessage = (
     inference_pb2.GenerateRequest
     | inference_pb2.TokenizeRequest
     | cluster_pb2.LookupPrefixRequest
+    | admin_pb2.PullPrefixRequest
     | cluster_pb2.ExplainPlacementRequest
 )
 
@@ -159,13 +160,18 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
 
 
+PrefixQuestion = (
+    cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest | admin_pb2.PullPrefixRequest
+)
+
+
 def valid_question(
-    message: cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest,
+    message: PrefixQuestion,
     facts: ModelFacts,
     *,
     max_model_len: int,
 ) -> PromptInput:
-    """Return the checked prompt of a LookupPrefix or ExplainPlacement request.
+    """Return the checked prompt of a call that asks about a prefix.
 
     Raises InvalidRequest with all violations, ContextLengthExceeded or Unsupported.
     """

@@ -16,6 +16,7 @@ from blockyard.proto.runtime.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_s
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 from blockyard.router.admission.auth import principal_name
+from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.errors import (
     DeadlinePassed,
@@ -28,6 +29,8 @@ from blockyard.router.errors import (
 )
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.services.interceptor import Context
+from blockyard.router.services.named_prompts import named
+from blockyard.router.services.ordered_pulls import MAX_PULL_SECONDS, chosen_pull, ordered_pull
 
 logger = logging.getLogger("blockyard.audit")
 
@@ -38,6 +41,8 @@ HAND_OVER_SECONDS = 60.0
 DRAIN_KNOWN_SECONDS = 0.5
 """Time after which all routers know of a drain. A worker tells all of them at once, and again with each pong."""
 LOOK_SECONDS = 0.02
+PULL_SHARE = 0.9
+"""Share of a call's time that its pull may take. The rest is for the answer."""
 T = TypeVar("T")
 
 
@@ -52,8 +57,11 @@ def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """AdminService of one router. `principal` returns the name of the current caller, for the audit log."""
 
-    def __init__(self, parts: RouterParts, *, principal: Callable[[], str] = principal_name) -> None:
+    def __init__(
+        self, parts: RouterParts, bounds: CallBounds, *, principal: Callable[[], str] = principal_name
+    ) -> None:
         self._parts = parts
+        self._bounds = bounds
         self._principal = principal
         self._asked: Counter[str] = Counter()
         """Number of drains requested here, by worker, until all routers know of them."""
@@ -103,6 +111,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answers = await self._ask_each("RebuildIndex", request, context)
         return admin_pb2.RebuildIndexResponse(workers=sum(answer.workers for answer in answers))
 
+    async def PullPrefix(
+        self, request: admin_pb2.PullPrefixRequest, context: Context
+    ) -> admin_pb2.PullPrefixResponse:
+        link, tenant = self._link(request.worker_id), self._bounds.caller(context).tenant
+        if request.HasField("source_id"):
+            self._link(request.source_id, "source_id")
+        self._audit("PullPrefix", f"{request.worker_id} from {request.source_id or 'any'}")
+        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
+            wanted = await chosen_pull(self._parts, request, prompt_tokens, names)
+            account = "" if request.public_prefix else tenant
+            seconds = min(PULL_SHARE * self._bounds.seconds_left(context), MAX_PULL_SECONDS)
+            return await ordered_pull(self._parts, wanted, names, link, tenant=account, seconds=seconds)
+
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
@@ -139,13 +160,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise failures[0]
         return answers
 
-    def _link(self, worker_id: str) -> EngineLink:
+    def _link(self, worker_id: str, field: str = "worker_id") -> EngineLink:
         if not is_id(worker_id):
-            raise InvalidRequest.of("worker_id", f"must be {NAME_RULE}")
+            raise InvalidRequest.of(field, f"must be {NAME_RULE}")
         worker = self._parts.fleet.view.find(worker_id)
         link = self._parts.fleet.links.get(worker.address) if worker else None
         if link is None:
-            raise UnknownWorker.of("worker_id", "no worker of this id is known")
+            raise UnknownWorker.of(field, "no worker of this id is known")
         return link
 
     async def _checked_again(

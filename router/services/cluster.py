@@ -5,20 +5,19 @@ and opaque here.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import grpc
 from blockyard.proto.limits import MAX_PAGE_SIZE
-from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
+from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.index_report import current_condition, index_info
 from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
-from blockyard.router.generation.generation import RouterParts, scoped_session, tokenise
-from blockyard.router.request.validation import check_context, prompt_estimate, valid_question
+from blockyard.router.generation.generation import RouterParts, scoped_session
 from blockyard.router.services.inference import model_message
 from blockyard.router.services.interceptor import Context, write
 from blockyard.router.services.messages import (
@@ -29,13 +28,13 @@ from blockyard.router.services.messages import (
     timeless,
     workers_message,
 )
+from blockyard.router.services.named_prompts import named
 
 WATCH_SECONDS = 0.25
 """Least time between two messages of WatchWorkers."""
 MAX_WATCHES = 64
 """Most watches at once on one router."""
 WATCH_RETRY_SECONDS = 5.0
-PrefixQuestion = cluster_pb2.LookupPrefixRequest | cluster_pb2.ExplainPlacementRequest
 T = TypeVar("T")
 
 
@@ -151,7 +150,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def LookupPrefix(
         self, request: cluster_pb2.LookupPrefixRequest, context: Context
     ) -> cluster_pb2.LookupPrefixResponse:
-        async with self._named(request, context) as (prompt_tokens, names):
+        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
             found = await self._parts.placer.look_up(names)
         holders = sorted(
             found.depth_by_worker.items(), key=lambda item: (-item[1].blocks, -item[1].host_blocks, item[0])
@@ -172,7 +171,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
-        async with self._named(request, context) as (prompt_tokens, names):
+        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
             session_id = scoped_session(request.session_id, self._bounds.caller(context).realm)
             placement, index_available = await self._parts.placer.explain(
                 names, prompt_tokens, session_id=session_id
@@ -194,30 +193,6 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return cluster_pb2.ListRequestsResponse(
             requests=[request_message(record, now) for record in self._parts.registry.records()]
         )
-
-    @asynccontextmanager
-    async def _named(
-        self, request: PrefixQuestion, context: Context
-    ) -> AsyncIterator[tuple[int, list[bytes]]]:
-        """Charge and tokenize the prompt. Yield its number of tokens and the names of its full blocks.
-
-        The charge and the deadline last for the life of the context.
-        """
-        parts = self._parts
-        prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
-        salt, caller = request.cache_salt, self._bounds.caller(context)
-        async with self._bounds.admitted(context, prompt_estimate(prompt)) as charge:
-            identity = await parts.placer.identity()
-            prepared = await tokenise(
-                parts,
-                prompt,
-                charge,
-                root=parts.root(identity, salt, realm=caller.realm, is_public=request.public_prefix),
-                block_size=identity.block_size,
-                client=caller.client,
-            )
-            check_context(prepared.num_tokens, identity.max_model_len)
-            yield prepared.num_tokens, split_names(prepared.block_names)[1:]
 
     def _link(self, worker_id: str) -> EngineLink:
         if not worker_id:

@@ -18,6 +18,7 @@ CODES: dict[type[RouterError], grpc.StatusCode] = {
     errors.DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
     errors.RequestTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LastWorker: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.PullImpossible: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,

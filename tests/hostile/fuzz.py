@@ -66,6 +66,8 @@ ALLOWED: dict[str, set[Code]] = {
     "ListSequences": {Code.NOT_FOUND},
     "LookupPrefix": {Code.DEADLINE_EXCEEDED},
     "ExplainPlacement": {Code.DEADLINE_EXCEEDED},
+    "PullPrefix": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
+    "PullBlocks": {Code.ABORTED},
     # Both end only by their deadline.
     "WatchWorkers": {Code.DEADLINE_EXCEEDED},
 }

@@ -141,7 +141,7 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
     # A counter of Ray appears with the first event: nothing was preempted or pulled, no worker was lost, no call of
     # Redis failed.
     silent = {
-        *("preemptions", "swaps", "evictions", "migrations", "stale_blocks"),
+        *("preemptions", "swaps", "moves", "evictions", "migrations", "stale_blocks"),
         *("tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
         *(metric.name for metric in ROUTER_METRICS if metric.name.startswith("router_pull")),
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),

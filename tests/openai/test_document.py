@@ -25,6 +25,8 @@ SAID = ("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "te
 """In what each program prints."""
 NOT_OVER_HTTP = {
     errors.LastWorker,
+    errors.PullFailed,
+    errors.PullImpossible,
     errors.SlowReader,
     errors.NotFound,
     errors.UnknownRequest,

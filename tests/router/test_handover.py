@@ -104,7 +104,7 @@ class Cluster:
         await until(generating, 120.0)
 
 
-def worker(number: int, **engine: Any) -> WorkerServer:
+def worker(number: int, *, redis_url: str | None = None, **engine: Any) -> WorkerServer:
     settings = {
         "model": str(shared_checkpoint("LlamaForCausalLM", vocab_size=4096, max_position_embeddings=2048)),
         "tokenizer": str(MODEL),
@@ -116,16 +116,20 @@ def worker(number: int, **engine: Any) -> WorkerServer:
     }
     config = EngineConfig(**(settings | engine))
     return WorkerServer(
-        WorkerConfig(engine=config, worker_id=f"worker-{number}", cluster_secret=SECRET, redis_url=None)
+        WorkerConfig(engine=config, worker_id=f"worker-{number}", cluster_secret=SECRET, redis_url=redis_url)
     )
 
 
 @asynccontextmanager
-async def cluster(num_workers: int = 2, **engine: Any) -> AsyncIterator[Cluster]:
-    workers = [worker(number, **engine) for number in range(num_workers)]
+async def cluster(
+    num_workers: int = 2, *, redis_url: str | None = None, **engine: Any
+) -> AsyncIterator[Cluster]:
+    workers = [worker(number, redis_url=redis_url, **engine) for number in range(num_workers)]
     starts = [Starts() for _ in workers]
     async with (
-        running_router(lost_seconds=20.0, suspect_seconds=10.0, placement=NO_TIES) as router,
+        running_router(
+            lost_seconds=20.0, suspect_seconds=10.0, placement=NO_TIES, redis_url=redis_url
+        ) as router,
         AsyncClient(router.address) as client,
     ):
         try:

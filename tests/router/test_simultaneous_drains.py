@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from blockyard.proto.v1 import admin_pb2, session_pb2
+from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.errors import LastWorker, RequestAborted
 from blockyard.router.generation.generation import RouterParts
@@ -44,6 +45,7 @@ class Cluster:
         self.routers = [
             AdminService(
                 cast("RouterParts", SimpleNamespace(fleet=SimpleNamespace(view=view, links=links))),
+                cast("CallBounds", SimpleNamespace()),
                 principal=lambda: "test",
             )
             for view in self._views

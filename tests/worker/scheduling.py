@@ -96,7 +96,9 @@ def run_to_end(scheduler: Scheduler, limit: int = 10_000) -> int:
 def victim_of(scheduler: Scheduler) -> Victim | None:
     """Return the victim that the scheduler would preempt now."""
     mode, rates = scheduler.config.preemption, scheduler.mixed_steps.rates
-    return choose_victim(scheduler.running, {}, scheduler.tables, mode=mode, rates=rates)
+    return choose_victim(
+        scheduler.running, {}, scheduler.tables, mode=mode, rates=rates, elsewhere=scheduler.elsewhere
+    )
 
 
 def sampled(*tokens: int) -> StepTokens:

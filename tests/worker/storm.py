@@ -17,10 +17,11 @@ from blockyard.worker.execution.bisect import NothingSucceeds, in_halves
 from blockyard.worker.execution.step_moves import StepMoves
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduling.preemption import Elsewhere
 from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler
 from blockyard.worker.sequences.beams import num_candidates
-from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, SequenceId
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
 from blockyard.worker.sequences.step_plan import (
     FAILED_TOKEN,
@@ -229,20 +230,61 @@ class Storm:
 
     # Actions
 
-    def submit(self, tokens: Items[int], *, generated: int = 0, pulled: int = 0, **settings: Any) -> None:
+    def submit(
+        self,
+        tokens: Items[int],
+        *,
+        generated: int = 0,
+        pulled: int = 0,
+        may_move: bool = False,
+        **settings: Any,
+    ) -> None:
         """`generated` of the tokens are output already: a replay. `pulled` blocks are to come from elsewhere."""
         size = self.scheduler.config.block_size
         longest = self.scheduler.config.max_model_len - len(tokens)
         settings["max_tokens"] = max(1, min(settings["max_tokens"], longest)) + generated
         sequence = make_sequence(next(self._numbers), tokens, block_size=size, **settings)
         sequence.prompt_length -= generated
+        sequence.may_move = may_move
+        self._begin(sequence, pulled)
+
+    def _begin(self, sequence: Sequence, pulled: int) -> None:
         try:
             self.scheduler.submit(sequence)
         except CapacityError:
             return
-        self._leaders[sequence.request_id] = sequence
+        self._leaders.setdefault(sequence.request_id, sequence)
         self._know(sequence)
         self._pull(sequence, PullOrder(address="", incarnation="", num_blocks=pulled, seconds=1.0))
+
+    def offer_room(self, num_blocks: int, blocks_per_second: float) -> None:
+        """Another worker has room for so many blocks. What moves there comes back at once, as a replay with a pull."""
+        rates = self.scheduler.mixed_steps.rates
+        rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 50.0, 50.0
+        self.scheduler.elsewhere = (
+            Elsewhere(num_blocks=num_blocks, setup_seconds=0.01, blocks_per_second=blocks_per_second)
+            if num_blocks
+            else None
+        )
+
+    def _move(self, sequences: Items[Sequence]) -> None:
+        """Submit the sequences of a request that was given back, as the next worker gets them."""
+        numbers = [next(self._numbers) for _ in sequences]
+        for number, left in zip(numbers, sequences, strict=True):
+            assert left.may_move
+            assert left.num_generated
+            assert left.group is None
+            assert not left.num_in_flight
+            sequence = make_sequence(number, left.tokens, block_size=self.scheduler.config.block_size)
+            sequence.sampling = left.sampling
+            sequence.prompt_length, sequence.index = left.prompt_length, left.index
+            sequence.num_outputs, sequence.may_move = 1, True
+            sequence.request_id = RequestId(numbers[0])
+            sequence.priority, sequence.rank, sequence.tenant = left.priority, left.rank, left.tenant
+            sequence.num_preemptions = min(left.num_preemptions + 1, self.scheduler.config.max_preemptions)
+            self._begin(sequence, 9)
+        self.moved["given back"] += 1
+        self.moved["outputs given back together"] += len(sequences) > 1
 
     def _pull(self, sequence: Sequence, order: PullOrder) -> None:
         pull = self.scheduler.pulls.begin(sequence, order, now=0.0)
@@ -300,7 +342,10 @@ class Storm:
         """Plans and runs a step; without pipelining the one before is over."""
         while len(self._in_flight) > self.pipelined:
             self.commit()
+        live = (*self.scheduler.waiting, *self.scheduler.running)
         plan = self.scheduler.plan()
+        for request_id in self.scheduler.take_given_back():
+            self._move([sequence for sequence in live if sequence.request_id == request_id])
         if not plan.has_work:
             return
         try:
@@ -501,6 +546,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
     request["priority"] = chance.choice([0, 0, 0, 3, -2])
     request["tenant"] = len(tokens) % 4
     request["pulled"] = chance.choice([0, 0, 3, 9])
+    request["may_move"] = chance.random() < 0.9
     if chance.random() < 0.3:
         request["stop_token_ids"] = STOP_TOKENS
     if kind < 0.2:

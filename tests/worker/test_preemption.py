@@ -1,6 +1,10 @@
 """The choice of the victim, the order in which requests run, and host memory that keeps computed blocks."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+from blockyard.worker.scheduling.preemption import Elsewhere, waiting_seconds
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN
@@ -270,3 +274,103 @@ def test_a_victim_whose_prompt_another_has_computed_meanwhile_takes_that() -> No
     run_to_end(scheduler)
     assert len(victim.tokens) == 164
     assert scheduler.tables.swap.num_free == 8
+
+
+def movers(**changes: Any) -> Scheduler:
+    """Return a scheduler with two decoding sequences that may move, and another worker with room."""
+    settings = {"preemption": "auto", "host_cache_blocks": 8} | changes
+    scheduler = make_scheduler(64, **settings)
+    for number in range(2):
+        sequence = make_sequence(number, prompt(48, start=9 * number), max_tokens=20)
+        sequence.may_move = True
+        scheduler.submit(sequence)
+    step(scheduler)
+    rates = scheduler.mixed_steps.rates
+    rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 480.0, 20.0
+    scheduler.elsewhere = ROOM
+    return scheduler
+
+
+ROOM = Elsewhere(num_blocks=40, setup_seconds=0.01, blocks_per_second=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "room", "moves"),
+    [
+        ({}, ROOM, True),
+        ({}, None, False),
+        ({}, replace(ROOM, blocks_per_second=1.0), False),
+        ({}, replace(ROOM, setup_seconds=2.0), False),
+        ({}, replace(ROOM, num_blocks=4), False),
+        ({"host_cache_blocks": 0}, ROOM, False),
+        ({"preemption": "recompute"}, ROOM, False),
+    ],
+)
+def test_a_victim_moves_only_where_that_costs_less_than_to_stay(
+    changes: dict[str, Any], room: Elsewhere | None, moves: bool
+) -> None:
+    scheduler = movers(**changes)
+    scheduler.elsewhere = room
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert victim.moves == moves
+    assert victim.sequences == (scheduler.running[1],), "never the first of all"
+
+
+def test_a_long_wait_for_room_makes_a_slow_link_worth_it() -> None:
+    scheduler = movers()
+    scheduler.elsewhere = replace(ROOM, setup_seconds=0.2)
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert waiting_seconds(
+        victim.sequences, scheduler.running, scheduler.tables, scheduler.mixed_steps.rates
+    ) == pytest.approx(0.5 * 19 * 1 / 20.0)
+    assert victim.moves
+    scheduler.mixed_steps.rates.decode_tokens_per_second = 0.0
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert not victim.moves, "an unknown wait counts as none"
+
+
+def test_nothing_moves_that_its_router_could_not_continue() -> None:
+    scheduler = movers()
+    last = scheduler.running[1]
+    last.may_move = False
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert not victim.moves
+
+
+def test_what_moves_is_given_back_once_and_leaves_its_blocks_cached() -> None:
+    scheduler = movers()
+    leaving = scheduler.running[1]
+    names = leaving.names[1:]
+    victim = victim_of(scheduler)
+    assert victim is not None
+    scheduler._preempt(victim)
+    scheduler.check_invariants()
+    assert leaving.is_over
+    assert scheduler.take_given_back() == [leaving.request_id]
+    assert scheduler.take_given_back() == []
+    assert len(scheduler.tables.lend(names)) == len(names)
+    assert (scheduler.num_moves, scheduler.num_preemptions, scheduler.num_swaps) == (1, 1, 0)
+    assert scheduler.elsewhere is not None
+    assert scheduler.elsewhere.num_blocks == 40 - 5, "four blocks, and one to grow"
+
+
+def test_all_outputs_of_a_request_move_together() -> None:
+    scheduler = make_scheduler(64, preemption="auto", host_cache_blocks=8)
+    scheduler.submit(make_sequence(0, prompt(20), max_tokens=20))
+    request = make_sequence(1, prompt(48, start=9), max_tokens=20, n=3)
+    request.may_move = True
+    scheduler.submit(request)
+    step(scheduler)
+    rates = scheduler.mixed_steps.rates
+    rates.prefill_tokens_per_second, rates.decode_tokens_per_second = 480.0, 20.0
+    scheduler.elsewhere = ROOM
+    for _ in range(3):
+        step(scheduler)
+    victim = victim_of(scheduler)
+    assert victim is not None
+    assert victim.moves
+    assert {sequence.index for sequence in victim.sequences} == {0, 1, 2}

@@ -74,15 +74,17 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.measure(
             chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
         )
+    elif kind < 0.325:
+        storm.offer_room(chance.choice([0, 15, 40, 40]), chance.choice([10.0, 1e4, 1e4]))
     elif kind < 0.36:
         storm.receive(chance.randrange(100))
     elif kind < 0.38:
         storm.end_pull(chance.randrange(100))
     elif kind < 0.382:
         storm.late()
-    elif kind < 0.39:
-        storm.lend(chance.randrange(1000))
     elif kind < 0.4:
+        storm.lend(chance.randrange(1000))
+    elif kind < 0.415:
         storm.end_loan(chance.randrange(100))
     elif kind < 0.7:
         failing = frozenset({chance.randrange(6)}) if chance.random() < 0.01 else frozenset[int]()
@@ -123,6 +125,8 @@ def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: st
     assert storm.moved["lent"] > 20
     has_host_cache = scheduler.host_cache is not None
     assert all((storm.moved[kind] > 2) == has_host_cache for kind in ("pulled", "cut", "cancelled"))
+    moves = has_host_cache and scheduler.config.preemption == "auto"
+    assert (storm.moved["given back"] > 2) == moves
     has_host_memory = scheduler.config.swap_blocks + scheduler.config.host_cache_blocks > 0
     assert (storm.device.num_broken > 2) == has_host_memory
     assert storm.device.num_found_corrupted > 0 or scheduler.config.host_cache_blocks < 60
@@ -213,6 +217,10 @@ class StormMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 3))
     def end_pull(self, number: int) -> None:
         self.storm.end_pull(number)
+
+    @rule(num_blocks=st.sampled_from([0, 3, 30]), rate=st.sampled_from([10.0, 1e4]))
+    def offer_room(self, num_blocks: int, rate: float) -> None:
+        self.storm.offer_room(num_blocks, rate)
 
     @rule()
     def late(self) -> None:

@@ -7,6 +7,7 @@ or waiting: its beams are admitted and preempted together.
 from collections.abc import Sequence as Items
 
 from blockyard.worker.cache.block_tables import BlockTables, Hits
+from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.sequence import Sequence
 
 
@@ -45,6 +46,21 @@ def protected_blocks(sequence: Sequence, tables: BlockTables, most: int) -> int:
     return min(most, tables.pool.num_cached_by_others(sequence.tenant)) if most else 0
 
 
+def available_blocks(sequence: Sequence, queues: Queues, tables: BlockTables, most_protected: int) -> int:
+    """Return how many blocks a running sequence may take.
+
+    Blocks reserved for other sequences are left out, and up to `most_protected` cached blocks of other tenants.
+
+    The first sequence of all may take protected blocks, so that something always makes progress.
+    """
+    if sequence.is_reserved:
+        return tables.pool.num_allocatable
+    first, reserved = queues.running[0], reserved_blocks(queues.reserved, tables)
+    is_first = sequence is first or sequence.group is first.group is not None
+    protected = 0 if is_first else protected_blocks(sequence, tables, most_protected)
+    return tables.pool.num_allocatable - reserved - protected
+
+
 def seq_slots(sequence: Sequence, running: Items[Sequence]) -> int:
     """Return how many slots of max_num_seqs a waiting sequence would take, all its future forks included.
 
@@ -64,8 +80,7 @@ def fits(
     sequence: Sequence,
     hits: Hits,
     *,
-    running: Items[Sequence],
-    waiting: Items[Sequence],
+    queues: Queues,
     tables: BlockTables,
     is_reserved: bool,
     max_protected: int,
@@ -74,10 +89,14 @@ def fits(
 
     Its cached blocks, `hits`, need no room. With `is_reserved` there must be room for all blocks that it can ever need.
     Up to `max_protected` blocks that other tenants have cached do not count as room.
+
+    A request alone always fits, once no loan holds blocks: `Scheduler.submit` and its constructor have checked that.
     """
-    if is_reserved and any(
-        other.is_reserved and other.group is sequence.group is not None for other in running
-    ):
+    group, running, waiting = sequence.group, queues.running, queues.waiting
+    is_alone = all(group is not None and other.group is group for other in running)
+    if is_alone and not queues.is_any_leaving and not tables.num_lent:
+        return True
+    if is_reserved and any(other.is_reserved and other.group is group is not None for other in running):
         return True  # the first beam was admitted with room for all beams of its search
     needed = most_blocks(sequence, tables) if is_reserved else blocks_soon(sequence, tables)
     if sequence.group is not None and not is_reserved:

@@ -41,8 +41,8 @@ class Pull:
     """One transfer under way. Its receiver changes nothing but `num_arrived`."""
 
     order: PullOrder
-    request_id: RequestId
-    """The request that began it."""
+    request_id: RequestId | None
+    """The request that began it. None: an operator's order."""
     tenant: TenantId
     prefix: list[BlockName]
     """Names of the leading blocks, up to the last one that is fetched."""
@@ -55,6 +55,8 @@ class Pull:
     deadline: float
     num_arrived: int = 0
     """Blocks that have arrived intact so far."""
+    is_ordered: bool = False
+    """Whether it goes on without a sequence that waits for it: an operator does."""
     is_cancelled: bool = False
     """Whether nobody waits for it any more. Its receiver then ends it soon."""
 
@@ -62,6 +64,18 @@ class Pull:
     def names(self) -> list[BlockName]:
         """The names of the blocks that are fetched, in order of `slots`."""
         return self.prefix[len(self.head) :]
+
+
+class NoHostMemory(Exception):
+    """There is no host memory to fetch blocks into."""
+
+
+class PullsBusy(Exception):
+    """Too many pulls are under way, or host memory has no slot that may be used."""
+
+
+class UnderWay(Exception):
+    """Another pull fetches the next block already."""
 
 
 class Pulls:
@@ -111,19 +125,57 @@ class Pulls:
         if not slots:
             self._tables.end_loan(head)
             return None
+        pull = self._new(order, prefix, head, slots, now, sequence.tenant, sequence.request_id)
+        self._wait(sequence, pull)
+        return pull
+
+    def order(
+        self, prefix: list[BlockName], order: PullOrder, tenant: TenantId, now: float
+    ) -> tuple[Pull | None, int]:
+        """Return a pull of these leading blocks to start, for which no sequence need wait, and how many of the blocks
+        are here.
+
+        The pull is None where all are here. Raises NoHostMemory, PullsBusy or UnderWay.
+        """
+        host_cache = self._tables.host_cache
+        if host_cache is None:
+            raise NoHostMemory
+        head = self._tables.lend(prefix)
+        following = prefix[len(head) :]
+        is_under_way = bool(following) and following[0] in self._under_way
+        slots = self._reserve(following, host_cache) if following and not is_under_way else []
+        if slots:
+            return self._new(order, prefix, head, slots, now, tenant, None), len(head)
+        self._tables.end_loan(head)
+        if is_under_way:
+            raise UnderWay
+        if following:
+            raise PullsBusy
+        return None, len(head)
+
+    def _new(
+        self,
+        order: PullOrder,
+        prefix: list[BlockName],
+        head: Loan,
+        slots: list[HostSlot],
+        now: float,
+        tenant: TenantId,
+        request_id: RequestId | None,
+    ) -> Pull:
         pull = Pull(
             order=order,
-            request_id=sequence.request_id,
-            tenant=sequence.tenant,
+            request_id=request_id,
+            tenant=tenant,
             prefix=prefix[: len(head) + len(slots)],
             slots=slots,
             head=head,
             began=now,
             deadline=now + order.seconds,
+            is_ordered=request_id is None,
         )
         self._waiting[pull] = []
         self._under_way.update(dict.fromkeys(pull.names, pull))
-        self._wait(sequence, pull)
         return pull
 
     def _reserve(self, names: list[BlockName], host_cache: HostCache) -> list[HostSlot]:
@@ -147,7 +199,7 @@ class Pulls:
             sequence.is_pulling = False
             self._behind.pop(sequence.sequence_id, None)
             self._waiting[pull].remove(sequence)
-            pull.is_cancelled = not self._waiting[pull]
+            pull.is_cancelled = not (self._waiting[pull] or pull.is_ordered)
 
     def release_late(self, now: float) -> None:
         """Let the sequences of pulls that should have ended go on. The slots stay reserved until `end`."""
@@ -205,7 +257,11 @@ class Pulls:
         assert sorted(pulling) == sorted(self._pull_of)
         assert self._behind.keys() <= self._pull_of.keys()
         assert {id(pull) for pull in self._pull_of.values()} <= {id(pull) for pull in self._waiting}
-        assert all(bool(waiters) is not pull.is_cancelled for pull, waiters in self._waiting.items())
+        assert all(
+            bool(waiters) is not pull.is_cancelled
+            for pull, waiters in self._waiting.items()
+            if waiters or not pull.is_ordered
+        )
         fetched = [name for pull in self._waiting for name in pull.names]
         assert len(fetched) == len(set(fetched))
         assert set(fetched) == self._under_way.keys()

@@ -4,6 +4,7 @@ Owns their order and the end of sequences. Does not decide which sequence runs.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from itertools import count
 
 from blockyard.worker.cache.block_tables import BlockTables
@@ -44,6 +45,21 @@ class Queues:
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
+    def next_waiting(self, is_held: Callable[[Sequence], bool]) -> Sequence | None:
+        """Return the first waiting sequence that needs neither blocks from elsewhere nor a mask first.
+
+        `is_held` says of one with a grammar whether it waits for a mask. Beams of a running search come first: it needs
+        all.
+        """
+        for sequence in self.running:
+            for beam in sequence.group.live if sequence.group is not None else ():
+                if beam.state is SequenceState.WAITING:
+                    return beam
+        for sequence in self.waiting:
+            if not sequence.is_pulling and (sequence.grammar is None or not is_held(sequence)):
+                return sequence
+        return None
+
     def run(self, sequence: Sequence) -> None:
         """Move a waiting sequence, or a fork that never waited, to the running ones.
 
@@ -83,6 +99,7 @@ class Queues:
             deadline=parent.deadline,
             is_reserved=parent.is_reserved and is_beam,
             num_preemptions=parent.num_preemptions if is_beam else 0,
+            may_move=parent.may_move,
         )
         self._tables.fork(parent, child)
         self.run(child)

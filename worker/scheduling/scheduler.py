@@ -11,7 +11,8 @@ may be in flight while the next is planned:
 
 Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode. Waiting
 sequences follow in order of rank, each admitted once the pool has room for its whole uncached prompt. When blocks run
-out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later. After
+out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later, or
+its request moves to another worker. After
 `max_preemptions` preemptions a sequence is admitted only with room for all that it can ever need, and is never
 preempted again.
 
@@ -20,63 +21,43 @@ search decides (sequences/beams.py). Owns the queues and the counters of sequenc
 """
 
 from collections.abc import Callable, Collection, Set
-from dataclasses import dataclass
 from functools import partial
 
-from blockyard.proto.step_costs import pairs_of
 from blockyard.worker.cache.block_pool import BlockPool
-from blockyard.worker.cache.block_tables import BlockTables, Hits, Moves
+from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.scheduling.capacity import (
+    available_blocks,
     fits,
     most_blocks,
-    protected_blocks,
-    reserved_blocks,
     seq_slots,
     seq_slots_taken,
 )
 from blockyard.worker.scheduling.commit import StepCommit, Update
+from blockyard.worker.scheduling.config import CapacityError as CapacityError
+from blockyard.worker.scheduling.config import SchedulerConfig as SchedulerConfig
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
-from blockyard.worker.scheduling.preemption import PreemptionMode, Victim, choose_victim
+from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
+from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
-from blockyard.worker.sequences.step_plan import LOST_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
+from blockyard.worker.sequences.step_plan import (
+    LOST_TOKEN,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+    StepTokens,
+    decodes_first,
+)
 
 _NO_EXTRAS = RowExtras()
 _make_row = partial(tuple.__new__, ScheduledRow)
 """Make a row from all of its fields. This runs in C alone; a named tuple's own constructor runs Python."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Budgets of one engine. Sizes are in tokens unless the name says otherwise."""
-
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 4096
-    preemption: PreemptionMode = "auto"
-    max_preemptions: int = 4
-    """Maximum preemptions of one sequence. After that it is never preempted again."""
-    swap_blocks: int = 0
-    """Blocks of host memory for preempted sequences."""
-    host_cache_blocks: int = 0
-    """Blocks of host memory for named blocks that the pool has evicted."""
-    index_stride_blocks: int = 1
-    """Only every Nth block of a prefix is published to the prefix index."""
-    protected_blocks: int = 0
-    """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
-    most_lent_blocks: int = 0
-    """Most blocks of the pool that are kept at once for other workers to fetch."""
-
-
-class CapacityError(ValueError):
-    """The request can never fit this engine."""
 
 
 class Scheduler:
@@ -114,6 +95,10 @@ class Scheduler:
         plan may be empty although there is work."""
         self.num_preemptions = 0
         self.num_swaps = 0
+        self.num_moves = 0
+        self.elsewhere: Elsewhere | None = None
+        """Another worker with room. None: preempted sequences stay here."""
+        self._given_back: list[RequestId] = []
         self._moves: dict[int, Moves] = {}
         """Block moves of the steps in flight, by number of the step."""
         self._next_step = 0
@@ -142,24 +127,8 @@ class Scheduler:
         return bool(self._queues)
 
     def queued_prefill(self) -> tuple[int, int]:
-        """Return how many known tokens are still to be computed, and their pairs. Routers estimate a request's wait by
-        these numbers.
-
-        A waiting sequence counts its tokens that, at its submit, were neither cached nor to be computed for another. A
-        running one counts those beyond the token that its next decode computes.
-        """
-        tokens = pairs = 0
-        for sequence in self.waiting:
-            own_tokens, own_pairs = uncached_work(sequence)
-            tokens += own_tokens
-            pairs += own_pairs
-        for sequence in self.running:
-            start = sequence.num_scheduled
-            num_tokens = len(sequence.tokens) - start - 1
-            if num_tokens > 0:
-                tokens += num_tokens
-                pairs += pairs_of(start, num_tokens)
-        return tokens, pairs
+        """Return how many known tokens are still to be computed, and their pairs (queued_work.py)."""
+        return queued_prefill(self.waiting, self.running)
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -182,17 +151,9 @@ class Scheduler:
             raise CapacityError("the beams can never fit the KV cache together")
         if sequence.num_generated:
             self.tables.name_known_tokens(sequence)
-        sequence.cached_at_submit = self._expected_blocks(sequence) * self.config.block_size
-        self._queues.wait(sequence)
-
-    def _expected_blocks(self, sequence: Sequence) -> int:
-        """Return how many leading blocks of a new sequence are cached, or shared with one that is computed before."""
-        if sequence.wants_whole_prompt:
-            return 0
         others = (*self.waiting, *self.running)
-        shared = max((_shared_blocks(sequence, other) for other in others), default=0)
-        usable = (len(sequence.tokens) - 1) // self.config.block_size
-        return max(len(self.tables.match(sequence)), min(shared, usable))
+        sequence.cached_at_submit = expected_blocks(sequence, others, self.tables) * self.config.block_size
+        self._queues.wait(sequence)
 
     def cancel(self, sequence: Sequence, state: SequenceState = SequenceState.CANCELLED) -> None:
         """End a sequence that has not ended yet. Its blocks go back at once, or with the step that still computes
@@ -255,7 +216,7 @@ class Scheduler:
         moves = self.tables.take_moves()
         plan = StepPlan(
             step=step,
-            rows=_decodes_first(rows.values()),
+            rows=decodes_first(rows.values()),
             to_host=tuple((block, slot) for slot, block in moves.to_host.items()),
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
@@ -297,9 +258,17 @@ class Scheduler:
         if num_tokens < 1 or sequence.state is not SequenceState.RUNNING:
             return 0
         end = sequence.num_scheduled + num_tokens
-        while (missing := self.tables.missing(sequence, end)) > 0 and missing > self._available(sequence):
+        most_protected = self.config.protected_blocks
+        while (missing := self.tables.missing(sequence, end)) > 0 and missing > available_blocks(
+            sequence, self._queues, self.tables, most_protected
+        ):
             victim = choose_victim(
-                self.running, rows, self.tables, mode=self.config.preemption, rates=self.mixed_steps.rates
+                self.running,
+                rows,
+                self.tables,
+                mode=self.config.preemption,
+                rates=self.mixed_steps.rates,
+                elsewhere=self.elsewhere,
             )
             if victim is None:
                 return 0
@@ -311,20 +280,6 @@ class Scheduler:
         self._add_row(sequence, num_tokens, rows)
         self.tables.note_scheduled(sequence)
         return num_tokens
-
-    def _available(self, sequence: Sequence) -> int:
-        """Return how many blocks this sequence may take.
-
-        Blocks reserved for other sequences are left out, and the protected cached blocks of other tenants.
-
-        The first sequence of all may take protected blocks, so that something always makes progress.
-        """
-        if sequence.is_reserved:
-            return self.pool.num_allocatable
-        first, reserved = self.running[0], reserved_blocks(self._queues.reserved, self.tables)
-        is_first = sequence is first or sequence.group is first.group is not None
-        protected = 0 if is_first else protected_blocks(sequence, self.tables, self.config.protected_blocks)
-        return self.pool.num_allocatable - reserved - protected
 
     def _add_row(
         self,
@@ -341,6 +296,9 @@ class Scheduler:
         rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples, is_plain)
 
     def _preempt(self, victim: Victim) -> None:
+        if victim.moves:
+            self._give_back(victim)
+            return
         for sequence in victim.sequences:
             assert not sequence.num_in_flight
             if victim.swaps and self.tables.swap_out(sequence):
@@ -350,6 +308,21 @@ class Scheduler:
             sequence.num_preemptions += 1
             self.num_preemptions += 1
             self._wait_again(sequence)
+
+    def _give_back(self, victim: Victim) -> None:
+        """End a request that goes on on another worker. Its blocks stay cached until others need the room."""
+        assert self.elsewhere is not None
+        self.elsewhere = self.elsewhere.without(victim.sequences, self.tables)
+        request_id = victim.sequences[0].request_id
+        self.num_preemptions += len(victim.sequences)
+        self.num_moves += len(victim.sequences)
+        self.cancel_request(request_id)
+        self._given_back.append(request_id)
+
+    def take_given_back(self) -> list[RequestId]:
+        """Return the requests that were preempted, to go on on another worker, since the last call."""
+        given_back, self._given_back = self._given_back, []
+        return given_back
 
     def _wait_again(self, sequence: Sequence) -> None:
         if sequence.group is not None:
@@ -361,14 +334,21 @@ class Scheduler:
     def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
         """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last."""
         while budget > 0 and self.waiting:
-            sequence = self._next_waiting()
+            sequence = self._queues.next_waiting(self._is_held)
             if sequence is None:
                 return
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 return
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
-            if not self._fits(sequence, hits, is_reserved):
+            if not fits(
+                sequence,
+                hits,
+                queues=self._queues,
+                tables=self.tables,
+                is_reserved=is_reserved,
+                max_protected=self.config.protected_blocks,
+            ):
                 return
             sequence.is_reserved = is_reserved
             self._queues.run(sequence)
@@ -380,37 +360,6 @@ class Scheduler:
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
             budget -= todo
-
-    def _next_waiting(self) -> Sequence | None:
-        """Return the first waiting sequence that needs neither a mask nor blocks from elsewhere first. Beams of a
-        running search come first: it needs all."""
-        for sequence in self.running:
-            for beam in sequence.group.live if sequence.group is not None else ():
-                if beam.state is SequenceState.WAITING:
-                    return beam
-        for sequence in self.waiting:
-            if not sequence.is_pulling and (sequence.grammar is None or not self._is_held(sequence)):
-                return sequence
-        return None
-
-    def _fits(self, sequence: Sequence, hits: Hits, is_reserved: bool) -> bool:
-        """Return whether the pool has room for a waiting sequence.
-
-        A request alone always fits, once no loan holds blocks: `submit` and the constructor have checked that.
-        """
-        group = sequence.group
-        is_alone = all(group is not None and other.group is group for other in self.running)
-        if is_alone and not self._queues.is_any_leaving and not self.tables.num_lent:
-            return True
-        return fits(
-            sequence,
-            hits,
-            running=self.running,
-            waiting=self.waiting,
-            tables=self.tables,
-            is_reserved=is_reserved,
-            max_protected=self.config.protected_blocks,
-        )
 
     # Committing
 
@@ -497,33 +446,3 @@ class Scheduler:
         swapped = sum(len(sequence.swapped.slots) for sequence in self.waiting if sequence.swapped)
         reading = sum(len(moves.read_slots) for moves in self._moves.values())
         assert swapped + reading + self.tables.swap.num_free == self.tables.swap.num_slots
-
-
-def _decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
-    decodes = tuple([row for row in rows if row.num_tokens == 1])
-    return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))
-
-
-def _shared_blocks(one: Sequence, other: Sequence) -> int:
-    """Return how many leading blocks of two sequences have equal names, by bisection: a name stands for a prefix."""
-    least, most = 0, min(len(one.names), len(other.names)) - 1
-    if most < 1 or one.names[1] != other.names[1]:
-        return 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one.names[middle] == other.names[middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
-
-
-def uncached_work(sequence: Sequence) -> tuple[int, int]:
-    """Return how many tokens a waiting sequence must compute first, and their pairs.
-
-    They are those not swapped, or not cached at its submit.
-    """
-    length = len(sequence.tokens)
-    start = sequence.cached_at_submit if sequence.swapped is None else sequence.swapped.num_tokens
-    start = min(start, length - 1)
-    return length - start, pairs_of(start, length - start)

@@ -117,6 +117,8 @@ class Sequence:
     is_pulling: bool = False
     """Whether it waits for blocks from another worker, and is not admitted yet."""
     num_preemptions: int = 0
+    may_move: bool = False
+    """Whether its request may be given back to the router, which continues it on another worker."""
     swapped: "SwappedBlocks | None" = None
     """Blocks that a preemption has moved to host memory."""
     is_reserved: bool = False

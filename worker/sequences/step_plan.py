@@ -1,5 +1,6 @@
 """Step plan and its result: the rows to compute, the blocks to move, and the sampled tokens. Pure data."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,3 +97,9 @@ class StepTokens:
     """Keyed by index of the row. Most rows have none."""
     lost_slots: frozenset[HostSlot] = frozenset()
     """Slots of host memory that do not hold what was saved there."""
+
+
+def decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:
+    """Return the rows in their order, those of one token before the others."""
+    decodes = tuple([row for row in rows if row.num_tokens == 1])
+    return decodes if len(decodes) == len(rows) else (*decodes, *(row for row in rows if row.num_tokens > 1))

@@ -1,4 +1,4 @@
-"""Administration: the calls by which an operator drains, resumes and flushes a worker, or republishes its blocks.
+"""Administration: the calls by which an operator drains, resumes and flushes a worker, republishes or fetches blocks.
 
 Owns the calls and the bounds of their fields. Routers decide which client may make them: a worker knows only that a
 process of its cluster calls (tls.py). Does not own draining itself (draining.py), the cache (engine.py) or the index
@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.runtime.grace import GRACE_RULE, grace_seconds_of
-from blockyard.proto.v1 import admin_pb2
+from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.worker.inspection.parsing import parse
+from blockyard.worker.scheduling.pulls import NoHostMemory, PullOrder, PullsBusy, UnderWay
+from blockyard.worker.sequences.identifiers import BlockName, TenantId
 from blockyard.worker.session.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
@@ -22,7 +25,11 @@ if TYPE_CHECKING:
     from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
     from blockyard.worker.inspection.parsing import Context
     from blockyard.worker.session.session import SessionService
+    from blockyard.worker.transfer.exchange import Exchange
     from google.protobuf.message import Message
+
+MAX_PULL_SECONDS = 60.0
+"""Longest pull that an operator may order. A loan lasts no longer either."""
 
 
 class Administration:
@@ -33,6 +40,8 @@ class Administration:
         self.draining = Draining(service)
         self.draining.on_change = self._update_index
         self.index: ShardedPublisher | None = None
+        self.exchange: Exchange | None = None
+        """Transfers from and to other workers. None: this worker has none."""
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         behaviours: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
@@ -40,6 +49,7 @@ class Administration:
             "ResumeWorker": self._resume,
             "FlushCache": self._flush,
             "RebuildIndex": self._rebuild,
+            "PullBlocks": self._pull,
         }
         return {
             name: grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=_serialize)
@@ -83,6 +93,35 @@ class Administration:
         await parse(admin_pb2.RebuildIndexRequest, data, context)
         tells = self.index is not None and self.index.rebuild()
         return admin_pb2.RebuildIndexResponse(workers=int(tells))
+
+    async def _pull(self, data: bytes, context: Context) -> session_pb2.PullBlocksResponse:
+        request = await parse(session_pb2.PullBlocksRequest, data, context)
+        if not request.block_names or len(request.block_names) % NAME_BYTES or not request.pull.seconds > 0:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a pull needs names of 16 bytes and a time")
+        if self.exchange is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the worker fetches no blocks")
+        names = [BlockName(name) for name in split_names(request.block_names)]
+        order = PullOrder(
+            address=request.pull.address,
+            incarnation=request.pull.incarnation,
+            num_blocks=len(names),
+            seconds=min(request.pull.seconds, MAX_PULL_SECONDS),
+        )
+        try:
+            report, num_here = await asyncio.wrap_future(
+                self.exchange.order(names, order, TenantId(request.tenant))
+            )
+        except NoHostMemory:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no host memory for blocks")
+        except PullsBusy:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for a pull")
+        except UnderWay:
+            await context.abort(grpc.StatusCode.ABORTED, "another pull fetches these blocks")
+        done = session_pb2.PullReport(end=session_pb2.PULL_END_WHOLE)
+        if report is not None:
+            # Shielded: the pull goes on although the caller stops waiting.
+            done = await asyncio.shield(asyncio.wrap_future(report))
+        return session_pb2.PullBlocksResponse(report=done, blocks_before=num_here)
 
 
 def _serialize(response: Message) -> bytes:

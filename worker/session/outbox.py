@@ -181,6 +181,8 @@ class Outbox:
 def _failure(output: SequenceOutput) -> RejectReason:
     if output.expired:
         return RejectReason.REJECT_REASON_DEADLINE
+    if output.is_given_back:
+        return RejectReason.REJECT_REASON_PREEMPTED
     return (
         RejectReason.REJECT_REASON_NO_CHOICE if output.has_no_choice else RejectReason.REJECT_REASON_INTERNAL
     )

@@ -32,6 +32,7 @@ from blockyard.proto.v1.session_pb2 import (
     Hello,
     PullReport,
     RejectReason,
+    Room,
     Submit,
     ToRouter,
     ToWorker,
@@ -96,6 +97,8 @@ class SessionService:
         """Whether new requests are refused. Set by `set_draining`."""
         self._is_closing = False
         self._arrivals = Arrivals(hello.block_size)
+        self._room = Room()
+        """What a router has said last of room on other workers."""
         self._taken: list[int] = []
         """Tokens to compute of each request that the engine has taken since its last step. Changed on its thread."""
         self._has_stepped = asyncio.Event()
@@ -275,6 +278,7 @@ class SessionService:
         finally:
             link.compiling.cancel_all()
             self._links.pop(link, None)
+            self._tell_room(Room())
             self._engine.call(partial(self._cancel_all, link))
             await link.compiling.aclose()
 
@@ -293,6 +297,7 @@ class SessionService:
                     self._take_cancel(link, message.cancel)
                 case "ping":
                     link.asked_report_seconds = message.ping.report_seconds
+                    self._tell_room(message.ping.room_elsewhere)
                     link.outbox.answer_ping(
                         message.ping.nonce,
                         self._reported_load,
@@ -307,6 +312,16 @@ class SessionService:
                     raise _BadMessage("the message is empty")
                 case None:
                     pass  # a kind that a newer router knows
+
+    def _tell_room(self, room: Room) -> None:
+        """Tell the engine where preempted sequences may move, if that has changed. An empty room is none."""
+        if room != self._room:
+            self._room = room
+            self._engine.call(
+                lambda engine: engine.note_room(
+                    room.blocks, room.pull_setup_seconds, room.pull_bytes_per_second
+                )
+            )
 
     def _compile_first(self, link: Link, submit: Submit) -> None:
         refuse = partial(link.reject, submit.handle)

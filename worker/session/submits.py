@@ -70,6 +70,7 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         client=submit.client,
         continuations=continuations,
         pull=_pull(submit.pull) if submit.HasField("pull") else None,
+        preemptions=submit.preemptions if submit.HasField("preemptions") else None,
     )
 
 

@@ -10,8 +10,8 @@ from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.memory.transferable import TransferableMemory
-from blockyard.worker.scheduling.pulls import Pull
-from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.scheduling.pulls import Pull, PullOrder
+from blockyard.worker.sequences.identifiers import BlockName, RequestId, TenantId
 from blockyard.worker.transfer.lender import Fence, Lender, LenderFacts
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.receiver import PullResult, Receiver
@@ -61,6 +61,8 @@ class Exchange:
             on_trial_end=self._end_trial,
         )
         engine.start_pull = self._start_pull
+        self._ordered: dict[Pull, Future[PullReport]] = {}
+        """The reports that operators wait for. Changed on the engine's thread."""
 
     def start(self, host: str, port: int) -> int:
         """Listen for other workers, and return the port. Raises OSError where that is not possible."""
@@ -81,6 +83,23 @@ class Exchange:
         if self._can_pull:
             self._receiver.measure(address, incarnation)
 
+    def order(
+        self, names: list[BlockName], order: PullOrder, tenant: TenantId
+    ) -> "Future[tuple[Future[PullReport] | None, int]]":
+        """Fetch a prefix for which no request waits, and return a future of two values.
+
+        They are the future of its report, None where all of it is here, and the number of blocks that are here.
+        The first future may have NoHostMemory, PullsBusy or UnderWay.
+        """
+
+        def begin(engine: Engine) -> tuple[Future[PullReport] | None, int]:
+            pull, num_here = engine.order_pull(names, order, tenant)
+            if pull is None:
+                return None, num_here
+            return self._ordered.setdefault(pull, Future()), num_here
+
+        return self._thread.call(begin)
+
     def _lend(self, names: list[BlockName], first: int) -> "Future[tuple[Loan, Fence]]":
         return self._thread.call(lambda engine: (engine.lend(names, first=first), self._memory.fence()))
 
@@ -98,16 +117,18 @@ class Exchange:
         # The engine takes blocks between two steps. Until then no request has them.
         taken_seconds = engine.seconds_since(pull.began) - result.transfer_seconds
         _measure(result, engine, setup_seconds=max(result.setup_seconds, taken_seconds))
-        self._on_pull_end(
-            pull.request_id,
-            PullReport(
-                end=result.end,
-                num_blocks=result.num_blocks,
-                num_bytes=result.num_bytes,
-                setup_seconds=result.setup_seconds,
-                transfer_seconds=result.transfer_seconds,
-            ),
+        report = PullReport(
+            end=result.end,
+            num_blocks=result.num_blocks,
+            num_bytes=result.num_bytes,
+            setup_seconds=result.setup_seconds,
+            transfer_seconds=result.transfer_seconds,
+            refusal=result.refusal,
         )
+        if pull.request_id is not None:
+            self._on_pull_end(pull.request_id, report)
+        else:
+            self._ordered.pop(pull).set_result(report)
 
 
 def _measure(result: PullResult, engine: Engine, *, setup_seconds: float) -> None:

@@ -65,6 +65,8 @@ class PullResult:
     has_answer: bool = False
     num_arrived: float = 0.0
     """Blocks that have arrived, with the part of the last one."""
+    refusal: PullRefusal = PullRefusal.PULL_REFUSAL_UNSPECIFIED
+    """Why the source refused."""
 
     @property
     def is_measured(self) -> bool:
@@ -262,6 +264,7 @@ class Receiver:
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
         attempt.answered(connection)
         if reply.refusal:
+            attempt.refusal = reply.refusal
             if reply.refusal != PullRefusal.PULL_REFUSAL_BUSY:
                 reason = PullRefusal.Name(reply.refusal).removeprefix("PULL_REFUSAL_")
                 logger.warning("worker %s refuses to send blocks: %s differs", wanted.address, reason)
@@ -303,6 +306,7 @@ class _Attempt:
         self.deadline = deadline
         """Time on the monotonic clock."""
         self.num_blocks = 0
+        self.refusal = PullRefusal.PULL_REFUSAL_UNSPECIFIED
         self._block_bytes = block_bytes
         self._began = time.monotonic()
         self._answered_at = self._began
@@ -329,4 +333,5 @@ class _Attempt:
             transfer_seconds=now - self._answered_at,
             has_answer=True,
             num_arrived=(source.num_read - self._num_read) / (self._block_bytes + HEADER_BYTES),
+            refusal=self.refusal,
         )
