@@ -13,9 +13,8 @@ from math import inf
 
 from blockyard.router.admission.fair_queue import Ticket
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.depths import NOTHING_CACHED
+from blockyard.router.cluster.depths import NOTHING_CACHED, usable_cached_tokens
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
-from blockyard.router.cluster.view import usable_cached_tokens
 from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine

@@ -6,8 +6,9 @@ import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.depths import CachedDepth
-from blockyard.router.cluster.view import ClusterView, WorkerState, usable_cached_tokens
+from blockyard.router.cluster.depths import CachedDepth, usable_cached_tokens
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.cluster.worker_view import WorkerState
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 from blockyard.router.placement.pulls import Holder

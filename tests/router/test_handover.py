@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.router.client.aio import AsyncClient
-from blockyard.router.cluster.view import ClusterView, WorkerView
+from blockyard.router.cluster.sources import PullLinks
+from blockyard.router.cluster.worker_view import WorkerView
 from blockyard.router.placement import pulls
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullSource
@@ -45,10 +46,10 @@ def known_links(monkeypatch: pytest.MonkeyPatch) -> None:
         def time_ms(self, tokens: int, source: PullSource) -> float:
             return 0.0
 
-    def link(view: ClusterView, worker: WorkerView) -> Link:
+    def link(links: PullLinks, worker: WorkerView) -> Link:
         return FreeLink(setup_ms=0.1, bytes_per_ms=2e6, token_bytes=BLOCK_BYTES / BLOCK_TOKENS)
 
-    monkeypatch.setattr(ClusterView, "_link", link)
+    monkeypatch.setattr(PullLinks, "link", link)
     # Router, workers and clients share two cores with other tests here.
     monkeypatch.setattr(pulls, "PATIENCE_SECONDS", 30.0)
 
@@ -237,7 +238,7 @@ async def test_beams_begin_again() -> None:
 async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ClusterView, "_link", lambda view, worker: UNKNOWN_LINK)
+    monkeypatch.setattr(PullLinks, "link", lambda links, worker: UNKNOWN_LINK)
     asked = [{"seed": 3}]
     async with cluster() as here:
         (expected,) = await undisturbed(here, asked)
