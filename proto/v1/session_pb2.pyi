@@ -42,6 +42,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_GRAMMAR: _ClassVar[RejectReason]
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
+    REJECT_REASON_HANDED_OVER: _ClassVar[RejectReason]
 PULL_END_UNSPECIFIED: PullEnd
 PULL_END_WHOLE: PullEnd
 PULL_END_FEWER: PullEnd
@@ -66,6 +67,7 @@ REJECT_REASON_INTERNAL: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
+REJECT_REASON_HANDED_OVER: RejectReason
 
 class ToWorker(_message.Message):
     __slots__ = ("submit", "cancel", "ping", "measure_link")
@@ -94,7 +96,7 @@ class ToRouter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port", "block_bytes")
+    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port", "block_bytes", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +116,7 @@ class Hello(_message.Message):
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_PORT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     model_fingerprint: str
@@ -133,7 +136,8 @@ class Hello(_message.Message):
     stalled_seconds: float
     transfer_port: int
     block_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ..., block_bytes: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("is_draining",)
@@ -142,7 +146,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "hands_over")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +159,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -167,7 +172,8 @@ class Submit(_message.Message):
     tenant: int
     client: int
     pull: Pull
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+    hands_over: bool
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., hands_over: _Optional[bool] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")

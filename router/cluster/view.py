@@ -11,6 +11,7 @@ sources of pulls (sources.py). Nor does it own the short list of workers (shortl
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from heapq import nsmallest
 from types import MappingProxyType
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
@@ -21,12 +22,20 @@ from blockyard.router.cluster.depths import NOTHING_CACHED, CachedDepth
 from blockyard.router.cluster.loads import LoadTable
 from blockyard.router.cluster.shortlist import SHORTLIST, shortlist
 from blockyard.router.cluster.sources import PullLinks
-from blockyard.router.cluster.worker_view import LinkState, WorkerState, WorkerView, candidate_of
+from blockyard.router.cluster.worker_view import (
+    LinkState,
+    ReadyWorkers,
+    WorkerState,
+    WorkerView,
+    candidate_of,
+    queued_prefill,
+)
 from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import Holder, PullPlan, PullSource
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
+from blockyard.router.placement.splits import Beginner
 
 
 class ClusterView:
@@ -47,14 +56,10 @@ class ClusterView:
         self._workers: dict[str, WorkerView] = {}
         self._arrivals = Arrivals[WorkerView](clock)
         self.speeds = ClusterSpeeds(half_life_seconds=self._config.rate_half_life_seconds)
-        self._ready: list[WorkerView] | None = None
+        self._ready: ReadyWorkers | None = None
         """The ready workers, until one of them changes its state. None: to be listed anew."""
-        self._incarnations: dict[WorkerId, Incarnation] = {}
-        self._ready_by_id: dict[WorkerId, WorkerView] = {}
-        self._ready_until = 0.0
-        """When the first of the ready workers becomes suspect, unless it is heard again."""
-        self._expectations = Expectations()
         self._pulls = PullLinks()
+        self._expectations = Expectations()
         self._table: LoadTable | None = None
         """Made for the first placement that needs a shortlist."""
         self.promised_blocks = 0
@@ -154,6 +159,7 @@ class ClusterView:
         blocks: int,
         promised_blocks: int = 0,
         pull: PullPlan | None = None,
+        is_split: bool = False,
     ) -> Placed:
         worker = self._workers[address]
         placed = Placed(
@@ -164,6 +170,7 @@ class ClusterView:
             blocks=blocks,
             promised_blocks=promised_blocks,
             pull=pull,
+            is_split=is_split,
         )
         worker.booked.add(placed)
         self._pulls.count(placed, 1)
@@ -274,14 +281,13 @@ class ClusterView:
         return list(self._workers.values())
 
     def ready(self) -> list[WorkerView]:
+        return self._listed().everyone
+
+    def _listed(self) -> ReadyWorkers:
         now = self._clock()
-        if self._ready is None or now >= self._ready_until:
-            self._ready = [worker for worker in self._workers.values() if self._is_ready(worker, now)]
-            self._ready_by_id = {worker.worker_id: worker for worker in self._ready}
-            self._incarnations = {worker.worker_id: worker.incarnation for worker in self._ready}
-            self._ready_until = self._suspect_seconds + min(
-                (worker.last_heard or 0.0 for worker in self._ready), default=float("inf")
-            )
+        if self._ready is None or now >= self._ready.until:
+            ready = [worker for worker in self._workers.values() if self._is_ready(worker, now)]
+            self._ready = ReadyWorkers(ready, self._suspect_seconds)
         return self._ready
 
     def is_ready(self, address: str) -> bool:
@@ -329,8 +335,7 @@ class ClusterView:
 
     def incarnations(self) -> dict[WorkerId, Incarnation]:
         """Return the incarnation of each ready worker, by worker id. Placement ignores index entries of any other."""
-        self.ready()
-        return self._incarnations
+        return self._listed().incarnations
 
     def arrived_depths(self, names: Sequence[bytes], block_size: int) -> dict[str, int]:
         """Return the number of leading blocks of prompts like this that have just reached a worker, by address."""
@@ -349,11 +354,29 @@ class ClusterView:
     ) -> list[Candidate]:
         """Return the ready workers, with their load and what they have cached of a prompt with these block names.
 
-        `depths` holds what they have cached according to the index, `arrived` the result of `arrived_depths`.
+        Those of role `prefill` are left out, unless there are no others. `depths` holds what they have cached according
+        to the index, `arrived` the result of `arrived_depths`.
         """
         now = self._clock()
         self._compare_speeds(now)
-        return self._candidates(self.ready(), names, prompt_tokens, depths, arrived, now)
+        return self._candidates(self._listed().serving, names, prompt_tokens, depths, arrived, now)
+
+    def beginners(
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        depths: Mapping[WorkerId, CachedDepth],
+        arrived: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[Beginner]:
+        """Return the ready workers of role `prefill`, unless there are no others. Of many, return those with the
+        shortest queues."""
+        workers = nsmallest(SHORTLIST, self._listed().beginning, key=queued_prefill)
+        candidates = self._candidates(workers, names, prompt_tokens, depths, arrived, self._clock())
+        found = []
+        for worker, candidate in zip(workers, candidates, strict=True):
+            source = self.pull_source(worker, prompt_tokens // candidate.block_size, prompt_tokens + 1)
+            found += [] if source is None else [Beginner(candidate, source)]
+        return found
 
     def _compare_speeds(self, now: float) -> None:
         """Compare the workers' speeds again where that is due."""
@@ -377,7 +400,7 @@ class ClusterView:
         most: int = SHORTLIST,
         source: PullSource | None = None,
     ) -> list[Candidate]:
-        """Return the ready workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
+        """Return the workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
 
         Fewer than twice as many workers are all returned. All may fetch blocks from the `source`.
         """
@@ -426,7 +449,8 @@ class ClusterView:
         """Write a worker's row in the table of loads."""
         if self._table is None:
             return
-        if worker.link is not LinkState.ACCEPTED or worker.is_draining or worker.last_heard is None:
+        is_open = worker.link is LinkState.ACCEPTED and not worker.is_draining and worker.role != "prefill"
+        if not is_open or worker.last_heard is None:
             self._table.close(worker.address)
             return
         (bare,) = self._candidates([worker], (), 1, {}, {}, worker.last_heard)
@@ -467,8 +491,8 @@ class ClusterView:
         """Return the workers from which others may fetch most of a prompt. The `salt` chooses among equal ones."""
         if not self._pulls.are_measured:
             return []
-        self.ready()
-        return self._pulls.sources(depths, self._ready_by_id, prompt_tokens, self.speeds.costs, salt=salt)
+        ready = self._listed().by_id
+        return self._pulls.sources(depths, ready, prompt_tokens, self.speeds.costs, salt=salt)
 
     def pull_source(self, worker: WorkerView, blocks: int, prompt_tokens: int) -> PullSource | None:
         """Return a worker as a source of this many leading blocks of a prompt, or None where it lends none."""
@@ -477,8 +501,8 @@ class ClusterView:
     def holding_source(self, holder: Holder, prompt_tokens: int) -> PullSource | None:
         """Return the worker that has handed a request over as a source for it, or None where it is gone or silent.
 
-        It takes no new requests, so neither the index nor `ready` has it. It has handed all of them over, so no step
-        delays it, whatever its last report says.
+        If it drains, neither the index nor `ready` has it. It has handed all requests over then, so no step delays it,
+        whatever its last report says.
         """
         worker = self._workers.get(holder.address)
         if (
@@ -489,7 +513,7 @@ class ClusterView:
         ):
             return None
         source = self.pull_source(worker, holder.tokens // worker.hello.block_size, prompt_tokens)
-        return source and source._replace(step_ms=0.0)
+        return source._replace(step_ms=0.0) if source is not None and worker.is_draining else source
 
     def check_invariants(self) -> None:
         self._arrivals.check_invariants()

@@ -6,8 +6,10 @@ Pure. Does not own the events that change it (view.py), or what follows from it 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from blockyard.proto.index.contract import Incarnation, WorkerId
+from blockyard.proto.roles import Role, role_named
 from blockyard.proto.step_costs import StepCosts
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Bookings
@@ -63,6 +65,7 @@ class WorkerView:
     """Time of the longest recent step: an older one counts less."""
     gate: WorkerGate = field(default_factory=WorkerGate)
     booked: Bookings = field(default_factory=Bookings)
+    role: Role = field(init=False)
     worker_id: WorkerId = field(init=False)
     incarnation: Incarnation = field(init=False)
 
@@ -108,8 +111,25 @@ class WorkerView:
                 return WorkerState.SUSPECT if silence_seconds < lost_seconds else WorkerState.LOST
 
     def __post_init__(self) -> None:
+        self.role = role_named(self.hello.role if self.hello else "")
         self.worker_id = WorkerId(self.hello.worker_id if self.hello else "")
         self.incarnation = Incarnation(self.hello.incarnation if self.hello else "")
+
+
+class ReadyWorkers:
+    """The ready workers, listed once for many placements. None may change its state meanwhile."""
+
+    def __init__(self, everyone: list[WorkerView], suspect_seconds: float) -> None:
+        others = [worker for worker in everyone if worker.role != "prefill"]
+        self.everyone = everyone
+        self.serving = others or everyone
+        """Workers that may serve whole requests."""
+        self.beginning = [worker for worker in everyone if worker.role == "prefill"] if others else []
+        """Workers that begin requests for the others to continue."""
+        self.by_id = {worker.worker_id: worker for worker in everyone}
+        self.incarnations = {worker.worker_id: worker.incarnation for worker in everyone}
+        self.until = suspect_seconds + min((worker.last_heard or 0.0 for worker in everyone), default=inf)
+        """When the first of them becomes suspect, unless it is heard again."""
 
 
 def candidate_of(
@@ -162,6 +182,7 @@ def candidate_of(
         else 0.0,
         host_tokens_per_second=load.host_tokens_per_second,
         link=link,
+        role=worker.role,
     )
 
 

@@ -137,6 +137,8 @@ class Relay:
         self.pulls = Pulls(clock)
         self.num_migrations = 0
         """Lost workers and failed steps after which a request was placed again."""
+        self.num_splits = 0
+        """Requests that one worker began and gave back for another one to continue, as their placement had planned."""
         self.num_lost = 0
         """Requests that ended with WorkerLost, because they had used all their migrations."""
         self.num_quarantined = 0
@@ -171,6 +173,7 @@ class Relay:
                 deadline=generation.deadline,
                 policy=generation.policy,
                 holder=holder,
+                may_split=outputs.may_split,
             )
             with self._submitted(generation, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
@@ -178,6 +181,7 @@ class Relay:
                 address, incarnation = attempt.worker
                 computed_tokens = generation.prompt_tokens + outputs.num_computed
                 holder = Holder(address, Incarnation(incarnation), computed_tokens)
+                self.num_splits += attempt.was_split
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
@@ -202,7 +206,7 @@ class Relay:
         )
         progress.pull = pull or progress.pull
         attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take, self.pulls, pull)
-        attempt.submit(self._submit(generation, outputs, placed.pull))
+        attempt.submit(self._submit(generation, outputs, placed))
         try:
             yield attempt
         finally:
@@ -233,7 +237,8 @@ class Relay:
         progress.num_migrations = losses.num
         self.num_migrations += 1
 
-    def _submit(self, generation: Generation, outputs: Outputs, pull: PullPlan | None) -> session_pb2.Submit:
+    def _submit(self, generation: Generation, outputs: Outputs, placed: Placed) -> session_pb2.Submit:
+        pull = placed.pull
         submit = session_pb2.Submit(
             request_id=generation.request_id,
             token_ids=generation.prompt + outputs.resumed(),
@@ -246,6 +251,7 @@ class Relay:
             tenant=tenant_key(generation.cache_account),
             client=tenant_key(generation.client),
             pull=None if pull is None else _pull_message(pull),
+            hands_over=placed.is_split,
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")
@@ -288,6 +294,8 @@ class _Attempt:
         self.has_failed = False
         self.was_handed_over = False
         """True if the worker gave the request back in the middle, and still has its blocks."""
+        self.was_split = False
+        """True if it did so because its placement was a split."""
         self.brought_tokens = False
         self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
         """Why the attempt is over. None if no output runs any more."""
@@ -375,6 +383,9 @@ class _Attempt:
             case session_pb2.REJECT_REASON_DRAINING:
                 self.was_handed_over = self.brought_tokens
                 self._placer.draining(self._placed.address)
+            case session_pb2.REJECT_REASON_HANDED_OVER:
+                self.was_handed_over = self.was_split = self.brought_tokens
+                self.has_failed = not self.brought_tokens
             case session_pb2.REJECT_REASON_INTERNAL:
                 self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:

@@ -61,6 +61,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         message.block_size = worker.hello.block_size
         message.device = worker.hello.device
         message.engine = worker.hello.engine
+        message.role = worker.role
         message.seconds_since_heard = fleet.view.silence_seconds(worker)
     return message
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.router.client.aio import AsyncClient
 from blockyard.router.cluster.sources import PullLinks
@@ -105,7 +106,7 @@ class Cluster:
         await until(generating, 120.0)
 
 
-def worker(number: int, **engine: Any) -> WorkerServer:
+def worker(number: int, role: Role = "both", **engine: Any) -> WorkerServer:
     settings = {
         "model": str(shared_checkpoint("LlamaForCausalLM", vocab_size=4096, max_position_embeddings=2048)),
         "tokenizer": str(MODEL),
@@ -117,13 +118,19 @@ def worker(number: int, **engine: Any) -> WorkerServer:
     }
     config = EngineConfig(**(settings | engine))
     return WorkerServer(
-        WorkerConfig(engine=config, worker_id=f"worker-{number}", cluster_secret=SECRET, redis_url=None)
+        WorkerConfig(
+            engine=config,
+            worker_id=f"worker-{number}",
+            role=role,
+            cluster_secret=SECRET,
+            redis_url=None,
+        )
     )
 
 
 @asynccontextmanager
-async def cluster(num_workers: int = 2, **engine: Any) -> AsyncIterator[Cluster]:
-    workers = [worker(number, **engine) for number in range(num_workers)]
+async def cluster(roles: tuple[Role, ...] = ("both", "both"), **engine: Any) -> AsyncIterator[Cluster]:
+    workers = [worker(number, role, **engine) for number, role in enumerate(roles)]
     starts = [Starts() for _ in workers]
     async with (
         running_router(lost_seconds=20.0, suspect_seconds=10.0, placement=NO_TIES) as router,
@@ -137,7 +144,7 @@ async def cluster(num_workers: int = 2, **engine: Any) -> AsyncIterator[Cluster]
 
             async def are_ready() -> bool:
                 states = await router.states()
-                return [states.get(address) for address in addresses] == [READY] * num_workers
+                return [states.get(address) for address in addresses] == [READY] * len(roles)
 
             await until(are_ready, 60.0)
             yield Cluster(router, client, workers, starts)
