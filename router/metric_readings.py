@@ -48,6 +48,7 @@ def _requests(parts: RouterParts, config: RouterConfig) -> Readings:
         "prompt_tokens_admitted": parts.ledger.tokens,
         "prompt_tokens_limit": config.max_tokens_admitted,
         "migrations": parts.relay.num_migrations,
+        "router_splits": parts.relay.num_splits,
         "router_draining": int(parts.registry.is_draining),
     }
 

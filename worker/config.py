@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.roles import Role
 from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.runtime.logs import LogConfig
 from blockyard.proto.runtime.settings import Group, check_settings, described, parse_bytes, setting
@@ -239,6 +240,11 @@ class WorkerLimits:
         above=0,
         below=math.inf,
         group=FAILURES,
+    )
+    role: Role = setting(
+        "both",
+        help="Part of a request that the worker is meant for. `prefill`: long prompts, which other workers continue. "
+        "`decode`: all but long prompts. A role never makes a request fail.",
     )
     max_waiting: int = setting(
         64,

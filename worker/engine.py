@@ -97,7 +97,7 @@ class Engine:
         self.start_pull: Callable[[Pull], object] | None = None
         """Starts a pull, which must end with `end_pull`. None: this engine fetches nothing from other workers."""
         self.lends_all = False
-        """Whether all blocks may be lent at once, because nothing runs here any more."""
+        """Whether all blocks may be lent at once, because others continue what has begun here."""
         self.pull_rates = PullRates()
         self._loans: set[Loan] = set()
         self._num_lent_blocks = 0

@@ -258,6 +258,7 @@ class WorkerServer:
             version=code_version(),
             load=load_message(loaded.engine.load()),
             max_waiting=self.config.max_waiting,
+            role=self.config.role,
             index_stride_blocks=self.config.engine.index_stride_blocks,
         )
 

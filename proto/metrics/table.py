@@ -263,6 +263,11 @@ ROUTER_METRICS = (
     _gauge("prompt_tokens_admitted", "tokens", "What counts against `max_tokens_admitted`."),
     _gauge("prompt_tokens_limit", "tokens", "`max_tokens_admitted`."),
     _counter("migrations", "requests", "Requests that moved to another worker because theirs failed."),
+    _counter(
+        "router_splits",
+        "requests",
+        "Requests that one worker began and gave back for another one to continue, as placement had planned.",
+    ),
     _counter("promised_blocks", "blocks", "Blocks that the chosen workers had cached, by the index."),
     _counter("stale_blocks", "blocks", "Promised blocks that were not reused."),
     _counter("reused_blocks", "blocks", "Blocks that the same requests reused, promised or not."),

@@ -87,7 +87,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls", "splits")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class ClusterInfo(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -120,7 +121,8 @@ class ClusterInfo(_message.Message):
     first_token: Latencies
     inter_token: Latencies
     pulls: _containers.RepeatedCompositeFieldContainer[RecentPull]
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ...) -> None: ...
+    splits: int
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ..., splits: _Optional[int] = ...) -> None: ...
 
 class RecentPull(_message.Message):
     __slots__ = ("number", "worker_id", "source_id", "end", "planned_bytes", "planned_ms", "num_blocks", "num_bytes", "elapsed_ms", "saved_ms", "ended_seconds")
@@ -251,7 +253,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks")
+    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +267,7 @@ class Worker(_message.Message):
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -278,7 +281,8 @@ class Worker(_message.Message):
     seconds_since_heard: float
     index: WorkerIndex
     num_ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -543,16 +547,32 @@ class PullOption(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., verdict: _Optional[_Union[PullVerdict, str]] = ..., pulled_tokens: _Optional[int] = ..., time_ms: _Optional[float] = ..., saved_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainPlacementResponse(_message.Message):
-    __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available")
+    __slots__ = ("policy", "chosen_worker_id", "candidates", "index_available", "split")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     INDEX_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     policy: str
     chosen_worker_id: str
     candidates: _containers.RepeatedCompositeFieldContainer[PlacementCandidate]
     index_available: bool
-    def __init__(self, policy: _Optional[str] = ..., chosen_worker_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., index_available: _Optional[bool] = ...) -> None: ...
+    split: SplitPlacement
+    def __init__(self, policy: _Optional[str] = ..., chosen_worker_id: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., index_available: _Optional[bool] = ..., split: _Optional[_Union[SplitPlacement, _Mapping]] = ...) -> None: ...
+
+class SplitPlacement(_message.Message):
+    __slots__ = ("is_chosen", "prefill", "decode", "split_ms", "local_ms")
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_MS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_MS_FIELD_NUMBER: _ClassVar[int]
+    is_chosen: bool
+    prefill: PlacementCandidate
+    decode: PlacementCandidate
+    split_ms: float
+    local_ms: float
+    def __init__(self, is_chosen: _Optional[bool] = ..., prefill: _Optional[_Union[PlacementCandidate, _Mapping]] = ..., decode: _Optional[_Union[PlacementCandidate, _Mapping]] = ..., split_ms: _Optional[float] = ..., local_ms: _Optional[float] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()

@@ -31,6 +31,8 @@ class Placed:
     """Leading blocks of the prompt that the worker has cached according to the index alone."""
     pull: PullPlan | None = None
     """Blocks that the worker is to fetch first. None: none, or the pull has ended."""
+    is_split: bool = False
+    """Whether another worker is to continue the request from its first tokens on."""
     sent: bool = False
     started: bool = False
     handle: int = 0

@@ -113,3 +113,11 @@ def deepest(depths: Mapping[WorkerId, CachedDepth], most: int, salt: int) -> lis
     return nlargest(
         most, order, key=lambda worker_id: depths[worker_id].blocks + depths[worker_id].host_blocks
     )
+
+
+def usable_cached_tokens(depth_blocks: int, prompt_tokens: int, block_size: int) -> int:
+    """Return the prompt tokens that a cached prefix of `depth_blocks` saves.
+
+    The block of the last prompt token is never reused: the token is computed for its logits.
+    """
+    return min(depth_blocks * block_size, (prompt_tokens - 1) // block_size * block_size)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from math import inf
@@ -23,7 +24,6 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.cluster.events import Lost, Refused, Sink, events_of
 from blockyard.router.cluster.open_requests import OpenRequests
-from blockyard.router.cluster.stream_ends import NoDeath, StreamOver, ended_with, first_reason, forget_frames
 from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,15 @@ class LinkEvents:
     def room_elsewhere(self, address: str) -> session_pb2.Room | None:
         """Return where preempted sequences of this worker may move, or None."""
         return None
+
+
+class StreamOver(Exception):
+    """Raised in one task of a stream to end all of them. Its text is the reason that operators see."""
+
+
+class NoDeath(StreamOver):
+    """The stream is over, but the worker is not known to have died: it is silent, or ended the stream with status
+    OK."""
 
 
 class EngineLink:
@@ -390,3 +399,28 @@ class EngineLink:
     def _end_all(self, *, is_death: bool) -> None:
         self._outgoing = None
         self._open.end_all(is_death=is_death)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Break the reference cycle between an exception group and its frames.
+
+    The frames refer to the call, whose connection would stay open until the next garbage collection.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            forget_frames(each)
+
+
+def first_reason(group: BaseExceptionGroup[BaseException]) -> str:
+    error = group.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return ended_with(error) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+
+
+def ended_with(error: grpc.aio.AioRpcError) -> str:
+    """Return in words why the stream ended, without any text of the peer."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "handshake" in (error.details() or "").lower():
+        return "the TLS handshake failed: the cluster name, the cluster secret or the certificates differ"
+    return f"stream ended with {error.code().name}"

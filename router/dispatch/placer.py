@@ -13,9 +13,8 @@ from math import inf
 
 from blockyard.router.admission.fair_queue import Ticket
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.depths import NOTHING_CACHED
+from blockyard.router.cluster.depths import NOTHING_CACHED, usable_cached_tokens
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
-from blockyard.router.cluster.view import usable_cached_tokens
 from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
@@ -39,6 +38,7 @@ class _Prompt:
     session_id: str
     policy: PolicyName
     holder: Holder | None = None
+    may_split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,13 @@ class Placer:
         deadline: float = inf,
         policy: PolicyName | None = None,
         holder: Holder | None = None,
+        may_split: bool = False,
     ) -> Placed:
         """Choose a worker, book the request on it, and wait until it has room.
 
         `names` are those of the prompt's full blocks. `prompt_tokens` include the generated tokens that a replay
-        repeats. The worker may fetch blocks of both from the `holder`.
+        repeats. The worker may fetch blocks of both from the `holder`. A request that `may_split` may go to a worker
+        that only begins it (`Placed.is_split`).
 
         While it waits, its load and its prefix count for the chosen worker. It moves to another worker as soon as that
         is cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
@@ -154,7 +156,7 @@ class Placer:
         line. Raises DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected
         long after it.
         """
-        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder)
+        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder, may_split)
         found = await self._find(names)
         while True:
             placement = self._choose(prompt, found)
@@ -244,7 +246,10 @@ class Placer:
             return found
         with self._fleet.view.without(placed):
             placement = self._choose(prompt, found)
-        if placement is None or placement.chosen.address != placed.address:
+        if placement is None or (placement.chosen.address, placement.is_split) != (
+            placed.address,
+            placed.is_split,
+        ):
             raise _Elsewhere(found)
         return found
 
@@ -266,7 +271,7 @@ class Placer:
         """Return the placement that a prompt would get now, or None if no worker is ready, and whether the index
         answered."""
         found = await self._find(names)
-        prompt = _Prompt(names, prompt_tokens, session_id, self._policy)
+        prompt = _Prompt(names, prompt_tokens, session_id, self._policy, may_split=True)
         return self._choose(prompt, found, scores_all=True), found.result.available
 
     def pull_options(self, placement: Placement, prompt_tokens: int) -> dict[str, list[PullOption]]:
@@ -315,8 +320,11 @@ class Placer:
             num_placements=self._num_placements,
             session_key=session_id.encode(),
             session_worker=session_worker,
+            is_continued=prompt.holder is not None,
         )
-        return place(request, candidates, prompt.policy, self._rng, self._config, sources)
+        may_split = self._pulls and prompt.may_split and prompt.policy == "prefix"
+        beginners = view.beginners(*seen) if may_split else []
+        return place(request, candidates, prompt.policy, self._rng, self._config, sources, beginners)
 
     def _sources(self, prompt: _Prompt, result: LookupResult) -> list[PullSource]:
         """Return the workers from which the chosen one may fetch a part of the prompt."""
@@ -361,6 +369,7 @@ class Placer:
             blocks=-(-chosen.needed_tokens // block_size),
             promised_blocks=promised_tokens // block_size,
             pull=chosen.pull,
+            is_split=placement.is_split,
         )
 
     def _send(self, placed: Placed, session_id: str) -> None:

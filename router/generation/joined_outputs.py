@@ -58,6 +58,12 @@ class Outputs:
         """Return the indexes of outputs that have not ended."""
         return self._running
 
+    @property
+    def may_split(self) -> bool:
+        """Return whether one worker may begin the request and another continue it. Beams would begin again, and so
+        would outputs of which one has tokens and another has none."""
+        return not self._is_beams and not self.num_tokens
+
     def follows(self, tokens: Tokens) -> bool:
         """Return False if these tokens leave a gap after the known ones or lack log-probabilities: a fault of the
         worker."""

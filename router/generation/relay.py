@@ -140,6 +140,8 @@ class Relay:
         self.pulls = Pulls(clock)
         self.num_migrations = 0
         """Lost workers and failed steps after which a request was placed again."""
+        self.num_splits = 0
+        """Requests that one worker began and gave back for another one to continue, as their placement had planned."""
         self.num_lost = 0
         """Requests that ended with WorkerLost, because they had used all their migrations."""
         self.num_quarantined = 0
@@ -175,8 +177,9 @@ class Relay:
                 deadline=generation.deadline,
                 policy=generation.policy,
                 holder=holder,
+                may_split=outputs.may_split,
             )
-            submit = self._submit(generation, outputs, placed.pull)
+            submit = self._submit(generation, outputs, placed)
             if self._placer.moves_preempted and num_preemptions < MAX_PREEMPTIONS:
                 submit.preemptions = num_preemptions
             with self._submitted(generation, submit, outputs, placed, progress, take) as attempt:
@@ -185,6 +188,7 @@ class Relay:
                 address, incarnation = attempt.worker
                 computed_tokens = generation.prompt_tokens + outputs.num_computed
                 holder = Holder(address, Incarnation(incarnation), computed_tokens)
+                self.num_splits += attempt.was_split
             num_preemptions += attempt.was_preempted
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
@@ -247,7 +251,8 @@ class Relay:
         progress.num_migrations = losses.num
         self.num_migrations += 1
 
-    def _submit(self, generation: Generation, outputs: Outputs, pull: PullPlan | None) -> session_pb2.Submit:
+    def _submit(self, generation: Generation, outputs: Outputs, placed: Placed) -> session_pb2.Submit:
+        pull = placed.pull
         submit = session_pb2.Submit(
             request_id=generation.request_id,
             token_ids=generation.prompt + outputs.resumed(),
@@ -260,6 +265,7 @@ class Relay:
             tenant=tenant_key(generation.cache_account),
             client=tenant_key(generation.client),
             pull=None if pull is None else _pull_message(pull),
+            hands_over=placed.is_split,
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")
@@ -303,6 +309,8 @@ class _Attempt:
         self.was_preempted = False
         self.was_handed_over = False
         """True if the worker gave the request back in the middle, and still has its blocks."""
+        self.was_split = False
+        """True if it did so because its placement was a split."""
         self.brought_tokens = False
         self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
         """Why the attempt is over. None if no output runs any more."""
@@ -396,6 +404,9 @@ class _Attempt:
                 self._placer.draining(self._placed.address)
             case session_pb2.REJECT_REASON_PREEMPTED if self._may_move:
                 self.was_preempted, self.was_handed_over = True, self.brought_tokens
+            case session_pb2.REJECT_REASON_HANDED_OVER:
+                self.was_handed_over = self.was_split = self.brought_tokens
+                self.has_failed = not self.brought_tokens
             case session_pb2.REJECT_REASON_INTERNAL:
                 self.has_failed = True
             case session_pb2.REJECT_REASON_TOO_LARGE:

@@ -25,6 +25,7 @@ from blockyard.proto.index.contract import WorkerId
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.pulls import PullSource
 from blockyard.router.placement.scoring import Candidate, Score, score_all, tie_ms
+from blockyard.router.placement.splits import Beginner, Split, able, best_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class PlacementRequest:
     """Id of the request's conversation. Empty: none."""
     session_worker: WorkerId | None = None
     """The worker that last served the session, as far as this router knows."""
+    is_continued: bool = False
+    """Whether another worker has begun it and given it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,12 @@ class Placement:
     candidates: Sequence[Candidate] = ()
     sources: Sequence[PullSource] = ()
     """Workers from which the chosen one might fetch."""
+    split: Split | None = None
+    """The cheapest split. If it is chosen, `chosen` begins the request and another worker continues it."""
+
+    @property
+    def is_split(self) -> bool:
+        return self.split is not None and self.split.is_chosen
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -71,15 +80,20 @@ def place(
     rng: Random,
     config: PlacementConfig | None = None,
     sources: Sequence[PullSource] = (),
+    beginners: Sequence[Beginner] = (),
 ) -> Placement:
     """Score the candidates and choose one by the policy. Raises ValueError if there are none.
 
-    Under `prefix` the chosen worker may fetch a part of the prompt from one of the `sources`.
+    Under `prefix` the chosen worker may fetch a part of the prompt from one of the `sources`. One of the `beginners`
+    may begin the request instead, for a candidate to continue (splits.py).
     """
     if not candidates:
         raise ValueError("nothing to place on: no candidates")
     config = config or PlacementConfig()
     sources = sources if policy == "prefix" else ()
+    everyone = candidates
+    may_serve = able(request.prompt_tokens, everyone, is_continued=request.is_continued)
+    candidates = may_serve or everyone
     scores = score_all(request.prompt_tokens, candidates, config, sources)
     match policy:
         case "prefix":
@@ -94,12 +108,19 @@ def place(
             chosen, costs = _session(request.session_key, scores, rng, config)
         case "dynamo":
             chosen, costs = _dynamo(scores, candidates, rng, config)
+    split = None
+    if beginners and policy == "prefix":
+        local = scores[chosen] if may_serve else None
+        split = best_split(request.prompt_tokens, beginners, everyone, config, sources, local=local)
     return Placement(
-        chosen=scores[chosen]._replace(cost=costs[chosen]),
+        chosen=split.prefill
+        if split is not None and split.is_chosen
+        else scores[chosen]._replace(cost=costs[chosen]),
         considered=scores,
         costs=costs,
         candidates=candidates,
         sources=sources,
+        split=split,
     )
 
 

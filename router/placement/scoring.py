@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from blockyard.proto.index.contract import WorkerId
+from blockyard.proto.roles import Role
 from blockyard.proto.step_costs import pairs_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import (
@@ -67,6 +68,8 @@ class Candidate(NamedTuple):
     """Measured rate from host memory to the GPU. If it is 0, host memory is ignored."""
     link: Link = UNKNOWN_LINK
     """How blocks reach it from other workers."""
+    role: Role = "both"
+    """The part of a request that it is meant for (splits.py)."""
 
 
 class Score(NamedTuple):
@@ -130,10 +133,10 @@ def score_all(
     """Return the candidates' scores in their order, with total_ms as cost. Each may fetch from one of the sources."""
     if not sources:
         return [_score(prompt_tokens, candidate, config) for candidate in candidates]
-    return [_best_score(prompt_tokens, candidate, config, sources) for candidate in candidates]
+    return [best_score(prompt_tokens, candidate, config, sources) for candidate in candidates]
 
 
-def _best_score(
+def best_score(
     prompt_tokens: int, candidate: Candidate, config: PlacementConfig, sources: Sequence[PullSource]
 ) -> Score:
     """Return the score without a pull, or that with the best one that pays."""
@@ -182,7 +185,7 @@ def pull_options(
         return [PullOption(source, PullVerdict.UNMEASURED) for source in richer]
     if alone.memory_ms:
         return [PullOption(source, PullVerdict.MEMORY) for source in richer]
-    chosen = _best_score(prompt_tokens, candidate, config, sources).pull
+    chosen = best_score(prompt_tokens, candidate, config, sources).pull
     options = []
     for source in richer:
         score, plan = _pulling(prompt_tokens, candidate, config, source, alone)

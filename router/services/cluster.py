@@ -67,6 +67,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             index_available=condition.is_available,
             index_state=condition.state,
             migrations=relay.num_migrations,
+            splits=relay.num_splits,
             requests_lost=relay.num_lost,
             requests_quarantined=relay.num_quarantined,
             workers_ready=len(view.ready()),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from blockyard.proto.metrics.readings import Histogram
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.cluster.fleet import Fleet
-from blockyard.router.cluster.view import WorkerState, WorkerView
+from blockyard.router.cluster.worker_view import WorkerState, WorkerView
 from blockyard.router.generation.pulls import Pull
 from blockyard.router.generation.registry import RequestRecord, RequestState
 from blockyard.router.placement.pulls import PullOption, PullVerdict
@@ -62,6 +62,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         message.device = worker.hello.device
         message.num_ranks = worker.hello.num_ranks
         message.engine = worker.hello.engine
+        message.role = worker.role
         message.seconds_since_heard = fleet.view.silence_seconds(worker)
     return message
 

@@ -14,7 +14,7 @@ from blockyard.proto.metrics.table import (
     WORKER_STATES,
 )
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
-from blockyard.router.cluster.view import WorkerState
+from blockyard.router.cluster.worker_view import WorkerState
 from blockyard.router.errors import RouterError
 from blockyard.router.generation.metrics import CANCELLED, OK
 from blockyard.router.openai.http.errors import HttpRefusal

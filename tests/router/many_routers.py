@@ -17,8 +17,8 @@ from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.naming.marks import marks
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.depths import CachedDepth
-from blockyard.router.cluster.view import ClusterView, usable_cached_tokens
+from blockyard.router.cluster.depths import CachedDepth, usable_cached_tokens
+from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 

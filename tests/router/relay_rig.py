@@ -14,7 +14,7 @@ from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import CHANNEL_OPTIONS
-from blockyard.router.cluster.view import WorkerState
+from blockyard.router.cluster.worker_view import WorkerState
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.generation.relay import Generation, Relay

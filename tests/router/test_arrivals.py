@@ -5,7 +5,8 @@ from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.naming.marks import marks
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.arrivals import KEEP_SECONDS, Arrivals
-from blockyard.router.cluster.view import CachedDepth, ClusterView
+from blockyard.router.cluster.depths import CachedDepth
+from blockyard.router.cluster.view import ClusterView
 from hypothesis import given
 from hypothesis import strategies as st
 

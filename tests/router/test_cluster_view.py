@@ -6,8 +6,9 @@ import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.depths import CachedDepth
-from blockyard.router.cluster.view import ClusterView, WorkerState, usable_cached_tokens
+from blockyard.router.cluster.depths import CachedDepth, usable_cached_tokens
+from blockyard.router.cluster.view import ClusterView
+from blockyard.router.cluster.worker_view import WorkerState
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 from blockyard.router.placement.pulls import Holder
@@ -412,6 +413,7 @@ def test_no_step_delays_a_worker_that_has_handed_its_requests_over() -> None:
     view, _ = view_of("a")
     hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7)
     view.accepted("b:1", hello)
+    view.draining("b:1")
     view.heard("b:1", cluster_pb2.WorkerLoad(running=3, steps=10, step_seconds=5.0))
     (worker,) = (one for one in view.workers() if one.worker_id == "b")
     busy = view.pull_source(worker, 6, 101)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.router.client.aio import AsyncClient
-from blockyard.router.cluster.view import ClusterView, WorkerView
+from blockyard.router.cluster.sources import PullLinks
+from blockyard.router.cluster.worker_view import WorkerView
 from blockyard.router.placement import pulls
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import UNKNOWN_LINK, Link, PullSource
@@ -45,10 +47,10 @@ def known_links(monkeypatch: pytest.MonkeyPatch) -> None:
         def time_ms(self, tokens: int, source: PullSource) -> float:
             return 0.0
 
-    def link(view: ClusterView, worker: WorkerView) -> Link:
+    def link(links: PullLinks, worker: WorkerView) -> Link:
         return FreeLink(setup_ms=0.1, bytes_per_ms=2e6, token_bytes=BLOCK_BYTES / BLOCK_TOKENS)
 
-    monkeypatch.setattr(ClusterView, "_link", link)
+    monkeypatch.setattr(PullLinks, "link", link)
     # Router, workers and clients share two cores with other tests here.
     monkeypatch.setattr(pulls, "PATIENCE_SECONDS", 30.0)
 
@@ -104,7 +106,7 @@ class Cluster:
         await until(generating, 120.0)
 
 
-def worker(number: int, *, redis_url: str | None = None, **engine: Any) -> WorkerServer:
+def worker(number: int, role: Role = "both", *, redis_url: str | None = None, **engine: Any) -> WorkerServer:
     settings = {
         "model": str(shared_checkpoint("LlamaForCausalLM", vocab_size=4096, max_position_embeddings=2048)),
         "tokenizer": str(MODEL),
@@ -116,15 +118,21 @@ def worker(number: int, *, redis_url: str | None = None, **engine: Any) -> Worke
     }
     config = EngineConfig(**(settings | engine))
     return WorkerServer(
-        WorkerConfig(engine=config, worker_id=f"worker-{number}", cluster_secret=SECRET, redis_url=redis_url)
+        WorkerConfig(
+            engine=config,
+            worker_id=f"worker-{number}",
+            role=role,
+            cluster_secret=SECRET,
+            redis_url=redis_url,
+        )
     )
 
 
 @asynccontextmanager
 async def cluster(
-    num_workers: int = 2, *, redis_url: str | None = None, **engine: Any
+    roles: tuple[Role, ...] = ("both", "both"), *, redis_url: str | None = None, **engine: Any
 ) -> AsyncIterator[Cluster]:
-    workers = [worker(number, redis_url=redis_url, **engine) for number in range(num_workers)]
+    workers = [worker(number, role, redis_url=redis_url, **engine) for number, role in enumerate(roles)]
     starts = [Starts() for _ in workers]
     async with (
         running_router(
@@ -140,7 +148,7 @@ async def cluster(
 
             async def are_ready() -> bool:
                 states = await router.states()
-                return [states.get(address) for address in addresses] == [READY] * num_workers
+                return [states.get(address) for address in addresses] == [READY] * len(roles)
 
             await until(are_ready, 60.0)
             yield Cluster(router, client, workers, starts)
@@ -241,7 +249,7 @@ async def test_beams_begin_again() -> None:
 async def test_nothing_is_fetched_over_a_link_that_nobody_has_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ClusterView, "_link", lambda view, worker: UNKNOWN_LINK)
+    monkeypatch.setattr(PullLinks, "link", lambda links, worker: UNKNOWN_LINK)
     asked = [{"seed": 3}]
     async with cluster() as here:
         (expected,) = await undisturbed(here, asked)

@@ -45,6 +45,7 @@ CANDIDATE = st.builds(
         pulling_bytes=st.integers(0, 2**64),
         step_ms=st.floats(0, 60_000),
     ),
+    role=st.just("both"),
 )
 SOURCES = st.lists(
     st.builds(

@@ -8,7 +8,7 @@ import pytest
 from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.cluster.link import EngineLink
-from blockyard.router.cluster.view import WorkerState
+from blockyard.router.cluster.worker_view import WorkerState
 from blockyard.router.errors import (
     EngineFailed,
     NoWorkers,

@@ -85,3 +85,5 @@ class Route:
     request_id: str
     marks: bytes = b""
     """Marks of the prompt, until its first output."""
+    hands_over: bool = False
+    """Whether another worker is to continue the request from its first tokens on."""

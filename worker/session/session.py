@@ -107,7 +107,14 @@ class SessionService:
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
         """Give the service its engine. The engine must call `on_step`."""
         self._engine, self._load = engine, load
+        if self._is_for_prefill:
+            engine.call(partial(_lend_all, True))
         self.inspection.attach(engine)
+
+    @property
+    def _is_for_prefill(self) -> bool:
+        """Return whether other workers fetch nearly all that this one computes."""
+        return self._hello.role == "prefill"
 
     @property
     def _reported_load(self) -> EngineLoad:
@@ -142,7 +149,7 @@ class SessionService:
             return
         self.is_draining = self._hello.is_draining = is_draining
         if not is_draining:
-            self._engine.call(partial(_lend_all, False))
+            self._engine.call(partial(_lend_all, self._is_for_prefill))
         for link in self._links:
             link.tell_draining(is_draining)
             for handle in link.compiling.cancel_all() if is_draining else ():
@@ -172,13 +179,23 @@ class SessionService:
             self._forget(route.link, route.handle, key)
         _lend_all(True, engine)
         # Queued behind the results of the last step, which take the same way.
-        self._on_loop(self._give_back, [route for _, route in ended])
+        self._on_loop(self._give_back, [route for _, route in ended], RejectReason.REJECT_REASON_DRAINING)
         return len(ended)
 
-    def _give_back(self, routes: list[Route]) -> None:
+    @staticmethod
+    def _give_back(routes: list[Route], reason: RejectReason) -> None:
         for route in routes:
-            route.link.outbox.fail(route.handle, RejectReason.REJECT_REASON_DRAINING)
+            route.link.outbox.fail(route.handle, reason)
             route.link.has_news.set()
+
+    def _hand_over_begun(self, begun: set[RequestId], engine: Engine) -> None:
+        """End requests whose prompt is computed, so that other workers continue them."""
+        routes = [(key, route) for key in begun if (route := self._routes.get(key)) is not None]
+        for key, route in routes:
+            engine.cancel(key)
+            self._forget(route.link, route.handle, key)
+        # Queued behind their tokens.
+        self._on_loop(self._give_back, [route for _, route in routes], RejectReason.REJECT_REASON_HANDED_OVER)
 
     def pull_ended(self, request_id: RequestId, report: PullReport) -> None:
         """Report a pull to the router of its request. The engine's thread calls this."""
@@ -207,7 +224,7 @@ class SessionService:
 
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
         """Queue a step's results for the routers. The engine's thread calls this."""
-        news = []
+        news, begun = [], set[RequestId]()
         for output in result.outputs:
             route = self._routes.get(output.request_id)
             if route is None:
@@ -215,6 +232,8 @@ class SessionService:
             news.append((route, output))
             if output.token_ids:
                 route.marks = b""
+                if route.hands_over:
+                    begun.add(output.request_id)
             if output.state is SequenceState.FAILED and not output.has_no_choice:
                 with about(route.request_id):
                     logger.error("its step failed")
@@ -222,6 +241,8 @@ class SessionService:
                 self._forget(route.link, route.handle, output.request_id)
         taken, self._taken = self._taken, []
         self._on_loop(self._deliver, news, result, load, taken)
+        if begun:
+            self._engine.call(partial(self._hand_over_begun, begun))
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no router is left
@@ -410,7 +431,7 @@ class SessionService:
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
         link.requests[submit.handle] = request_id
-        self._routes[request_id] = Route(link, submit.handle, submit.request_id, packed)
+        self._routes[request_id] = Route(link, submit.handle, submit.request_id, packed, submit.hands_over)
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
         """Return the checked content of a submit. Raises Refused."""

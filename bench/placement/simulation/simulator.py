@@ -16,7 +16,7 @@ from typing import Any
 from blockyard.deploy.bench.workloads.requests import MAX_TOKEN, PlannedRequest, Workload
 from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.v1.session_pb2 import EngineSampling
-from blockyard.router.cluster.view import usable_cached_tokens
+from blockyard.router.cluster.depths import usable_cached_tokens
 from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.config import PlacementConfig, PolicyName
