@@ -22,6 +22,7 @@ from blockyard.worker.indexing.report import index_message
 from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.draining import DrainTakenBack
@@ -55,6 +56,8 @@ class WorkerSetup(Generic[RunnerT]):
     """Round trips of blocks to host memory and back."""
     transfers: TransferNetwork | None = None
     """How workers fetch blocks from one another. None: they do not."""
+    memory_of: Callable[[RunnerT], TransferableMemory] | None = None
+    """The bytes of a runner's blocks, for transfers. None: blocks have none."""
     measures_rates: bool = False
     """Whether the engine runs a trial before the first request, as on a real worker. The trial takes no virtual
     time."""
@@ -128,6 +131,7 @@ class WorkerProcess(Generic[RunnerT]):
                 engine=self.engine,
                 thread=self._thread,
                 service=self.service,
+                memory=None if self._setup.memory_of is None else self._setup.memory_of(self.runner),
             )
         self.service.attach(self._thread, self.engine.load())
         self.service.on_changes = self._publish

@@ -16,7 +16,7 @@ MUTANTS = (
         "a pull that was cut counts as whole",
         "transfers.py::test_a_source_killed_at_any_byte_costs_only_what_it_had_not_sent",
         (
-            "worker:Exchange._take",
+            "worker:take_pull",
             "engine.end_pull(pull, result.num_blocks)",
             "engine.end_pull(pull, len(pull.slots))",
         ),
@@ -53,7 +53,7 @@ MUTANTS = (
         62,
         "a source that sent nonsense is asked again at once",
         NONSENSE,
-        ("worker:Receiver._fetch", "end in AVOIDED_SECONDS", "False"),
+        ("worker:Avoided.note", "end in AVOIDED_SECONDS", "False"),
     ),
     mutant(
         63,
@@ -82,13 +82,13 @@ MUTANTS = (
         63,
         "host memory is sent with a checksum of what it has become",
         "transfer_memory.py::test_a_bit_that_flips_in_the_sources_host_memory_reaches_nobody[True]",
-        ("worker:Lender._content", "self._memory.checksum(slot)", "None"),
+        ("worker:content_of", "memory.checksum(slot)", "None"),
     ),
     mutant(
         64,
         "no incarnation is compared",
         "transfers.py::test_a_source_restarted_on_its_port_has_nothing_of_what_it_had",
-        ("worker:Lender._refusal", "request.incarnation != self._facts.incarnation", "False"),
+        ("worker:refusal_of", "request.incarnation != facts.incarnation", "False"),
     ),
     mutant(
         65,
@@ -143,7 +143,7 @@ MUTANTS = (
         67,
         "no layout is compared",
         "transfer_memory.py::test_a_worker_of_another_layout_or_model_lends_nothing",
-        ("worker:Lender._refusal", "request.layout != self._facts.layout", "False"),
+        ("worker:refusal_of", "request.layout != facts.layout", "False"),
     ),
     mutant(
         68,

@@ -10,8 +10,8 @@ import sys
 import time
 from collections import Counter
 
-from .runs import Run, run
-from .scenario import scenario
+from .runs import run_scenario
+from .scenario import pulling, scenario
 
 
 def main() -> int:
@@ -22,15 +22,20 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", action="store_true", help="show every event")
+    parser.add_argument("--pulls", action="store_true", help="scenarios that are about pulls")
     arguments = parser.parse_args()
-    broken, outcomes, struck = [], Counter[str](), Counter[str]()
+    chosen = pulling if arguments.pulls else scenario
+    broken, outcomes, struck, pulls = [], Counter[str](), Counter[str](), Counter[str]()
     began, virtual_seconds = time.monotonic(), 0.0
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
-        result = run(seed)
+        result = run_scenario(chosen(seed))
         if arguments.log:
-            _show(result)
+            print(chosen(seed).describe())
+            for event in result.log:
+                print(*event)
         outcomes.update(result.outcomes)
         struck.update({kind.name: count for kind, count in result.struck.items()})
+        pulls.update(result.pulls)
         virtual_seconds += result.seconds
         if result.violation:
             broken.append(seed)
@@ -39,14 +44,9 @@ def main() -> int:
     print(f"{arguments.runs} runs in {seconds:.1f} s, {virtual_seconds:,.0f} s of virtual time")
     print(f"outcomes: {dict(outcomes.most_common())}")
     print(f"faults: {dict(struck.most_common())}")
+    print(f"pulls: {dict(pulls.most_common())}")
     print(f"broken: {broken or 'none'}")
     return 1 if broken else 0
-
-
-def _show(result: Run) -> None:
-    print(scenario(result.seed).describe())
-    for event in result.log:
-        print(*event)
 
 
 if __name__ == "__main__":

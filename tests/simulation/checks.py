@@ -11,8 +11,11 @@ The names are those of the project's list of faults:
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 from blockyard.proto.naming.block_hash import chain
+from blockyard.proto.v1.session_pb2 import PullEnd
+from blockyard.worker.scheduling.pulls import LATE_SECONDS as PULL_LATE_SECONDS
 
 from simulation.index_access import answer
 from simulation.router_process import RouterProcess
@@ -44,6 +47,8 @@ def check_now(world: World) -> None:
     for worker in world.workers():
         worker.engine.scheduler.check_invariants()
         _require(not worker.runner.defects, f"{worker.incarnation}: {worker.runner.defects}")
+        _check_waits(worker)
+    _check_pulls(world)
     for router in world.routers:
         if router.process.is_alive:
             router.fleet.view.check_invariants()
@@ -57,6 +62,39 @@ def check_now(world: World) -> None:
             bool(record.outcome) or late < LATE_SECONDS,
             f"I3: request {record.request.number} lives {late:.1f} s longer than its deadline",
         )
+
+
+def _check_waits(worker: WorkerProcess[DigestRunner]) -> None:
+    """Check that nobody waits for a pull for longer than its estimate, on a worker that is neither slow nor frozen."""
+    is_slow = worker.runner.slowness > 1.0 or worker.process.state is not ProcessState.RUNNING
+    if is_slow or not worker.is_serving or worker.stalled_seconds > DROPPED_SECONDS / 2:
+        return
+    for pull, waiting in worker.engine.scheduler.pulls._waiting.items():
+        late = worker.engine._clock() - pull.deadline - PULL_LATE_SECONDS
+        _require(
+            not waiting or late < DROPPED_SECONDS,
+            f"{worker.incarnation} waits {late:.2f} s too long for a pull from {pull.order.address}",
+        )
+
+
+def _check_pulls(world: World) -> None:
+    """Check that only the wanted incarnation has sent blocks, and that a source of harmed ones is left alone."""
+    harmed: dict[tuple[str, str], float] = {}
+    for ended in world.pulls:
+        result, order = ended.result, ended.pull.order
+        about = f"{ended.reader}'s pull from {order.incarnation} at {order.address}"
+        _require(
+            ended.source in ("", order.incarnation) or not result.num_blocks,
+            f"{about} brought {result.num_blocks} blocks of {ended.source}",
+        )
+        key = ended.reader, order.address
+        is_early = ended.pull.began > harmed.get(key, inf)
+        _require(
+            not is_early or result.end in (PullEnd.PULL_END_AVOIDED, PullEnd.PULL_END_CANCELLED),
+            f"{about} came {ended.pull.began - harmed.get(key, inf):.1f} s after harmed blocks",
+        )
+        if result.end == PullEnd.PULL_END_CORRUPT:
+            harmed[key] = ended.at
 
 
 def _check_running(world: World) -> None:
@@ -185,6 +223,10 @@ def _check_idle_worker(worker: WorkerProcess[DigestRunner]) -> None:
     _require(not engine.has_work and not engine._requests, f"{about} still runs {engine._requests}")
     _require(not engine.pool.num_used, f"{about} holds {engine.pool.num_used} blocks")
     _require(not service._routes, f"{about} has routes {service._routes}")
+    _require(not len(engine.scheduler.pulls), f"{about} still pulls")
+    _require(not engine._loans, f"{about} still lends {engine._loans}")
+    host = engine.scheduler.host_cache
+    _require(host is None or not (host._reserved or host._reading), f"{about} keeps slots of its host memory")
     for link in service._links:
         _require(not link.requests and not len(link.compiling), f"{about} has requests of a router")
 

@@ -1,18 +1,21 @@
 """A model whose next token depends only on the tokens before it and its seed; and the outputs expected of it.
 
 Each token slot of its KV memory holds a digest of the whole prefix. So a row that reads a block of another row, or one
-that was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine reads.
+that was never filled, is found at once. Implements `Runner`; a step moves the clock that its engine reads. Implements
+`TransferableMemory` too: the digests are the bytes that travel between workers.
 """
 
+import zlib
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.beams import num_candidates
-from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.step_plan import NO_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
 
@@ -23,6 +26,7 @@ VOCABULARY = 64
 ROOT = BlockName(bytes(16))
 """Block name for a search that runs alone."""
 GARBAGE = -1
+DIGEST_BYTES = 8
 
 
 def follow(digest: int, token: int) -> int:
@@ -48,9 +52,11 @@ class DigestRunner:
         self._clock = clock
         self._step_seconds = step_seconds
         self._prefill_rate = prefill_tokens_per_second
-        self._kv = defaultdict[int, list[int]](lambda: [GARBAGE] * block_size)
-        self._host: dict[int, list[int]] = {}
+        self._kv: defaultdict[int, array[int]] = defaultdict(lambda: array("q", [GARBAGE] * block_size))
+        self._host: defaultdict[int, array[int]] = defaultdict(lambda: array("q", [GARBAGE] * block_size))
+        self._checksums: dict[int, int] = {}
         self._block_size = block_size
+        self.block_bytes = block_size * DIGEST_BYTES
         self.defects: list[str] = []
         """Reads of blocks that do not belong to the reader."""
 
@@ -61,11 +67,12 @@ class DigestRunner:
         prefill_tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         self._clock.spend(self.slowness * (self._step_seconds + prefill_tokens / self._prefill_rate))
         for block, slot in plan.to_host:
-            self._host[slot] = list(self._kv[block])
+            self._host[slot][:] = self._kv[block]
+            self._checksums[slot] = zlib.crc32(self._host[slot])
         for slot, block in plan.from_host:
-            self._kv[block] = list(self._host[slot])
+            self._kv[block][:] = self._host[slot]
         for source, destination in plan.copies:
-            self._kv[destination] = list(self._kv[source])
+            self._kv[destination][:] = self._kv[source]
         known = [digests(row.sequence.tokens[: row.end]) for row in plan.rows]
         for row, expected in zip(plan.rows, known, strict=True):
             self._write(row, expected)
@@ -84,6 +91,21 @@ class DigestRunner:
             tokens=tokens, extras={n: extra for n, extra in extras.items() if extra != RowExtras()}
         )
 
+    def fence(self) -> Callable[[], object]:
+        return lambda: None
+
+    def block(self, block: BlockId) -> list[memoryview]:
+        return [memoryview(self._kv[block]).cast("B")]
+
+    def slot(self, slot: HostSlot) -> memoryview:
+        return memoryview(self._host[slot]).cast("B")
+
+    def checksum(self, slot: HostSlot) -> int | None:
+        return self._checksums[slot]
+
+    def received(self, slot: HostSlot, checksum: int) -> None:
+        self._checksums[slot] = checksum
+
     def _write(self, row: ScheduledRow, expected: list[int]) -> None:
         for position in range(row.start, row.end):
             block = row.sequence.block_table[position // self._block_size]
@@ -93,7 +115,7 @@ class DigestRunner:
         for start in range(0, row.end, self._block_size):
             end = min(start + self._block_size, row.end)
             found = self._kv[row.sequence.block_table[start // self._block_size]][: end - start]
-            if found != expected[start:end]:
+            if list(found) != expected[start:end]:
                 self.defects.append(
                     f"sequence {row.sequence.sequence_id} reads at {start} what is not its own"
                 )

@@ -3,6 +3,8 @@
 Each replaces a method of the product during a context.
 """
 
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,14 +16,21 @@ from blockyard.router.cluster.link import EngineLink
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.generation.joined_outputs import Outputs
 from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.block_tables import BlockTables
 from blockyard.worker.cache.prefix_cache import PrefixCache
+from blockyard.worker.engine import Engine
 from blockyard.worker.indexing.net_difference import NetDifference
 from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.scheduling.pulls import Pulls
 from blockyard.worker.session.outbox import Outbox
 from blockyard.worker.session.session import SessionService
+from blockyard.worker.transfer.rules import Avoided
+from blockyard.worker.transfer.wire import Connection, ProtocolError
 
-Change = tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""A class, its method, and from the right method to the broken one."""
+from simulation import transfers
+
+Change = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+"""A class or a module, its method, and from the right method to the broken one."""
 Mutant = tuple[Change, ...]
 
 
@@ -129,6 +138,88 @@ def _dead_are_believed_in(right: Callable[..., Any]) -> Callable[..., Any]:
     return disconnected
 
 
+def _blocks_of_a_cut_pull_count(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda engine, pull, num_blocks: right(engine, pull, len(pull.slots))
+
+
+def _slots_of_a_cancelled_pull_are_free(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The receiver has not ended yet."""
+
+    def leave(pulls: Pulls, sequence: Any) -> None:
+        pull = pulls._pull_of.get(sequence.sequence_id)
+        right(pulls, sequence)
+        if pull is not None and pull.is_cancelled:
+            host_cache = pulls._tables.host_cache
+            assert host_cache is not None
+            host_cache.release(pull.slots)
+            pull.deadline = -1.0
+
+    return leave
+
+
+def _freed_slots_stay(right: Callable[..., Any]) -> Callable[..., Any]:
+    def end(pulls: Pulls, pull: Any, num_received: int) -> Any:
+        if pull.deadline < 0:
+            pull.slots, num_received = [], 0
+        return right(pulls, pull, num_received)
+
+    return end
+
+
+def _lent_blocks_are_not_kept(right: Callable[..., Any]) -> Callable[..., Any]:
+    def lend(tables: BlockTables, *arguments: Any, **named: Any) -> Any:
+        loan = right(tables, *arguments, **named)
+        tables.pool.release(loan.blocks)
+        return loan
+
+    return lend
+
+
+def _unkept_blocks_are_not_released(right: Callable[..., Any]) -> Callable[..., Any]:
+    def end_loan(tables: BlockTables, loan: Any) -> None:
+        loan.blocks, blocks = [], loan.blocks
+        tables._lent.subtract(blocks)
+        right(tables, loan)
+
+    return end_loan
+
+
+def _any_bytes_will_do(right: Callable[..., Any]) -> Callable[..., Any]:
+    def receive_block(connection: Connection, index: int, into: memoryview) -> int:
+        found, checksum = struct.unpack("<II", connection._read(8))
+        if found != index:
+            raise ProtocolError("another block")
+        connection._fill(into)
+        return int(checksum)
+
+    return receive_block
+
+
+def _any_block_will_do(right: Callable[..., Any]) -> Callable[..., Any]:
+    def receive_block(connection: Connection, index: int, into: memoryview) -> int:
+        _, checksum = struct.unpack("<II", connection._read(8))
+        connection._fill(into)
+        if zlib.crc32(into) != checksum:
+            raise ProtocolError("other bytes")
+        return int(checksum)
+
+    return receive_block
+
+
+def _every_incarnation_will_do(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda request, facts: right(request, replace(facts, incarnation=request.incarnation))
+
+
+def _others_pulls_are_not_seen(right: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(pulls: Pulls, *arguments: Any) -> Any:
+        known, pulls._under_way = pulls._under_way, {}
+        pull = right(pulls, *arguments)
+        pulls._under_way = known | pulls._under_way
+        return pull
+
+    return begin
+
+
 MUTANTS: dict[str, Mutant] = {
     "relay: a replay begins anew, and its repeated tokens are shown": (
         (Outputs, "resumed", lambda right: lambda outputs: b""),
@@ -150,6 +241,22 @@ MUTANTS: dict[str, Mutant] = {
     "publisher: does not hear that the index forgot": ((IndexPublisher, "_renew", _renewal_is_not_heard),),
     "pool: a block stays": ((BlockPool, "release", _one_block_stays),),
     "cache: a wrong block is found": ((PrefixCache, "match", _names_of_the_last),),
+    "pulls: a pull that was cut counts as whole": ((Engine, "end_pull", _blocks_of_a_cut_pull_count),),
+    "pulls: slots are free while their receiver still writes": (
+        (Pulls, "leave", _slots_of_a_cancelled_pull_are_free),
+        (Pulls, "end", _freed_slots_stay),
+    ),
+    "pulls: a request waits for its pull for ever": ((Pulls, "release_late", lambda right: _nothing),),
+    "pulls: each request pulls for itself": ((Pulls, "begin", _others_pulls_are_not_seen),),
+    "loans: lent blocks may be evicted": (
+        (BlockTables, "lend", _lent_blocks_are_not_kept),
+        (BlockTables, "end_loan", _unkept_blocks_are_not_released),
+    ),
+    "loans: one does not end": ((Engine, "end_loan", _every_fifth_is(_nothing)),),
+    "transfers: no checksum is compared": ((Connection, "receive_block", _any_bytes_will_do),),
+    "transfers: no index is compared": ((Connection, "receive_block", _any_block_will_do),),
+    "transfers: no incarnation is compared": ((transfers, "refusal_of", _every_incarnation_will_do),),
+    "transfers: a source of harmed blocks is asked again": ((Avoided, "note", lambda right: _nothing),),
 }
 
 

@@ -1,9 +1,12 @@
 """One seed to one verdict: build the loop, run the world, check it, bury what is left."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from blockyard.proto.v1.session_pb2 import PullEnd
 
 from simulation.virtual_time import Stalled, VirtualLoop, bury
 
@@ -25,6 +28,8 @@ class Run:
     log: tuple[tuple[object, ...], ...]
     outcomes: tuple[str, ...]
     struck: dict[Kind, int]
+    pulls: Counter[str]
+    """Pulls by how they ended, and those in both directions at once as "mutual"."""
     seconds: float
     """Virtual time."""
     num_turns: int
@@ -55,9 +60,15 @@ def run_scenario(chosen: Scenario) -> Run:
         log=tuple(world.log),
         outcomes=tuple(record.outcome for record in world.records),
         struck={kind: count for kind, count in world.struck.items() if count},
+        pulls=_pulls(world),
         seconds=world.now,
         num_turns=loop.num_ticks,
     )
+
+
+def _pulls(world: World) -> Counter[str]:
+    ends = Counter(PullEnd.Name(ended.result.end).removeprefix("PULL_END_") for ended in world.pulls)
+    return ends + Counter({"mutual": world.transfers.num_mutual})
 
 
 class _Complaints(logging.Handler):

@@ -4,18 +4,19 @@ Each fault ends by itself, and all of them before `HEALED_SECONDS`: what comes a
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 
 from blockyard.proto.v1.session_pb2 import EngineSampling
+from blockyard.router.placement.config import PolicyName
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.sampling_params import SamplingParams
 
 from simulation.router_process import Call
 from simulation.worker_process import WorkerSetup
 
-from .model import VOCABULARY, DigestRunner
+from .model import DIGEST_BYTES, VOCABULARY, DigestRunner
 
 BUSY_SECONDS = 5.0
 """Time within which requests and faults begin."""
@@ -48,6 +49,11 @@ class Kind(Enum):
     INDEX_SLOW = auto()
     INDEX_LOSES_REPLIES = auto()
     KILL_ROUTER = auto()  # router
+    PULL_CUT = auto()  # worker: no byte of a transfer passes
+    PULL_RESET = auto()  # worker: its transfers end
+    PULL_SLOW = auto()  # worker: its link for transfers
+    PULL_STUCK = auto()  # worker: its reads of transfers do not end in time
+    PULL_HARM = auto()  # worker: some blocks arrive flipped, short, long, doubled or out of order
 
 
 LIFE_FAULTS = (Kind.KILL, Kind.HANG, Kind.SLOW, Kind.DRAIN, Kind.MOVE)
@@ -60,6 +66,7 @@ INDEX_FAULTS = (
     Kind.INDEX_SLOW,
     Kind.INDEX_LOSES_REPLIES,
 )
+PULL_FAULTS = (Kind.PULL_CUT, Kind.PULL_RESET, Kind.PULL_SLOW, Kind.PULL_STUCK, Kind.PULL_HARM)
 KINDS = (*LIFE_FAULTS * 2, *PATH_FAULTS * 2, *INDEX_FAULTS, *CARE, Kind.KILL_ROUTER)
 
 
@@ -134,6 +141,9 @@ class Scenario:
     jitter_seconds: float
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
+    pulled_blocks_per_second: float = 0.0
+    """Rate at which a worker fetches blocks from another one. 0: it does not."""
+    policy: PolicyName = "prefix"
 
     def describe(self) -> str:
         lines = [f"seed {self.seed}: {self.num_workers} workers, {self.num_routers} routers, {self.setup}"]
@@ -146,13 +156,57 @@ def scenario(seed: int) -> Scenario:
     return drawn(random.Random(f"scenario {seed}"), seed)
 
 
+def pulling(seed: int) -> Scenario:
+    """Return a scenario in which most prompts share a prefix, most workers pull, and most faults strike pulls."""
+    chance = random.Random(f"pulls {seed}")
+    known = drawn(chance, seed)
+    setup = _setup(chance, has_pulls=True)
+    setup = replace(setup, scheduler=replace(setup.scheduler, host_cache_blocks=20))
+    prefixes = [[chance.randint(1, 9) for _ in range(64)] for _ in range(5)]
+    requests = []
+    for number in range(24):
+        request, prefix = _request(chance, number, 96, prefixes, 1), chance.choice(prefixes)
+        depth, rest = chance.choice((16, 48, 64)), request.prompt[-chance.randint(1, 6) :]
+        requests.append(
+            replace(
+                request,
+                at=chance.uniform(0.0, BUSY_SECONDS),
+                prompt=(*prefix[:depth], *rest),
+                max_tokens=min(request.max_tokens, 12),
+                beam_width=0,
+                cancel_after=chance.uniform(0.0, 0.5) if chance.random() < 0.4 else None,
+            )
+        )
+    faults = [
+        Fault(
+            at=chance.uniform(0.3, BUSY_SECONDS),
+            kind=chance.choice((Kind.KILL, Kind.KILL, Kind.HANG, Kind.FLUSH, *PULL_FAULTS, Kind.PULL_HARM)),
+            seconds=chance.choice((0.1, 0.3, 1.2, 3.5)),
+            worker=chance.randrange(3),
+            router=0,
+        )
+        for _ in range(chance.choice((1, 3, 6)))
+    ]
+    return replace(
+        known,
+        num_workers=3,
+        num_routers=1,
+        setup=setup,
+        requests=tuple(requests),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+        pulled_blocks_per_second=chance.choice((20.0, 50.0, 200.0)),
+        policy="round_robin",
+    )
+
+
 def drawn(chance: random.Random, seed: int) -> Scenario:
     """Draw a scenario from any random source, such as that of hypothesis, which can shrink it. The seed decides events
     within the run."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
-    setup = _setup(chance)
+    pulled_blocks_per_second = chance.choice((0.0, 20.0, 100.0, 1000.0)) if num_workers > 1 else 0.0
+    setup = _setup(chance, has_pulls=pulled_blocks_per_second > 0)
     num_requests = chance.randint(FEWEST_REQUESTS, 22)
-    groups = [[chance.randint(1, 9) for _ in range(32)] for _ in range(3)]
+    groups = [[chance.randint(1, 9) for _ in range(64)] for _ in range(3)]
     return Scenario(
         seed=seed,
         num_workers=num_workers,
@@ -164,13 +218,15 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
             _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
             for number in range(num_requests)
         ),
-        faults=_faults(chance, num_workers, num_routers),
+        faults=_faults(chance, num_workers, num_routers, has_pulls=pulled_blocks_per_second > 0),
+        pulled_blocks_per_second=pulled_blocks_per_second,
+        policy=chance.choice(("prefix", "round_robin")) if pulled_blocks_per_second else "prefix",
     )
 
 
-def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
+def _setup(chance: random.Random, *, has_pulls: bool) -> WorkerSetup[DigestRunner]:
     num_blocks = chance.choice((24, 30, 60))
-    host_blocks = chance.choice((0, 0, 20))
+    host_blocks = chance.choice((20, 60) if has_pulls else (0, 0, 20))
     config = SchedulerConfig(
         block_size=4,
         max_num_seqs=chance.choice((4, 8)),
@@ -179,6 +235,7 @@ def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
         swap_blocks=chance.choice((0, 0, 16)),
         host_cache_blocks=host_blocks,
         index_stride_blocks=chance.choice((1, 1, 2)),
+        most_lent_blocks=num_blocks // 2,
     )
     return WorkerSetup(
         scheduler=config,
@@ -193,13 +250,16 @@ def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
         max_waiting=chance.choice((2, 4, 16)),
         mixed_step_seconds=0.02,
         lease_seconds=1.0,
+        bytes_per_block=config.block_size * DIGEST_BYTES,
+        swap_blocks_per_second=10_000.0 if has_pulls else 0.0,
+        memory_of=lambda runner: runner,
     )
 
 
 def _request(
     chance: random.Random, number: int, max_model_len: int, groups: list[list[int]], num_routers: int
 ) -> Request:
-    shared = chance.choice(groups)[: chance.choice((0, 8, 16, 32))]
+    shared = chance.choice(groups)[: chance.choice((0, 8, 16, 32, 64))]
     # The last token makes each prompt its own: a quarantine of one must not end another.
     prompt = (*shared, *(chance.randint(1, 60) for _ in range(chance.randint(1, 20))), number + 1)
     n = chance.choice((1, 1, 1, 1, 2, 3))
@@ -227,10 +287,14 @@ def _request(
     )
 
 
-def _faults(chance: random.Random, num_workers: int, num_routers: int) -> tuple[Fault, ...]:
+def _faults(
+    chance: random.Random, num_workers: int, num_routers: int, *, has_pulls: bool
+) -> tuple[Fault, ...]:
     """Return few faults over all the time, or many at once; of all kinds, or of two."""
     start, end = chance.choice(((0.3, BUSY_SECONDS), (0.3, BUSY_SECONDS), (0.9, 1.6)))
-    kinds = chance.choice((KINDS, KINDS, tuple(chance.sample(KINDS, 2))))
+    known = (*KINDS, *PULL_FAULTS * 2) if has_pulls else KINDS
+    third = (Kind.KILL, Kind.HANG, Kind.FLUSH, *PULL_FAULTS) if has_pulls else KINDS
+    kinds = chance.choice((known, third, tuple(chance.sample(known, 2))))
     faults = [
         Fault(
             at=chance.uniform(start, end),

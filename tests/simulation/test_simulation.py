@@ -13,7 +13,7 @@ from simulation.virtual_time import Stalled, VirtualLoop
 
 from .mutants import MUTANTS, broken
 from .runs import run, run_scenario
-from .scenario import FEWEST_REQUESTS, Kind, Scenario, drawn
+from .scenario import FEWEST_REQUESTS, PULL_FAULTS, Kind, Scenario, drawn, pulling, scenario
 
 CHUNKS, QUICK_CHUNKS = 8, 3
 RUNS_A_CHUNK = 20
@@ -43,6 +43,32 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert outcomes["finished"] > 3 * RUNS_A_CHUNK
     assert outcomes["CANCELLED"]
     assert outcomes["DEADLINE_EXCEEDED"]
+
+
+@pytest.mark.parametrize(
+    "chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, CHUNKS))]
+)
+def test_no_fault_of_a_pull_breaks_an_invariant(chunk: int) -> None:
+    """`python -m tests.simulation --pulls --runs 1 --seed SEED --log` shows a seed that fails."""
+    seeds = range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)
+    results = [run_scenario(pulling(seed)) for seed in seeds]
+    assert {result.seed: result.violation for result in results if result.violation} == {}
+    struck, pulls = Counter[Kind](), Counter[str]()
+    for result in results:
+        struck.update(result.struck)
+        pulls.update(result.pulls)
+    assert struck.keys() >= {*PULL_FAULTS, Kind.KILL, Kind.HANG, Kind.FLUSH}
+    assert pulls.keys() >= {
+        "WHOLE",
+        "FEWER",
+        "LATE",
+        "CORRUPT",
+        "CUT",
+        "REFUSED",
+        "CANCELLED",
+        "AVOIDED",
+        "mutual",
+    }
 
 
 @given(scenario=SCENARIOS)
@@ -112,5 +138,6 @@ def test_a_seed_is_the_same_run_each_time(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_product_is_found(mutant: str) -> None:
+    chosen = pulling if mutant.startswith(("pulls:", "loans:", "transfers:")) else scenario
     with broken(mutant):
-        assert any(run(seed).violation for seed in range(MUTANT_RUNS))
+        assert any(run_scenario(chosen(seed)).violation for seed in range(MUTANT_RUNS))

@@ -9,16 +9,22 @@ import random
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from blockyard.proto.index.twin import TwinPrefixIndex
 from blockyard.router.dispatch.prefix_lookup import PrefixLookupConfig
+from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.scheduling.pulls import Pull, PullOrder
+from blockyard.worker.sequences.identifiers import BlockName, RequestId
+from blockyard.worker.transfer.rules import PullResult
 
 from simulation.calls import Connections
 from simulation.index_access import IndexServer, IndexState, answer
 from simulation.network import Network, Path
 from simulation.router_process import RouterProcess, RouterSetup
+from simulation.transfers import TRANSFER_PORT, TransferNetwork
 from simulation.virtual_time import START_SECONDS, Process, ProcessState, VirtualLoop
 from simulation.worker_process import WorkerProcess
 
@@ -40,6 +46,9 @@ ROUTERS = RouterSetup(
 RECOVERY_SECONDS = 40.0
 """Time after the last fault within which everything is at rest, or never."""
 LOOK_SECONDS = 0.1
+SETUP_SECONDS = 0.002
+SLOW_LINK = 200.0
+"""How many times as long a slow link takes for a block."""
 TOLD_SECONDS = 0.05
 """Delay until routers hear from their supervisor of a new address."""
 EARLIEST_RESTART_SECONDS = 0.05
@@ -64,6 +73,17 @@ class Seat:
         return self.worker if self.worker is not None and self.worker.process.is_alive else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedPull:
+    reader: str
+    """Incarnation, as `source`, which is "" where none has answered."""
+    source: str
+    pull: Pull
+    result: PullResult
+    at: float
+    """Time on the loop's clock, as `pull.began`."""
+
+
 class World:
     """Made and run once, on a loop of its own."""
 
@@ -75,12 +95,22 @@ class World:
         self.connections = Connections(self.network)
         self.connections.on_message = self._heard
         self.index = IndexServer(TwinPrefixIndex(loop.time), self.network)
+        self.transfers = TransferNetwork(
+            bytes_per_second=scenario.pulled_blocks_per_second * scenario.setup.bytes_per_block,
+            setup_seconds=SETUP_SECONDS,
+            on_end=self._pull_ended,
+        )
+        self.pulls: list[EndedPull] = []
+        self.setup = scenario.setup
+        if scenario.pulled_blocks_per_second:
+            self.setup = replace(scenario.setup, transfers=self.transfers)
         self.seats = [Seat(f"w{number}", f"w{number}:1") for number in range(scenario.num_workers)]
         self.routers: list[RouterProcess] = []
         self.dead_routers: list[RouterProcess] = []
         self.records: list[Record] = []
         self.log: list[tuple[object, ...]] = []
         self.is_over = self.is_at_rest = False
+        self._last_frame = b""
         self.struck: Counter[Kind] = Counter()
         self.blows: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Time spans in which something could cost a request its worker, by the router's name; "" is all routers."""
@@ -133,21 +163,59 @@ class World:
             seat.name,
             seat.life,
             seat.address,
-            self.scenario.setup,
+            self.setup,
             self.loop,
             self.connections,
             self.index,
             random.Random(f"{seat.name}#{seat.life} {self.scenario.seed}"),
         )
         seat.lives.append(seat.worker)
+        if self.setup.transfers is not None:
+            submit = partial(self._submit, seat, seat.worker.engine.submit)
+            setattr(seat.worker.engine, "submit", submit)  # noqa: B010 - a method of one object
         seat.worker.start()
         self.note("life", seat.worker.incarnation, seat.address)
         self._changed()
 
+    def _submit(
+        self, seat: Seat, submit: Callable[[EngineRequest], RequestId], request: EngineRequest
+    ) -> RequestId:
+        """Submit a request, half of them with an order to pull that a router may give, whether that pays or not.
+
+        The router may take the source for an earlier incarnation, or believe it to have what it lacks.
+        """
+        if request.pull is None and self.chance.random() < 0.7:
+            source, depth = self._source_for(seat, request.names[1:])
+            life = self.chance.choice((*source.lives, source.lives[-1]))
+            order = PullOrder(
+                address=f"{source.name}:{TRANSFER_PORT}",
+                incarnation=life.incarnation,
+                num_blocks=max(depth + self.chance.choice((-1, 0, 0, 0, 3)), 1),
+                seconds=self.chance.choice((0.02, 0.3, 2.0)),
+            )
+            request = replace(request, pull=order)
+        return submit(request)
+
+    def _pull_ended(self, reader: str, source: str, pull: Pull, result: PullResult) -> None:
+        ended = EndedPull(reader=reader, source=source, pull=pull, result=result, at=self.loop.time())
+        self.pulls.append(ended)
+        self.note("pulled", reader, source, result.end, result.num_blocks)
+
+    def _source_for(self, seat: Seat, names: list[BlockName]) -> tuple[Seat, int]:
+        """Return another worker, most often the one with the most leading blocks, and how many it has."""
+        others = [(_depth(other, names), other.name, other) for other in self.seats if other is not seat]
+        depth, _, source = max(others) if self.chance.random() < 0.7 else self.chance.choice(others)
+        return source, depth
+
     def _start_router(self, number: int, life: int = 1) -> None:
         name = f"r{number}#{life}"
         router = RouterProcess(
-            name, ROUTERS, self.loop, self.connections, self.index, self.chance.randrange(2**30)
+            name,
+            replace(ROUTERS, policy=self.scenario.policy),
+            self.loop,
+            self.connections,
+            self.index,
+            self.chance.randrange(2**30),
         )
         self.routers[number : number + 1] = [router]
         for seat in self.seats:
@@ -243,13 +311,51 @@ class World:
                 self._at(until, lambda: setattr(self.index, "lost_replies", 0.0))
             case Kind.KILL_ROUTER:
                 self._kill_router(fault.router, until)
+            case Kind.PULL_CUT:
+                self._spoil(seat, until, is_cut=True)
+            case Kind.PULL_STUCK:
+                self._spoil(seat, until, is_stuck=True)
+            case Kind.PULL_SLOW:
+                self._spoil(seat, until, slowness=SLOW_LINK)
+            case Kind.PULL_HARM:
+                self._spoil(seat, until, harm=self._harmed)
+            case Kind.PULL_RESET:
+                self.transfers.reset(seat.name)
             case _:
                 self.struck[fault.kind] -= 1
         self._changed()
 
+    def _spoil(self, seat: Seat, until: float, **changes: Any) -> None:
+        card = self.transfers.card(seat.name)
+        for name, value in changes.items():
+            setattr(card, name, value)
+        self._at(until, lambda: self._mend(seat))
+
+    def _mend(self, seat: Seat) -> None:
+        card = self.transfers.card(seat.name)
+        card.is_cut, card.slowness, card.is_stuck, card.harm = False, 1.0, False, None
+
+    def _harmed(self, frame: bytes) -> bytes:
+        """Return what becomes of a frame of a transfer. Each harm strikes some blocks alone."""
+        at, before = self.chance.randrange(len(frame)), self._last_frame or frame
+        self._last_frame = frame
+        match self.chance.choice(("", "flipped", "flipped", "short", "long", "doubled", "late")):
+            case "flipped":
+                return frame[:at] + bytes([frame[at] ^ 1 << self.chance.randrange(8)]) + frame[at + 1 :]
+            case "short":
+                return frame[:at]
+            case "long":
+                return frame[:at] + frame[at : at + 1] + frame[at:]
+            case "doubled":
+                return frame + frame
+            case "late":
+                return before
+        return frame
+
     def _kill(self, seat: Seat, worker: WorkerProcess[DigestRunner]) -> None:
         worker.process.kill()
         self.connections.died(worker.process)
+        self.transfers.died(worker.process)
         seat.is_going = True
         self._blow()
 
@@ -278,6 +384,7 @@ class World:
         if worker.process.is_alive:
             worker.process.kill()
             self.connections.died(worker.process)
+            self.transfers.died(worker.process)
             self._seat(seat)
 
     def _resume(self, seat: Seat, worker: WorkerProcess[DigestRunner]) -> None:
@@ -318,6 +425,8 @@ class World:
             self._set_up(path)
             self.network.heal(path)
         self.index.jitter_seconds = self.index.lost_replies = 0.0
+        for seat in self.seats:
+            self._mend(seat)
         if self.index.state is not IndexState.UP:
             self.index.set_state(IndexState.UP)
         for worker in self.workers():
@@ -397,6 +506,15 @@ class World:
 def _is_told(worker: WorkerProcess[DigestRunner]) -> bool:
     state = worker.publisher.state()
     return state.berth is not None and not state.num_pending and state.last_error is None
+
+
+def _depth(seat: Seat, names: list[BlockName]) -> int:
+    if seat.alive is None:
+        return 0
+    scheduler = seat.alive.engine.scheduler
+    on_gpu = len(scheduler.cache.match(names))
+    assert scheduler.host_cache is not None
+    return on_gpu + len(scheduler.host_cache.match(names[on_gpu:]))
 
 
 def run_processes(world: World) -> list[Process]:

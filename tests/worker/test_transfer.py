@@ -20,7 +20,7 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.scheduling import pulls
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
-from blockyard.worker.transfer import receiver
+from blockyard.worker.transfer import rules
 from blockyard.worker.transfer.neighbours import Neighbours
 
 from .checkpoints import shared_checkpoint
@@ -217,7 +217,7 @@ async def test_whatever_happens_to_the_bytes_tokens_are_right_and_nothing_waits(
     harm: Callable[[int], Callable[[bytes, int], bytes | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each boundary of a frame, beside it, and anywhere."""
-    monkeypatch.setattr(receiver, "AVOIDED_SECONDS", dict.fromkeys(receiver.AVOIDED_SECONDS, 0.0))
+    monkeypatch.setattr(rules, "AVOIDED_SECONDS", dict.fromkeys(rules.AVOIDED_SECONDS, 0.0))
     chance = random.Random(3)
     boundaries = [6 + FRAME_BYTES * number for number in (0, 1, 5, BLOCKS)]
     positions = [0, 4, 5, *(boundary + beside for boundary in boundaries[:-1] for beside in (-1, 0, 4, 8))]

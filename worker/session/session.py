@@ -102,7 +102,11 @@ class SessionService:
         self._taken: list[int] = []
         """Tokens to compute of each request that the engine has taken since its last step. Changed on its thread."""
         self._has_stepped = asyncio.Event()
-        """Set when results of a step have arrived on the event loop."""
+        """Set when outputs of a step have arrived on the event loop, or nothing runs or waits any more.
+
+        A step without outputs, in which all wait for their pulls, does not count: the question whether the engine is
+        idle would begin the next one at once.
+        """
 
     def attach(self, engine: EngineThread, load: EngineLoad) -> None:
         """Give the service its engine. The engine must call `on_step`."""
@@ -268,7 +272,8 @@ class SessionService:
             route.link.outbox.add(route.handle, output)
             route.link.has_news.set()
         self._tell_load()
-        self._has_stepped.set()
+        if news or not (load.running or load.waiting):
+            self._has_stepped.set()
         self.on_changes(result)
 
     def _tell_load(self) -> None:

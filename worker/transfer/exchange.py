@@ -12,9 +12,10 @@ from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, TenantId
-from blockyard.worker.transfer.lender import Fence, Lender, LenderFacts
+from blockyard.worker.transfer.lender import Fence, Lender
 from blockyard.worker.transfer.neighbours import Neighbours
-from blockyard.worker.transfer.receiver import PullResult, Receiver
+from blockyard.worker.transfer.receiver import Receiver
+from blockyard.worker.transfer.rules import LenderFacts, PullResult, take_measurement, take_pull
 
 
 class Exchange:
@@ -110,34 +111,11 @@ class Exchange:
         self._thread.call(partial(self._take, pull, result))
 
     def _end_trial(self, result: PullResult) -> None:
-        self._thread.call(partial(_measure, result, setup_seconds=result.setup_seconds))
+        self._thread.call(lambda engine: take_measurement(engine, result, setup_seconds=result.setup_seconds))
 
     def _take(self, pull: Pull, result: PullResult, engine: Engine) -> None:
-        engine.end_pull(pull, result.num_blocks)
-        # The engine takes blocks between two steps. Until then no request has them.
-        taken_seconds = engine.seconds_since(pull.began) - result.transfer_seconds
-        _measure(result, engine, setup_seconds=max(result.setup_seconds, taken_seconds))
-        report = PullReport(
-            end=result.end,
-            num_blocks=result.num_blocks,
-            num_bytes=result.num_bytes,
-            setup_seconds=result.setup_seconds,
-            transfer_seconds=result.transfer_seconds,
-            refusal=result.refusal,
-        )
+        report = take_pull(engine, pull, result)
         if pull.request_id is not None:
             self._on_pull_end(pull.request_id, report)
         else:
             self._ordered.pop(pull).set_result(report)
-
-
-def _measure(result: PullResult, engine: Engine, *, setup_seconds: float) -> None:
-    """Count a pull or a trial in the engine's averages, if it tells anything about the link. `setup_seconds` is its
-    time without that of the bytes."""
-    if not result.is_measured:
-        return
-    if result.has_answer:
-        num_bytes = result.num_arrived * engine.bytes_per_block
-        engine.pull_rates.answered(setup_seconds, num_bytes, result.transfer_seconds)
-    else:
-        engine.pull_rates.unanswered(setup_seconds)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
@@ -21,6 +20,7 @@ from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.transfer.neighbours import Neighbours, is_neighbour
+from blockyard.worker.transfer.rules import MAX_LOANS, QUEUE_SHARE, LenderFacts, refusal_of
 from blockyard.worker.transfer.wire import (
     TRIAL_SECONDS,
     Connection,
@@ -35,10 +35,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
 """Each worker that pulls from this one has a few. Further ones are closed at once."""
-MAX_LOANS = 4
-"""Pulls served at once. They share one link, so more would only end later."""
-QUEUE_SHARE = 0.5
-"""Share of a request's time in which it may wait for its turn. After that it is refused."""
 MAX_SECONDS = 60.0
 """Longest loan, whatever a request says."""
 HANDSHAKE_SECONDS = 5.0
@@ -48,16 +44,6 @@ ENGINE_SECONDS = 5.0
 """Longest wait for the engine, which lends between two steps."""
 
 Fence = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LenderFacts:
-    """Facts about this worker that a request must agree with."""
-
-    incarnation: str
-    layout: str
-    max_blocks: int
-    """Blocks of the longest context."""
 
 
 class Lender:
@@ -200,7 +186,7 @@ class Lender:
         longest = TRIAL_SECONDS if request.trial_bytes else MAX_SECONDS
         seconds = min(request.seconds, longest) if request.seconds > 0 else 0.0
         connection.deadline = time.monotonic() + seconds
-        refusal = self._refusal(request)
+        refusal = refusal_of(request, self._facts)
         if refusal:
             connection.send(PullReply(refusal=refusal))
             return
@@ -220,7 +206,7 @@ class Lender:
         connection.send(PullReply(num_blocks=loan.num_unsent))
         fence()
         for index in range(len(loan) - loan.num_unsent, len(loan)):
-            connection.send_block(index, *self._content(loan, index))
+            connection.send_block(index, *content_of(self._memory, loan, index))
             loan.num_unsent -= 1
             loan.num_sent += 1
 
@@ -230,15 +216,6 @@ class Lender:
         connection.send(PullReply(num_blocks=count))
         for index in range(count):
             connection.send_block(index, [block])
-
-    def _refusal(self, request: PullRequest) -> PullRefusal:
-        if request.incarnation != self._facts.incarnation:
-            return PullRefusal.PULL_REFUSAL_INCARNATION
-        if request.layout != self._facts.layout:
-            return PullRefusal.PULL_REFUSAL_LAYOUT
-        if bool(request.names) is bool(request.trial_bytes) or len(request.names) % NAME_BYTES:
-            return PullRefusal.PULL_REFUSAL_INVALID
-        return PullRefusal.PULL_REFUSAL_UNSPECIFIED
 
     @contextlib.contextmanager
     def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
@@ -260,9 +237,10 @@ class Lender:
         if future.exception() is None:
             self._end_loan(future.result()[0])
 
-    def _content(self, loan: Loan, index: int) -> tuple[list[memoryview], int | None]:
-        """Return the bytes of a block, and the checksum that they had when they were saved, if that is known."""
-        if index < len(loan.blocks):
-            return self._memory.block(loan.blocks[index]), None
-        slot = loan.host_slots[index - len(loan.blocks)]
-        return [self._memory.slot(slot)], self._memory.checksum(slot)
+
+def content_of(memory: TransferableMemory, loan: Loan, index: int) -> tuple[list[memoryview], int | None]:
+    """Return the bytes of a lent block, and the checksum that they had when they were saved, if that is known."""
+    if index < len(loan.blocks):
+        return memory.block(loan.blocks[index]), None
+    slot = loan.host_slots[index - len(loan.blocks)]
+    return [memory.slot(slot)], memory.checksum(slot)

@@ -18,6 +18,7 @@ from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, Pull
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.transfer.neighbours import Neighbours
+from blockyard.worker.transfer.rules import Avoided, PullResult
 from blockyard.worker.transfer.wire import (
     HEADER_BYTES,
     MAX_REPLY_BYTES,
@@ -33,13 +34,6 @@ from blockyard.worker.transfer.wire import (
 
 logger = logging.getLogger(__name__)
 
-AVOIDED_SECONDS = {
-    PullEnd.PULL_END_CORRUPT: 60.0,
-    PullEnd.PULL_END_CUT: 5.0,
-    PullEnd.PULL_END_LATE: 5.0,
-    PullEnd.PULL_END_UNREACHABLE: 5.0,
-}
-"""Time for which nothing is fetched from a source after a pull that ended so."""
 MAX_IDLE = 64
 """Connections kept open for later pulls. Restarted sources leave connections that nobody uses again."""
 MAX_AT_ONCE = 4
@@ -48,31 +42,6 @@ CONNECT_SECONDS = 2.0
 """Longest wait for a connection and its handshake."""
 MEASURED_SECONDS = 60.0
 """Time for which a measurement is fresh, so that no trial is needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullResult:
-    """Result of a pull."""
-
-    end: PullEnd
-    num_blocks: int = 0
-    """Leading blocks that arrived intact."""
-    num_bytes: int = 0
-    setup_seconds: float = 0.0
-    """Time until the source's answer."""
-    transfer_seconds: float = 0.0
-    """Time from there to the last byte."""
-    has_answer: bool = False
-    num_arrived: float = 0.0
-    """Blocks that have arrived, with the part of the last one."""
-    refusal: PullRefusal = PullRefusal.PULL_REFUSAL_UNSPECIFIED
-    """Why the source refused."""
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether it tells how fast blocks come from other workers."""
-        is_done = self.end in (PullEnd.PULL_END_WHOLE, PullEnd.PULL_END_FEWER)
-        return (is_done and self.num_arrived > 0) or self.end == PullEnd.PULL_END_LATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +85,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
-        self._avoided: dict[str, float] = {}
-        """Times until which sources are avoided, by address."""
+        self._avoided = Avoided()
         self._measured_at = -MEASURED_SECONDS
         """Time of the last measurement. Changed under the lock, as the next two are."""
         self._is_in_trial = False
@@ -196,12 +164,10 @@ class Receiver:
             return PullEnd.PULL_END_CANCELLED
         if time.monotonic() >= attempt.deadline:
             return PullEnd.PULL_END_LATE  # its turn came too late, which is not the source's fault
-        if time.monotonic() < self._avoided.get(source, 0.0):
+        if self._avoided.holds(source, time.monotonic()):
             return PullEnd.PULL_END_AVOIDED
         end = self._tried(attempt)
-        is_only_slow = end == PullEnd.PULL_END_LATE and attempt.has_answer
-        if end in AVOIDED_SECONDS and not is_only_slow:  # the measured rate tells routers of a slow one
-            self._avoided[source] = time.monotonic() + AVOIDED_SECONDS[end]
+        self._avoided.note(source, end, has_answer=attempt.has_answer, now=time.monotonic())
         return end
 
     def _tried(self, attempt: "_Attempt") -> PullEnd:
