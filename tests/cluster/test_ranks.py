@@ -182,6 +182,7 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
     with operators_head(num_cpus=1) as head, second_node(head, num_cpus=1):
         up = command.run("up", *ENGINE, *RANKS, "--workers", "1", "--address", head.address)
         assert up.returncode == 0, up.stderr
+        assert "no node has room for all ranks of 1 worker" in " ".join(up.stderr.split())
         state = remembered_state(command)
         try:
             place = command.place("worker-0")
