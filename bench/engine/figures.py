@@ -169,6 +169,7 @@ GOALS = (
     ("mixed", "blockyard torch", "openvino-genai", 0.65, "cpu"),
     ("mixed", "blockyard cpu-int8", "blockyard cpu", 1.3, "cpu"),
     ("mixed", SERVED, SERVED_PLAINTEXT, 0.97, "cpu"),
+    ("mixed", "blockyard, 2 ranks", "blockyard auto", 0.95, "cpu"),
     ("prefix", "", UNSHARED, 5.0, "cpu"),
     ("prefix", "", "vllm", 1.15, "cpu"),
     ("nano", "", "transformers, continuous", 4.0, "cuda"),

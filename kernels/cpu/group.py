@@ -136,14 +136,18 @@ class RankGroup:
 
         Raises RankLost.
         """
-        _check(x)
+        need(
+            x.dtype in _DTYPES and x.is_contiguous() and x.is_cpu,
+            "{} in pieces, or in another memory",
+            x.dtype,
+        )
         work = AllReduce(group=self._reference, x=x.data_ptr(), count=x.numel())
         self._library().all_reduce(x.dtype == torch.bfloat16, torch.get_num_threads(), work)
         self.check()
 
     def gather(self, x_SV: torch.Tensor) -> torch.Tensor | None:
         """Return the columns of all ranks side by side in rank 0, and None in the others. Raises RankLost."""
-        _check(x_SV)
+        need(x_SV.is_contiguous() and x_SV.is_cpu, "a tensor in pieces, or in another memory")
         num_rows, width = x_SV.shape
         out_SV = x_SV.new_empty(num_rows, self.size * width) if self.rank == 0 else None
         work = Concatenation(
@@ -208,7 +212,3 @@ class MessageRing(RankGroup):
             message += memoryview(self._piece)[: piece & ~_MORE]
             follows = bool(piece & _MORE)
         return message
-
-
-def _check(x: torch.Tensor) -> None:
-    need(x.dtype in _DTYPES and x.is_contiguous() and x.is_cpu, "{} in pieces, or in another memory", x.dtype)

@@ -111,6 +111,17 @@ def test_steps_that_take_the_connection_give_the_same_tokens(
     assert tokens(tensor_parallel_size=2) == expected
 
 
+def test_a_model_that_one_process_has_no_memory_for_is_served_by_two() -> None:
+    small = {"kv_cache_memory": 3 * 2**20, "max_model_len": 2048}
+    with pytest.raises(ValueError, match="holds 1024 tokens, fewer than max_model_len 2048"):
+        LLM(str(DEMO), **settings(**small))
+    assert all(tokens(tensor_parallel_size=2, **small))
+
+
+def test_ranks_give_the_same_tokens_with_keys_and_values_in_8_bits() -> None:
+    assert tokens(tensor_parallel_size=2, kv_cache_dtype="int8") == tokens(kv_cache_dtype="int8")
+
+
 def test_a_rank_that_cannot_load_fails_the_load_in_words() -> None:
     with pytest.raises(ValueError, match="heads do not divide among 3 ranks"):
         LLM(str(DEMO), **settings(tensor_parallel_size=3))

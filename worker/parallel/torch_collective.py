@@ -1,8 +1,8 @@
 """Torch collective: ranks that exchange tensors by torch.distributed, with NCCL on GPUs of one machine.
 
 Unlike shared memory, NCCL cannot end an operation that waits for another rank. So a step that fails on one rank fails
-the worker, and nothing ever waits for NCCL: the loss of a rank is noticed by its link, and the processes end. Ranks
-meet by a file that this user alone may open, because torch's own server listens on every interface (CVE-2025-47277).
+the worker. Nothing waits for NCCL then: links notice the loss of a rank, and the processes end. Ranks meet by a file
+that this user alone may open, because torch's own server listens on every interface (CVE-2025-47277).
 
 Tested with gloo on a CPU. No GPU has run it so far.
 """
@@ -38,7 +38,7 @@ class TorchCollective:
             raise ValueError(f"this build of PyTorch has no {kind}, which ranks need")
         self.rank, self.size = rank, size
         self._on_failure = on_failure
-        store = dist.FileStore(str(meeting_file), size)
+        store = dist.FileStore(str(meeting_file), size)  # type: ignore[attr-defined]
         # With a device NCCL connects now, not within the first step.
         device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else None
         dist.init_process_group(kind, store=store, rank=rank, world_size=size, device_id=device)
