@@ -31,6 +31,7 @@ POLL_SECONDS = 0.2
 RAY = "ray"
 _ROLES = {
     "ray::WorkerActor": "workers",
+    "ray::RankActor": "workers",
     "ray::RouterActor": "router",
     "ray::Supervisor": "supervisor",
     "blockyard.router.tokenizing": "tokenizer",

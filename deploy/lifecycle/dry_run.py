@@ -11,7 +11,8 @@ from typing import Any
 from blockyard.deploy.lifecycle import doctor, preflight
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import refuse_if_up
-from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of, split_over_nodes, whole_workers
+from blockyard.deploy.lifecycle.serving import split_over_nodes
+from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of, whole_workers
 from blockyard.deploy.machine.check_results import Finding, exit_code
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray import nodes

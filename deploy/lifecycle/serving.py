@@ -72,6 +72,9 @@ def wait_until_all_serve(report: Report) -> Serving:
         stage = next_stage(stage, everyone, is_compiling=cpu_extension.is_being_built())
         report(Progress(stage=stage, done=len(serving), total=len(everyone), detail=_who_serves(everyone)))
         if len(serving) == len(everyone):
+            split = [replica for replica in everyone if len({node for node, _ in replica.ranks}) > 1]
+            if split:
+                report(Progress(stage=stage, warning=split_over_nodes(counted(len(split), "worker"))))
             routers = [replica for replica in everyone if replica.kind == "router"]
             gateways = (replica.http_address for replica in routers if replica.http_address)
             return Serving(
@@ -86,6 +89,14 @@ def wait_until_all_serve(report: Report) -> Serving:
         time.sleep(_POLL_SECONDS)
     waiting = [replica.name for replica in on_ray.supervisor_report().replicas if replica.phase != "serving"]
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
+
+
+def split_over_nodes(workers: str) -> str:
+    """Return the warning for workers that no node can hold with all their ranks."""
+    return (
+        f"no node has room for all ranks of {workers}: the ranks are on several nodes, and their sums at every layer "
+        "cross the network"
+    )
 
 
 def next_stage(stage: str, replicas: Sequence["Replica"], *, is_compiling: bool) -> str:

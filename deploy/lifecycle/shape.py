@@ -82,14 +82,6 @@ def whole_workers(rooms: Iterable[int], shape: Shape) -> list[int]:
     return whole
 
 
-def split_over_nodes(workers: str) -> str:
-    """Return the warning for workers that no node can hold with all their ranks."""
-    return (
-        f"no node has room for all ranks of {workers}: the ranks are on several nodes, and their sums at every layer "
-        "cross the network"
-    )
-
-
 def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, bool]:
     """Return the number of workers, and whether they take GPUs. Raise ClusterStartError for `cuda` without a GPU."""
     if options.engine.device == "cpu" or gpus_of_cluster < 1:

@@ -114,16 +114,16 @@ def test_two_ranks_answer_with_the_tokens_of_one_process(cluster: Cluster, alone
     assert "worker-0 rank 1 " in logs.stdout
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize(("rank", "kind"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_the_end_of_a_rank_ends_the_replica_and_its_requests_go_on_elsewhere(
-    cluster: Cluster, alone: list[list[int]], rank: int
+    cluster: Cluster, alone: list[list[int]], rank: int, kind: signal.Signals
 ) -> None:
     before = cluster.command.place("worker-0")
     with cluster.client() as client, ThreadPoolExecutor(len(PROMPTS)) as threads:
         begun = threading.Barrier(len(PROMPTS) + 1, timeout=HEAL_SECONDS)
         streams = [threads.submit(stream_tokens, client, prompt, begun) for prompt in PROMPTS]
         begun.wait()
-        os.kill(pids(before)[rank], signal.SIGKILL)
+        os.kill(pids(before)[rank], kind)
         assert [stream.result() for stream in streams] == alone
 
         def is_replaced() -> bool:
@@ -182,6 +182,7 @@ def test_ranks_that_no_node_has_room_for_are_on_two_nodes(alone: list[list[int]]
     with operators_head(num_cpus=1) as head, second_node(head, num_cpus=1):
         up = command.run("up", *ENGINE, *RANKS, "--workers", "1", "--address", head.address)
         assert up.returncode == 0, up.stderr
+        assert "no node has room for all ranks of 1 worker" in " ".join(up.stderr.split())
         state = remembered_state(command)
         try:
             place = command.place("worker-0")

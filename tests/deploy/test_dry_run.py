@@ -408,4 +408,8 @@ def test_who_asks_for_more_workers_than_cpus_is_told_how_many_would_have_one() -
         f"{4 * CPUS} workers share {CPUS} CPUs, 0.25 of one each: {CPUS} workers would have one each" in told
     )
     assert crowding(replace(crowded, num_workers=CPUS)) is None
+    of_ranks = replace(crowded, engine=replace(engine, tensor_parallel_size=2), num_workers=CPUS)
+    assert f"{2 * CPUS} ranks share {CPUS} CPUs, and each waits for the others" in str(crowding(of_ranks))
+    one = replace(of_ranks, engine=replace(engine, tensor_parallel_size=CPUS), num_workers=1)
+    assert crowding(one) is None
     assert crowding(replace(crowded, cpus_per_worker=0.25)) is None
