@@ -66,7 +66,7 @@ async def test_a_person_chats_sees_the_reasoning_and_stands_in_for_a_tool(
     shown = await browser.evaluate("[...document.querySelectorAll('.assistant .text')].at(-1).textContent")
     assert shown == "It is mild."
     prompt = prompt_of(worker)
-    assert f"<|im_start|>tool\n{RESULT}<|im_end|>" in prompt
+    assert f"<|im_start|>tool get_weather\n{RESULT}<|im_end|>" in prompt
     assert "<think>I <i>look</i>.</think>Let me see." in prompt
     assert browser.complaints == []
     assert browser.hosts == {gateway.address}
