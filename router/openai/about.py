@@ -8,6 +8,7 @@ from aiohttp.web import BaseRequest, Response
 from blockyard.proto.metrics.prometheus import CONTENT_TYPE
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.generation import RouterParts
+from blockyard.router.openai.chat_page import chat_page
 from blockyard.router.openai.http.call import CallNotes
 from blockyard.router.openai.http.json_response import encoded, json_response
 from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
@@ -33,6 +34,7 @@ class AboutRoutes:
         self._parts, self._about = parts, about
         self._document = encoded(document(about.version))
         self._page = page(about.version).encode()
+        self._chat_page, self._chat_headers = chat_page()
 
     async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
         models = [self._model_object(model) for model in model_messages(self._parts)]
@@ -61,6 +63,9 @@ class AboutRoutes:
 
     async def page(self, request: BaseRequest, notes: CallNotes) -> Response:
         return Response(body=self._page, headers=PAGE_HEADERS)
+
+    async def chat_page(self, request: BaseRequest, notes: CallNotes) -> Response:
+        return Response(body=self._chat_page, headers=self._chat_headers)
 
     def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
         """Return a model as OpenAI's JSON, with `max_model_len` as vLLM adds it. `created` is the router's start."""

@@ -68,6 +68,9 @@ PATHS: Mapping[str, Described] = {
     "/health": Described(verb="GET", says="200 if a worker is ready, else 503. Needs no token."),
     "/openapi.json": Described(verb="GET", says="This document as OpenAPI."),
     "/docs": Described(verb="GET", says="This document as a page.", answer="text/html"),
+    "/": Described(
+        verb="GET", says="A page for a chat with the model. Needs no token itself.", answer="text/html"
+    ),
 }
 """All paths of the API, in the order of the document."""
 

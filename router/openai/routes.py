@@ -81,6 +81,8 @@ class Routes:
             "/health": _Route(health, about_routes.health),
             "/openapi.json": _Route(lists, about_routes.document),
             "/docs": _Route(lists, about_routes.page),
+            # It holds nothing of the cluster, and a browser sends no token with its first request.
+            "/": _Route(health, about_routes.chat_page),
         }
 
     async def __call__(self, request: BaseRequest) -> StreamResponse:

@@ -39,7 +39,8 @@ CHOSEN = {"type": "function", "function": {"name": "remove"}}
 ANSWERED = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if tools %}<tool_call>{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}"
     "<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -214,6 +215,13 @@ async def test_earlier_calls_and_their_results_reach_the_template(
     assert f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\nrain<|im_end|><|im_end|>\n" in prompt
     ends = unpack_tokens(worker.submits[-1].token_ids).count(EOS)
     assert ends == 4, "what a tool answers never becomes a control token"
+
+
+async def test_a_template_learns_the_name_of_the_function_that_a_result_is_from(thinking: Gateway) -> None:
+    messages = [*HELLO, CALLS, {**ANSWERED, "tool_call_id": "call_1"}]
+    async with thinking.router.workers(worker_of_model("a")) as (worker,):
+        assert (await thinking.post({"messages": messages, "max_tokens": 1})).status == 200
+        assert "<|im_start|>tool get_weather\nx<|im_end|>" in prompt_of(worker)
 
 
 async def test_a_control_token_in_a_tool_stays_text(client: AsyncOpenAI, worker: FakeWorker) -> None:

@@ -135,8 +135,8 @@ def shows_special(wanted: Wanted) -> bool:
 
 
 def _end(piece: Piece, has_called: bool) -> dict[str, Any]:
-    """Return the fields that say why the output has ended, if it has. `stop_reason` is vLLM's: the stop text or
-    token."""
+    """Return the fields that say how the output has ended, if it has. `stop_reason` is vLLM's: the stop text or
+    token. `worker_id` is ours: the worker that made the end."""
     finish = piece.finish
     if finish is None:
         return {"finish_reason": None}
@@ -146,4 +146,5 @@ def _end(piece: Piece, has_called: bool) -> dict[str, Any]:
     return {
         "finish_reason": reason,
         "stop_reason": finish.stop_reason if finish.HasField("stop_reason") else None,
+        "worker_id": finish.worker_id,
     }

@@ -137,11 +137,16 @@ def _read_messages(name: str, messages: list[Any]) -> list[inference_pb2.ChatMes
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest.of(name, f"at most {MAX_MESSAGES} are allowed")
     read = [_message(f"{name}[{number}]", message) for number, message in enumerate(messages)]
-    open_calls: frozenset[str] = frozenset()
+    called: dict[str, str] = {}
+    """Names of the functions that the last answer has called, by the call's id."""
     for number, message in enumerate(read):
         if message.role != "tool":
-            open_calls = frozenset(call["id"] for call in json.loads(message.tool_calls or "[]"))
-        elif message.tool_call_id not in open_calls:
+            calls = json.loads(message.tool_calls or "[]")
+            called = {call["id"]: call["function"]["name"] for call in calls}
+        elif message.tool_call_id in called:
+            # Some chat templates need the name, which OpenAI's API leaves out here.
+            message.name = message.name or called[message.tool_call_id]
+        else:
             raise InvalidRequest.of(
                 f"{name}[{number}].tool_call_id",
                 "must be the id of a call in the assistant's message before it",
