@@ -115,6 +115,8 @@ class _Pace:
 
     def end(self) -> None:
         self._timer.cancel()
+        # A cancelled task refers to its frame, and so to this: only the garbage collector would free the circle.
+        del self._writing
 
 
 async def deliver(

@@ -42,11 +42,12 @@ class SamplingLimits:
 def sampling_violations(
     message: inference_pb2.SamplingParams, facts: ModelFacts, limits: SamplingLimits
 ) -> list[FieldViolation]:
+    countable = {field for field, limit in COUNTS.items() if len(getattr(message, field)) <= limit}
     problems = [
         *_out_of_range(message, limits),
-        *_bad_lists(message, facts),
+        *_bad_lists(message, facts, countable),
         *_bad_lengths(message),
-        *_no_token_left(message, facts),
+        *(_no_token_left(message, facts) if countable.issuperset(TOKEN_FIELDS) else ()),
         *_excluded_by_beams(message),
         *_structured(message),
     ]
@@ -65,20 +66,28 @@ def _out_of_range(message: inference_pb2.SamplingParams, limits: SamplingLimits)
         yield "early_stopping", "must be one of the values of EarlyStopping"
 
 
-def _bad_lists(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iterator[Problem]:
+def _bad_lists(
+    message: inference_pb2.SamplingParams, facts: ModelFacts, countable: Collection[str]
+) -> Iterator[Problem]:
+    """Yield the problems of repeated fields. Only the elements of the `countable` ones, which have no more of them than
+    allowed, are read."""
+
+    def elements(field: str) -> Iterable[Any]:
+        return getattr(message, field) if field in countable else ()
+
     for field, limit in COUNTS.items():
-        if len(getattr(message, field)) > limit:
+        if field not in countable:
             yield field, f"at most {limit} are allowed"
     for field in TOKEN_FIELDS:
-        if any(token_id >= facts.vocab_size for token_id in _bounded(message, field)):
+        if any(token_id >= facts.vocab_size for token_id in elements(field)):
             yield field, "each must be a token id of the model"
-    if "logit_bias" in _countable(message) and not all(
+    if "logit_bias" in countable and not all(
         -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS for bias in message.logit_bias.values()
     ):
         yield "logit_bias", f"each must be a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
-    if not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in _bounded(message, "stop")):
+    if not all(1 <= len(stop) <= MAX_STOP_CHARS for stop in elements("stop")):
         yield "stop", f"each must have 1 to {MAX_STOP_CHARS} characters"
-    if not all(_is_bad_word(word) for word in _bounded(message, "bad_words")):
+    if not all(_is_bad_word(word) for word in elements("bad_words")):
         yield "bad_words", f"each must have 1 to {MAX_BAD_WORD_CHARS} characters, not spaces alone"
 
 
@@ -116,8 +125,6 @@ def _bad_lengths(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
 def _no_token_left(message: inference_pb2.SamplingParams, facts: ModelFacts) -> Iterator[Problem]:
     """Yield a problem if the lists of tokens leave no token to sample, or only ones that end the output before
     min_tokens."""
-    if any(field not in _countable(message) for field in TOKEN_FIELDS):
-        return
     ends = set(message.stop_token_ids) | (frozenset() if message.ignore_eos else facts.eos_token_ids)
     if not _leaves_any(message, facts, set(message.bad_token_ids)):
         field = "allowed_token_ids" if message.allowed_token_ids else "bad_token_ids"
@@ -164,16 +171,6 @@ def _structured(message: inference_pb2.SamplingParams) -> Iterator[Problem]:
         yield "ignore_eos", "is not allowed with structured output, which ends when it is complete"
     if message.min_tokens:
         yield "min_tokens", "is not allowed with structured output, which ends when it is complete"
-
-
-def _countable(message: inference_pb2.SamplingParams) -> Collection[str]:
-    """Return the names of the repeated fields that have no more elements than allowed."""
-    return {field for field, limit in COUNTS.items() if len(getattr(message, field)) <= limit}
-
-
-def _bounded(message: inference_pb2.SamplingParams, field: str) -> Iterable[Any]:
-    """Return the elements of a repeated field, or none if it has more than allowed."""
-    return getattr(message, field) if field in _countable(message) else ()
 
 
 def _float32(number: float) -> float:

@@ -335,7 +335,8 @@ class _Seat:
             process = self.process
             assert process is not None
             loaded = await process.connect()
-            await asyncio.wait({loaded}, timeout=self._timeouts.start_seconds)
+            if not loaded.done():
+                await asyncio.wait({loaded}, timeout=self._timeouts.start_seconds)
             if not loaded.done():
                 self._replace()
                 raise TokenizingTimeout(

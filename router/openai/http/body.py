@@ -52,7 +52,8 @@ async def read_json(request: BaseRequest, charge: Charge, *, max_model_len: int)
     limit_bytes = max_body_bytes(max_model_len)
     check_head(request, limit_bytes)
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        # A small body has come with its head.
+        async with asyncio.timeout(None if request.content.is_eof() else BODY_SECONDS):
             raw = await _read(request, limit_bytes, charge)
         return parse_json(raw, most_values=max_values(max_model_len))
     except TimeoutError:
