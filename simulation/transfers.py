@@ -1,10 +1,11 @@
 """Transfers between simulated workers: the exchange of each worker, over links that take virtual time.
 
-A link carries one pull after the other, as a network card does. Lending and caching are the engine's own. Does not own
-the bytes, which do not exist here: what arrives is decided by time alone.
+A link carries one pull after the other, as a network card does. Lending and caching are the engine's own. What arrives
+is decided by time alone. Does not own the bytes: a run whose runners have some says how to copy them.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,7 +13,9 @@ from blockyard.proto.v1.session_pb2 import PullEnd, PullReport
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
+from blockyard.worker.execution.runner import Runner
 from blockyard.worker.scheduling.pulls import Pull
+from blockyard.worker.sequences.identifiers import HostSlot
 from blockyard.worker.session.session import SessionService
 
 from simulation.virtual_time import PROCESS, Process
@@ -28,6 +31,8 @@ class TransferNetwork:
     """Rate of each worker's link, in each direction."""
     setup_seconds: float
     """Time until a source hears of a pull, and until its answer is back."""
+    copy: Callable[[Runner, Loan, int, Runner, HostSlot], object] = lambda *block: None
+    """Copies the block of this index in a loan from one runner to a slot of another's host memory."""
     exchanges: "dict[str, VirtualExchange]" = field(default_factory=dict)
 
 
@@ -51,6 +56,8 @@ class VirtualExchange:
         self._engine = engine
         self._service = service
         self._process = PROCESS.get()
+        self._lent: set[Loan] = set()
+        """Loans that have not ended. Each ends at its deadline, also if the other worker has died."""
         self._free_at = 0.0
         """When the link has carried all that was given to it."""
         network.exchanges[f"{address.rpartition(':')[0]}:{TRANSFER_PORT}"] = self
@@ -60,7 +67,7 @@ class VirtualExchange:
     async def lend(self, pull: Pull) -> Loan:
         """Return the loan of this worker's blocks for a pull of another worker."""
         first = len(pull.head)
-        future = self.thread.call(lambda engine: engine.lend(pull.prefix, first=first))
+        future = self.thread.call(lambda engine: self._lend(engine, pull, first))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -68,8 +75,24 @@ class VirtualExchange:
                 future.add_done_callback(lambda lent: self._end_loan(lent.result()))
             raise
 
+    def _lend(self, engine: Engine, pull: Pull, first: int) -> Loan:
+        loan = engine.lend(pull.prefix, first=first)
+        self._lent.add(loan)
+        assert isinstance(self._process, Process)
+        self._process.start(self._end_at_deadline(loan, pull.order.seconds))
+        return loan
+
+    async def _end_at_deadline(self, loan: Loan, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._end_loan(loan)
+
     def _end_loan(self, loan: Loan) -> None:
-        self.thread.call(lambda engine: engine.end_loan(loan))
+        self.thread.call(lambda engine: self._end_once(engine, loan))
+
+    def _end_once(self, engine: Engine, loan: Loan) -> None:
+        if loan in self._lent:
+            self._lent.remove(loan)
+            engine.end_loan(loan)
 
     def _start_pull(self, pull: Pull) -> None:
         assert isinstance(self._process, Process)
@@ -106,10 +129,14 @@ class VirtualExchange:
         try:
             block_seconds = self._engine.bytes_per_block / network.bytes_per_second
             num_blocks = loan.num_unsent
-            for _ in range(num_blocks):
+            for number in range(num_blocks):
                 free_at = max(self._free_at, source._free_at, loop.time()) + block_seconds
                 self._free_at = source._free_at = free_at
                 await asyncio.sleep(free_at - loop.time())
+                if loan not in source._lent:
+                    return  # its deadline has passed
+                index = len(loan) - num_blocks + number
+                network.copy(source._engine.runner, loan, index, self._engine.runner, pull.slots[number])
                 report.num_blocks += 1
                 loan.num_unsent -= 1
                 loan.num_sent += 1

@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", action="store_true", help="show every event")
     arguments = parser.parse_args()
-    broken, outcomes, struck = [], Counter[str](), Counter[str]()
+    broken, outcomes, struck, travels = [], Counter[str](), Counter[str](), Counter[str]()
     began, virtual_seconds = time.monotonic(), 0.0
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         result = run(seed)
@@ -31,6 +31,7 @@ def main() -> int:
             _show(result)
         outcomes.update(result.outcomes)
         struck.update({kind.name: count for kind, count in result.struck.items()})
+        travels.update({"sequences moved": result.num_moves, "blocks pulled": result.num_pulled_blocks})
         virtual_seconds += result.seconds
         if result.violation:
             broken.append(seed)
@@ -39,6 +40,7 @@ def main() -> int:
     print(f"{arguments.runs} runs in {seconds:.1f} s, {virtual_seconds:,.0f} s of virtual time")
     print(f"outcomes: {dict(outcomes.most_common())}")
     print(f"faults: {dict(struck.most_common())}")
+    print(f"between workers: {dict(travels)}")
     print(f"broken: {broken or 'none'}")
     return 1 if broken else 0
 

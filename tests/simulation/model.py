@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import accumulate
 
+from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.execution.runner import Runner
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.beams import num_candidates
-from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.identifiers import BlockName, HostSlot
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.step_plan import NO_TOKEN, RowExtras, ScheduledRow, StepPlan, StepTokens
 
@@ -108,6 +110,19 @@ class DigestRunner:
             return RowExtras(candidates=chosen)
         seed = row.sequence.sampling.seed
         return RowExtras(tokens=tuple(next_token(digest, seed, n) for n in range(1, row.num_outputs)))
+
+
+def copy_block(source: Runner, loan: Loan, index: int, destination: Runner, slot: HostSlot) -> None:
+    """Copy a block that one worker lends to another into a slot of its host memory."""
+    assert isinstance(source, DigestRunner)
+    assert isinstance(destination, DigestRunner)
+    on_device = index < len(loan.blocks)
+    content = (
+        source._kv[loan.blocks[index]]
+        if on_device
+        else source._host[loan.host_slots[index - len(loan.blocks)]]
+    )
+    destination._host[slot] = list(content)
 
 
 def expected_outputs(prompt: list[int], sampling: SamplingParams, config: SchedulerConfig) -> list[list[int]]:

@@ -17,6 +17,7 @@ from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.indexing.net_difference import NetDifference
 from blockyard.worker.indexing.publisher import IndexPublisher
+from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.session.outbox import Outbox
 from blockyard.worker.session.session import SessionService
 
@@ -118,6 +119,14 @@ def _merged_rows_begin_at_the_newest(right: Callable[..., Any]) -> Callable[...,
     return add
 
 
+def _given_back_without_a_word(right: Callable[..., Any]) -> Callable[..., Any]:
+    def take_given_back(scheduler: Scheduler) -> list[Any]:
+        right(scheduler)
+        return []
+
+    return take_given_back
+
+
 def _dead_are_believed_in(right: Callable[..., Any]) -> Callable[..., Any]:
     def disconnected(view: ClusterView, address: str, reason: str) -> None:
         worker = view.at(address)
@@ -144,6 +153,9 @@ MUTANTS: dict[str, Mutant] = {
     "bookings: a sum is not taken back": ((Bookings, "remove", _every_fifth_is(_no_longer_open)),),
     "session: the end of a stream cancels nothing": (
         (SessionService, "_cancel_all", lambda right: _nothing),
+    ),
+    "scheduler: what moves is ended without a word": (
+        (Scheduler, "take_given_back", _given_back_without_a_word),
     ),
     "outbox: merged rows begin at the newest": ((Outbox, "add", _merged_rows_begin_at_the_newest),),
     "publisher: a removal is skipped": ((NetDifference, "take_removed", _removals_get_lost),),

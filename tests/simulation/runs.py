@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from blockyard.router.placement.pulls import Link
+
 from simulation.virtual_time import Stalled, VirtualLoop, bury
 
 from .checks import Violation, check_at_rest, check_ends, check_now
@@ -28,6 +30,9 @@ class Run:
     seconds: float
     """Virtual time."""
     num_turns: int
+    num_moves: int
+    """Preempted sequences that workers gave back, to go on elsewhere."""
+    num_pulled_blocks: int
 
 
 def run(seed: int) -> Run:
@@ -40,7 +45,7 @@ def run_scenario(chosen: Scenario) -> Run:
     world.on_look = check_now
     violation = ""
     try:
-        with _complaints() as complaints:
+        with _complaints() as complaints, _free_pulls(chosen.pulls_are_free):
             loop.run_until_complete(_checked(world))
         if complaints:
             raise Violation(f"defects are logged: {complaints}")
@@ -57,6 +62,10 @@ def run_scenario(chosen: Scenario) -> Run:
         struck={kind: count for kind, count in world.struck.items() if count},
         seconds=world.now,
         num_turns=loop.num_ticks,
+        num_moves=sum(life.engine.scheduler.num_moves for seat in world.seats for life in seat.lives),
+        num_pulled_blocks=sum(
+            life.engine.scheduler.pulls.num_blocks for seat in world.seats for life in seat.lives
+        ),
     )
 
 
@@ -70,6 +79,18 @@ class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not (text := record.getMessage()).startswith(NO_DEFECTS):
             self.texts.append(text)
+
+
+@contextmanager
+def _free_pulls(are_free: bool) -> Iterator[None]:
+    """Let routers estimate, or not, that pulls take no time."""
+    right = Link.time_ms
+    if are_free:
+        Link.time_ms = lambda link, tokens, source: 0.0  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Link.time_ms = right  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Each fault ends by itself, and all of them before `HEALED_SECONDS`: what comes a
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 
@@ -24,6 +24,7 @@ NO_WORKER_SECONDS = 2.0
 MAX_MIGRATIONS = 3
 STOP_TOKENS = (7, 21)
 FEWEST_REQUESTS = 6
+BLOCK_BYTES = 1000
 
 
 class Kind(Enum):
@@ -132,6 +133,10 @@ class Scenario:
     setup: WorkerSetup[DigestRunner]
     latency_seconds: float
     jitter_seconds: float
+    link_bytes_per_second: float
+    """Rate at which workers fetch blocks from each other."""
+    pulls_are_free: bool
+    """Whether routers estimate that a pull takes no time. The model here computes faster than any link."""
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
 
@@ -150,9 +155,20 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
     """Draw a scenario from any random source, such as that of hypothesis, which can shrink it. The seed decides events
     within the run."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
-    setup = _setup(chance)
+    is_crowded = num_workers > 1 and chance.random() < 0.3
+    setup = _crowded(_setup(chance)) if is_crowded else _setup(chance)
     num_requests = chance.randint(FEWEST_REQUESTS, 22)
     groups = [[chance.randint(1, 9) for _ in range(32)] for _ in range(3)]
+    requests = [
+        _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
+        for number in range(num_requests)
+    ]
+    faults = _faults(chance, num_workers, num_routers)
+    if is_crowded:
+        requests = [_long(request, chance, setup.scheduler.max_model_len) for request in requests]
+        # One worker comes back with an empty pool while the others have too little room.
+        back = Fault(at=0.5, kind=Kind.PAUSE, seconds=chance.uniform(0.6, 1.0), worker=0, router=0)
+        faults = (back, *(fault for fault in faults if fault.at > 2.0))
     return Scenario(
         seed=seed,
         num_workers=num_workers,
@@ -160,17 +176,16 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
         setup=setup,
         latency_seconds=chance.choice((0.0, 0.0005, 0.005)),
         jitter_seconds=chance.choice((0.0, 0.0005, 0.01)),
-        requests=tuple(
-            _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
-            for number in range(num_requests)
-        ),
-        faults=_faults(chance, num_workers, num_routers),
+        link_bytes_per_second=chance.choice((5e4, 1e6)),
+        pulls_are_free=is_crowded,
+        requests=tuple(requests),
+        faults=faults,
     )
 
 
 def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
     num_blocks = chance.choice((24, 30, 60))
-    host_blocks = chance.choice((0, 0, 20))
+    host_blocks = chance.choice((0, 20, 40))
     config = SchedulerConfig(
         block_size=4,
         max_num_seqs=chance.choice((4, 8)),
@@ -179,6 +194,7 @@ def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
         swap_blocks=chance.choice((0, 0, 16)),
         host_cache_blocks=host_blocks,
         index_stride_blocks=chance.choice((1, 1, 2)),
+        most_lent_blocks=num_blocks // 2,
     )
     return WorkerSetup(
         scheduler=config,
@@ -193,6 +209,35 @@ def _setup(chance: random.Random) -> WorkerSetup[DigestRunner]:
         max_waiting=chance.choice((2, 4, 16)),
         mixed_step_seconds=0.02,
         lease_seconds=1.0,
+        bytes_per_block=BLOCK_BYTES,
+        swap_blocks_per_second=chance.choice((0.0, 1000.0, 1000.0)),
+    )
+
+
+def _crowded(setup: WorkerSetup[DigestRunner]) -> WorkerSetup[DigestRunner]:
+    """Return workers that preempt much, and may fetch blocks."""
+    scheduler = replace(
+        setup.scheduler, max_num_seqs=8, host_cache_blocks=60, max_num_batched_tokens=64, swap_blocks=0
+    )
+    return replace(
+        setup,
+        scheduler=scheduler,
+        num_blocks=30,
+        swap_blocks_per_second=1000.0,
+        max_waiting=16,
+    )
+
+
+def _long(request: Request, chance: random.Random, max_model_len: int) -> Request:
+    """Return the request with a long output, at the time of the others."""
+    longest = max_model_len - len(request.prompt)
+    return replace(
+        request,
+        at=chance.uniform(0.9, 1.3),
+        max_tokens=min(60, longest),
+        n=1 if request.n > 2 else request.n,
+        beam_width=0,
+        stop_after={},
     )
 
 

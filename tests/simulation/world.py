@@ -9,7 +9,7 @@ import random
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from blockyard.proto.index.twin import TwinPrefixIndex
@@ -19,10 +19,11 @@ from simulation.calls import Connections
 from simulation.index_access import IndexServer, IndexState, answer
 from simulation.network import Network, Path
 from simulation.router_process import RouterProcess, RouterSetup
+from simulation.transfers import TransferNetwork
 from simulation.virtual_time import START_SECONDS, Process, ProcessState, VirtualLoop
 from simulation.worker_process import WorkerProcess
 
-from .model import DigestRunner
+from .model import DigestRunner, copy_block
 from .record import Record
 from .scenario import HEALED_SECONDS, MAX_MIGRATIONS, NO_WORKER_SECONDS, Fault, Kind, Request, Scenario
 
@@ -75,6 +76,12 @@ class World:
         self.connections = Connections(self.network)
         self.connections.on_message = self._heard
         self.index = IndexServer(TwinPrefixIndex(loop.time), self.network)
+        self._setup = replace(
+            scenario.setup,
+            transfers=TransferNetwork(
+                bytes_per_second=scenario.link_bytes_per_second, setup_seconds=0.001, copy=copy_block
+            ),
+        )
         self.seats = [Seat(f"w{number}", f"w{number}:1") for number in range(scenario.num_workers)]
         self.routers: list[RouterProcess] = []
         self.dead_routers: list[RouterProcess] = []
@@ -133,7 +140,7 @@ class World:
             seat.name,
             seat.life,
             seat.address,
-            self.scenario.setup,
+            self._setup,
             self.loop,
             self.connections,
             self.index,
