@@ -96,9 +96,9 @@ MUTANTS = (
         STORM,
         (
             "worker:Pulls.leave",
-            "pull.is_cancelled = not self._waiting[pull]",
+            "pull.is_cancelled = not (self._waiting[pull] or pull.is_ordered)",
             """
-            pull.is_cancelled = not self._waiting[pull]
+            pull.is_cancelled = not (self._waiting[pull] or pull.is_ordered)
             if pull.is_cancelled:
                 self._tables.host_cache.release(pull.slots)
                 pull.deadline = -1.0

@@ -22,6 +22,7 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.indexing.net_difference import NetDifference
 from blockyard.worker.indexing.publisher import IndexPublisher
 from blockyard.worker.scheduling.pulls import Pulls
+from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.session.outbox import Outbox
 from blockyard.worker.session.session import SessionService
 from blockyard.worker.transfer.rules import Avoided
@@ -125,6 +126,14 @@ def _merged_rows_begin_at_the_newest(right: Callable[..., Any]) -> Callable[...,
             row.token_offset = output.token_offset
 
     return add
+
+
+def _given_back_without_a_word(right: Callable[..., Any]) -> Callable[..., Any]:
+    def take_given_back(scheduler: Scheduler) -> list[Any]:
+        right(scheduler)
+        return []
+
+    return take_given_back
 
 
 def _dead_are_believed_in(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,6 +244,9 @@ MUTANTS: dict[str, Mutant] = {
     "bookings: a sum is not taken back": ((Bookings, "remove", _every_fifth_is(_no_longer_open)),),
     "session: the end of a stream cancels nothing": (
         (SessionService, "_cancel_all", lambda right: _nothing),
+    ),
+    "scheduler: what moves is ended without a word": (
+        (Scheduler, "take_given_back", _given_back_without_a_word),
     ),
     "outbox: merged rows begin at the newest": ((Outbox, "add", _merged_rows_begin_at_the_newest),),
     "publisher: a removal is skipped": ((NetDifference, "take_removed", _removals_get_lost),),

@@ -144,6 +144,8 @@ class Scenario:
     pulled_blocks_per_second: float = 0.0
     """Rate at which a worker fetches blocks from another one. 0: it does not."""
     policy: PolicyName = "prefix"
+    pulls_are_free: bool = False
+    """Whether routers estimate that a pull takes no time. The model here computes faster than any link."""
 
     def describe(self) -> str:
         lines = [f"seed {self.seed}: {self.num_workers} workers, {self.num_routers} routers, {self.setup}"]
@@ -204,9 +206,21 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
     within the run."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
     pulled_blocks_per_second = chance.choice((0.0, 20.0, 100.0, 1000.0)) if num_workers > 1 else 0.0
+    is_crowded = pulled_blocks_per_second > 0 and chance.random() < 0.3
     setup = _setup(chance, has_pulls=pulled_blocks_per_second > 0)
+    setup = _crowded(setup) if is_crowded else setup
     num_requests = chance.randint(FEWEST_REQUESTS, 22)
     groups = [[chance.randint(1, 9) for _ in range(64)] for _ in range(3)]
+    requests = [
+        _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
+        for number in range(num_requests)
+    ]
+    faults = _faults(chance, num_workers, num_routers, has_pulls=pulled_blocks_per_second > 0)
+    if is_crowded:
+        requests = [_long(request, chance, setup.scheduler.max_model_len) for request in requests]
+        # One worker comes back with an empty pool while the others have too little room.
+        back = Fault(at=0.5, kind=Kind.PAUSE, seconds=chance.uniform(0.6, 1.0), worker=0, router=0)
+        faults = (back, *(fault for fault in faults if fault.at > 2.0))
     return Scenario(
         seed=seed,
         num_workers=num_workers,
@@ -214,13 +228,13 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
         setup=setup,
         latency_seconds=chance.choice((0.0, 0.0005, 0.005)),
         jitter_seconds=chance.choice((0.0, 0.0005, 0.01)),
-        requests=tuple(
-            _request(chance, number, setup.scheduler.max_model_len, groups, num_routers)
-            for number in range(num_requests)
-        ),
-        faults=_faults(chance, num_workers, num_routers, has_pulls=pulled_blocks_per_second > 0),
+        pulls_are_free=is_crowded,
+        requests=tuple(requests),
+        faults=faults,
         pulled_blocks_per_second=pulled_blocks_per_second,
-        policy=chance.choice(("prefix", "round_robin")) if pulled_blocks_per_second else "prefix",
+        policy=chance.choice(("prefix", "round_robin"))
+        if pulled_blocks_per_second and not is_crowded
+        else "prefix",
     )
 
 
@@ -253,6 +267,33 @@ def _setup(chance: random.Random, *, has_pulls: bool) -> WorkerSetup[DigestRunne
         bytes_per_block=config.block_size * DIGEST_BYTES,
         swap_blocks_per_second=10_000.0 if has_pulls else 0.0,
         memory_of=lambda runner: runner,
+    )
+
+
+def _crowded(setup: WorkerSetup[DigestRunner]) -> WorkerSetup[DigestRunner]:
+    """Return workers that preempt much, and may fetch blocks."""
+    scheduler = replace(
+        setup.scheduler, max_num_seqs=8, host_cache_blocks=60, max_num_batched_tokens=64, swap_blocks=0
+    )
+    return replace(
+        setup,
+        scheduler=scheduler,
+        num_blocks=30,
+        swap_blocks_per_second=1000.0,
+        max_waiting=16,
+    )
+
+
+def _long(request: Request, chance: random.Random, max_model_len: int) -> Request:
+    """Return the request with a long output, at the time of the others."""
+    longest = max_model_len - len(request.prompt)
+    return replace(
+        request,
+        at=chance.uniform(0.9, 1.3),
+        max_tokens=min(60, longest),
+        n=1 if request.n > 2 else request.n,
+        beam_width=0,
+        stop_after={},
     )
 
 

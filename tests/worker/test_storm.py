@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from .storm import Storm, random_request
 
-ACTIONS = 8000
+ACTIONS = 10_000
 """In each of five weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
     "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},
@@ -68,13 +68,13 @@ def blow(storm: Storm, chance: random.Random) -> None:
         storm.take_back(moved=kind < 0.274)
     elif kind < 0.285 and storm.scheduler.config.host_cache_blocks + storm.scheduler.config.swap_blocks:
         storm.break_next(chance.choice(["out", "in", "in", "copies", "after"]))
-    elif kind < 0.295:
+    elif kind < 0.3:
         storm.corrupt(chance.randrange(1000))
-    elif kind < 0.31:
+    elif kind < 0.315:
         storm.measure(
             chance.choice([0.0, 50.0]), chance.choice([0.0, 1.0, 1000.0]), chance.choice([None, 16])
         )
-    elif kind < 0.325:
+    elif kind < 0.33:
         storm.offer_room(chance.choice([0, 15, 40, 40]), chance.choice([10.0, 1e4, 1e4]))
     elif kind < 0.36:
         storm.receive(chance.randrange(100))

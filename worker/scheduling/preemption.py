@@ -1,8 +1,8 @@
 """Preemption: chooses the victim when blocks run out, and whether to swap or recompute its blocks, or move it.
 
-    swap         blocks go to host memory and come back         waits here for room
-    recompute    blocks are dropped                             waits here for room
-    move         another worker fetches the blocks (a pull)     goes on there at once
+- swap: blocks go to host memory and come back. The sequence waits for room.
+- recompute: blocks are dropped. The sequence waits for room.
+- move: the request is given back. Another worker fetches the blocks (a pull) and goes on at once.
 
 Pure choices over running sequences. Owns the estimates of cost. Does not move blocks (cache/block_tables.py) or change
 queues (scheduler.py).

@@ -98,7 +98,7 @@ class SessionService:
         self._is_closing = False
         self._arrivals = Arrivals(hello.block_size)
         self._room = Room()
-        """What a router has said last of room on other workers."""
+        """Room on other workers, as a router has told it last."""
         self._taken: list[int] = []
         """Tokens to compute of each request that the engine has taken since its last step. Changed on its thread."""
         self._has_stepped = asyncio.Event()
