@@ -36,6 +36,10 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
     if not node_cpus:
         raise ClusterStartError("the Ray cluster has no CPU")
     num_workers, gpus_each = _workers_to_place(options, num_gpus)
+    if options.num_prefill_workers >= num_workers:
+        raise ClusterStartError(
+            f"--prefill-workers {options.num_prefill_workers} leave none of {counted(num_workers, 'worker')} to decode"
+        )
     share = options.cpus_per_worker or cpus_per_worker(node_cpus, num_workers)
     cpus_each = min(share, MAX_CPUS_BESIDE_GPU) if gpus_each else share
     _check_fits(num_workers, cpus_each, gpus_each, node_cpus, num_gpus)

@@ -135,4 +135,10 @@ MATRIX = (
     ),
     _fault(70, "two tenants pull one prefix", "it stays on the account of the first"),
     _fault(71, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
+    _fault(
+        72, "prefill worker SIGKILL after the first token, before the pull", "its blocks are computed again"
+    ),
+    _fault(73, "prefill worker SIGSTOP there", "as 72, once the pull is late"),
+    _fault(74, "prefill worker restarts there, on its port", "as 72: its incarnation differs"),
+    _fault(75, "decode worker SIGKILL", "as 16; a prefill worker that is alone goes on with the request"),
 )
