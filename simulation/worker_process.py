@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
+from blockyard.proto.roles import Role
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.engine import Engine
@@ -76,9 +77,11 @@ class WorkerProcess(Generic[RunnerT]):
         connections: Connections,
         index: IndexServer,
         rng: random.Random,
+        *,
+        role: Role = "both",
     ) -> None:
         """Create a worker. `number` counts the incarnations of this name."""
-        self.name, self.address = name, address
+        self.name, self.address, self._role = name, address, role
         self.incarnation = f"{name}#{number}"
         self.process = Process(self.incarnation, loop)
         self._connections = connections
@@ -213,6 +216,7 @@ class WorkerProcess(Generic[RunnerT]):
             index_stride_blocks=config.index_stride_blocks,
             transfer_port=TRANSFER_PORT if self._setup.transfers is not None else 0,
             block_bytes=self._setup.bytes_per_block,
+            role=self._role,
         )
 
     def _publish(self, result: StepResult) -> None:

@@ -102,6 +102,7 @@ def _card(
         "address": replica.address if replica else "",
         "incarnation": replica.incarnation if replica else "",
         "device": "",
+        "role": "",
         "pool": None if pool is None else pool_message(pool),
     }
     if worker is not None:
@@ -109,6 +110,7 @@ def _card(
             "address": worker.address,
             "incarnation": worker.incarnation,
             "device": worker.device,
+            "role": "" if worker.role == "both" else worker.role,
             "engine": worker.engine,
             "silent_seconds": round(worker.seconds_since_heard, 1),
         }

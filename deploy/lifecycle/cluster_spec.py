@@ -73,6 +73,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         namespace=on_ray.namespace(cluster.cluster),
         worker=worker,
         num_workers=shape.num_workers,
+        num_prefill_workers=options.num_prefill_workers,
         num_cpus_per_worker=shape.num_cpus,
         num_gpus_per_worker=shape.num_gpus,
         router=router,

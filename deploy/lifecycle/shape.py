@@ -39,6 +39,10 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
         raise ClusterStartError("the Ray cluster has no CPU")
     num_ranks = options.engine.tensor_parallel_size
     num_workers, has_gpus = _workers_to_place(options, num_gpus)
+    if options.num_prefill_workers >= num_workers:
+        raise ClusterStartError(
+            f"--prefill-workers {options.num_prefill_workers} leave none of {counted(num_workers, 'worker')} to decode"
+        )
     if options.cpus_per_worker is None:
         share = cpus_per_rank(node_cpus, num_workers * num_ranks)
     else:

@@ -56,6 +56,13 @@ class UpOptions:
         help="Number of workers. Default: one for each GPU, or one on a machine without GPUs.",
         flag="--workers",
     )
+    num_prefill_workers: int = setting(
+        0,
+        help="Number of workers with the role `prefill`: worker-0 and the following. The others have --role. Needs "
+        "--host-cache-gib.",
+        flag="--prefill-workers",
+        minimum=0,
+    )
     num_routers: int = setting(1, help="Number of routers. Each serves any client.", flag="--routers")
     policy: PolicyName = "prefix"
     no_pull: bool = False
@@ -140,6 +147,10 @@ class UpOptions:
         state.checked_name(self.cluster)
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {self.num_workers}")
+        if self.num_prefill_workers and (not self.engine.host_cache_gib or self.no_pull):
+            raise ValueError(
+                "with --prefill-workers the other workers fetch blocks: they need --host-cache-gib, and no --no-pull"
+            )
         if not all(self.model_names):
             raise ValueError("a model's name must not be empty")
         if self.num_routers < 1:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -21,6 +20,7 @@ from blockyard.deploy.supervision.replicas import (
     OtherCodeError,
     Replica,
     router_config,
+    worker_config,
 )
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
@@ -58,7 +58,7 @@ def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any) -> Any:
         where = {spec.router_resource: 1.0} if spec.router_resource else {}
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
         return made.remote(router, replica.name, SUPERVISOR_NAME)
-    config = replace(spec.worker, worker_id=replica.name)
+    config = worker_config(spec, replica)
     resources = {
         "num_cpus": spec.num_cpus_per_worker / spec.num_ranks,
         "num_gpus": spec.num_gpus_per_worker / spec.num_ranks,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from blockyard.proto.roles import Role
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import WorkerConfig
 
@@ -40,6 +41,8 @@ class ClusterSpec:
     num_gpus_per_worker: float
     router: RouterConfig
     num_routers: int
+    num_prefill_workers: int = 0
+    """Workers with the role `prefill`, those of the lowest numbers. The others have the template's role."""
     router_resource: str | None = None
     """Ray resource that each router takes one of, so that routers run only on nodes that have it."""
     code: str = ""
@@ -141,6 +144,13 @@ def number_of(name: str) -> int:
 def replicas_of(spec: ClusterSpec, num_workers: int) -> list[Replica]:
     workers = [Replica(name=worker_name(number), kind="worker") for number in range(num_workers)]
     return workers + [Replica(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
+
+
+def worker_config(spec: ClusterSpec, replica: Replica) -> WorkerConfig:
+    """Return the configuration of one worker."""
+    is_for_prefill = number_of(replica.name) < spec.num_prefill_workers
+    role: Role = "prefill" if is_for_prefill else spec.worker.role
+    return replace(spec.worker, worker_id=replica.name, role=role)
 
 
 def taken_out_of(workers: Iterable[Replica], before: frozenset[str]) -> frozenset[str]:

@@ -51,7 +51,18 @@ def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> Renderabl
     ]
     table = views.plain_table(("worker", *tokens.values(), *terms.values()), rows)
     legend = Text("tokens, and estimates in ms; the worker with the lowest cost is chosen", "dim")
-    return Group(heading, table, legend, *_pull_lines(explained.candidates))
+    split = [_split_line(explained.split)] if explained.HasField("split") else []
+    return Group(heading, table, legend, *_pull_lines(explained.candidates), *split)
+
+
+def _split_line(split: cluster_pb2.SplitPlacement) -> Text:
+    """Return a line for the best way to begin the request on one worker and to continue it on another."""
+    first, second = split.prefill, split.decode
+    ends = f"split: {first.worker_id} computes {first.uncached_tokens:,} tokens"
+    ends += f", {second.worker_id} fetches {second.pulled_tokens:,} and continues"
+    costs = f"{split.split_ms:,.1f} ms ({first.total_ms:,.1f} + {second.total_ms:,.1f})"
+    whole = f", on one worker {split.local_ms:,.1f}" if split.local_ms else ""
+    return Text(f"{ends}: {costs}{whole}; {'chosen' if split.is_chosen else 'not chosen'}")
 
 
 def _pull_lines(candidates: Iterable[cluster_pb2.PlacementCandidate]) -> Iterator[Text]:

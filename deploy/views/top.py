@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from blockyard.deploy.views.quantities import counted
-from blockyard.deploy.views.views import ANY_WIDTH, state_text
+from blockyard.deploy.views.views import ANY_WIDTH, has_roles, state_text
 from blockyard.proto.v1 import cluster_pb2
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -38,6 +38,7 @@ class WorkerRow:
     """One worker, with its rates since the poll before."""
 
     worker: str
+    role: str
     state: str
     ranks: int
     """Processes that share the model."""
@@ -86,6 +87,7 @@ def _row(worker: cluster_pb2.Worker, before: cluster_pb2.WorkerLoad | None, seco
 
     return WorkerRow(
         worker=worker.worker_id,
+        role=worker.role,
         state=cluster_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_"),
         ranks=max(1, worker.num_ranks),
         running=load.running,
@@ -169,6 +171,9 @@ def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
     widest = (None, None) if is_unbounded else (16, 40 if is_wide else 10)
     for heading, most in zip(("worker", "state"), widest, strict=True):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", max_width=most)
+    shows_roles = has_roles(now.workers)
+    if shows_roles:
+        table.add_column("role", no_wrap=True)
     table.add_column("run", justify="right", no_wrap=True)
     table.add_column("wait", justify="right", no_wrap=True)
     table.add_column("KV used", no_wrap=True)
@@ -187,6 +192,7 @@ def _table(now: Look, rows: Sequence[WorkerRow], columns: int) -> Table:
         cells: list[RenderableType] = [
             Text(row.worker if row.ranks == 1 else f"{row.worker} x{row.ranks}"),
             state,
+            *([Text(row.role)] if shows_roles else []),
             *(Text(str(count)) for count in (row.running, row.waiting)),
             Text(f"{bar(row.kv_usage)} {row.kv_usage:4.0%}"),
             Text("-" if row.hit_rate is None else f"{row.hit_rate:.0%}"),

@@ -59,12 +59,14 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
         for heading, count in _RARE_COUNTS.items()
         if any(count(worker.load) for worker in workers)
     ]
-    headings = ("worker", "state", "address", "device", "running", "waiting", "free", "cached", "used")
-    table = FittingTable(*headings, *(heading for heading, _ in extra), "hit rate")
+    roles = ("role",) if has_roles(workers) else ()
+    headings = ("state", "address", "device", "running", "waiting", "free", "cached", "used")
+    table = FittingTable("worker", *roles, *headings, *(heading for heading, _ in extra), "hit rate")
     for worker in workers:
         load = worker.load
         table.add_row(
             worker.worker_id,
+            *(worker.role for _ in roles),
             state_text(worker),
             worker.address,
             device_text(worker),
@@ -79,6 +81,11 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
 def device_text(worker: cluster_pb2.Worker) -> str:
     """Return the device of a worker, such as `cpu`, or those of its ranks, such as `2 x cpu`."""
     return f"{worker.num_ranks} x {worker.device}" if worker.num_ranks > 1 else worker.device
+
+
+def has_roles(workers: Iterable[cluster_pb2.Worker]) -> bool:
+    """Return whether any worker is meant for a part of each request only."""
+    return any(worker.role not in ("", "both") for worker in workers)
 
 
 def state_name(worker: cluster_pb2.Worker) -> str:

@@ -25,6 +25,7 @@ from blockyard.router.services.messages import (
     latencies_message,
     pull_message,
     request_message,
+    split_message,
     timeless,
     workers_message,
 )
@@ -185,6 +186,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             if placement
             else [],
             index_available=index_available,
+            split=split_message(placement.split) if placement and placement.split else None,
         )
 
     async def ListRequests(

@@ -13,6 +13,7 @@ from blockyard.router.generation.pulls import Pull
 from blockyard.router.generation.registry import RequestRecord, RequestState
 from blockyard.router.placement.pulls import PullOption, PullVerdict
 from blockyard.router.placement.scoring import Score
+from blockyard.router.placement.splits import Split
 
 WORKER_STATES = {
     WorkerState.CONNECTING: cluster_pb2.WORKER_STATE_CONNECTING,
@@ -107,6 +108,16 @@ def candidate_message(score: Score, options: Iterable[PullOption] = ()) -> clust
             )
             for option in options
         ],
+    )
+
+
+def split_message(split: Split) -> cluster_pb2.SplitPlacement:
+    return cluster_pb2.SplitPlacement(
+        is_chosen=split.is_chosen,
+        prefill=candidate_message(split.prefill),
+        decode=candidate_message(split.decode),
+        split_ms=split.split_ms,
+        local_ms=split.local_ms or 0.0,
     )
 
 

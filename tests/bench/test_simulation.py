@@ -235,6 +235,20 @@ def test_a_worker_that_joins_takes_part_from_then_on():
     assert joined.busy_max < alone.busy_max
 
 
+def test_a_prefill_worker_keeps_long_prompts_from_pausing_the_decodes_of_another() -> None:
+    streams = [request(number, 0.02 * number, Run(10_000 * number, 64), output=400) for number in range(32)]
+    prompts = [
+        request(32 + number, 1.0 + 0.5 * number, Run(10**8 + 20_000 * number, 16_000)) for number in range(4)
+    ]
+    load = workload(*streams, *prompts)
+    profile = HardwareProfile(host_cache_bytes=16 * 2.0**30, link_bytes_per_second=40e9)
+    setup = Setup(num_workers=2, profile=profile, pulls=True)
+    together, apart = simulate(load, setup), simulate(load, replace(setup, num_prefill_workers=1))
+    assert (together.num_splits, apart.num_splits) == (0, 4)
+    assert apart.pause_p50 < together.pause_p50 / 2
+    assert simulate(load, replace(setup, role="decode", num_prefill_workers=1)).num_splits == 4
+
+
 def test_an_idle_worker_pulls_the_prefix_of_a_busy_one_and_the_first_token_comes_sooner() -> None:
     prefix = Run(0, 24_000)
     load = workload(

@@ -141,4 +141,10 @@ MATRIX = (
     _fault(73, "a rank of a worker SIGSTOP", "the worker ends within 3 s, then as 16; no rank stays"),
     _fault(74, "a rank SIGKILL while it loads", "the worker ends and says so; the others serve on"),
     _fault(75, "rank 0 SIGKILL", "as 16; its other ranks end"),
+    _fault(
+        76, "prefill worker SIGKILL after the first token, before the pull", "its blocks are computed again"
+    ),
+    _fault(77, "prefill worker SIGSTOP there", "as 76, once the pull is late"),
+    _fault(78, "prefill worker restarts there, on its port", "as 76: its incarnation differs"),
+    _fault(79, "decode worker SIGKILL", "as 16; a prefill worker that is alone goes on with the request"),
 )

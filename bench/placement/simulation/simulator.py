@@ -15,6 +15,7 @@ from typing import Any
 
 from blockyard.deploy.bench.workloads.requests import MAX_TOKEN, PlannedRequest, Workload
 from blockyard.proto.naming.block_hash import chain
+from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.cluster.depths import usable_cached_tokens
 from blockyard.router.generation.joined_outputs import TokenChunk
@@ -72,6 +73,10 @@ class Setup:
     """When they join, in seconds after the first arrivals."""
     pulls: bool = False
     """Whether workers may fetch blocks from one another."""
+    num_prefill_workers: int = 0
+    """How many of the workers, the first ones, have the role `prefill`."""
+    role: Role = "both"
+    """Role of the other workers."""
     has_uniform_speeds: bool = False
     """Whether routers take all workers to be equally fast, for comparison."""
 
@@ -108,6 +113,11 @@ class Result:
     pulled: float = 0.0
     """Share of prompt tokens that were fetched from another worker. A part of `reuse`, but for pulls that came too
     late."""
+    pause_p50: float = 0.0
+    """Longest time between two tokens of a request, over all requests."""
+    pause_p99: float = 0.0
+    num_splits: int = 0
+    """Requests that one worker began and another continued."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,12 +132,17 @@ class Record:
     on_end: Callable[["Record"], None]
     worker: str = ""
     first_token: float = inf
+    last_token: float = inf
+    longest_pause: float = 0.0
+    """Longest time between two of its tokens."""
     ended: float = inf
     cached_tokens: int = 0
     outcome: str = ""
 
     def take(self, chunk: TokenChunk, progress: Progress, now: float) -> bool:
         self.first_token = min(self.first_token, now)
+        self.longest_pause = max(self.longest_pause, now - self.last_token)
+        self.last_token = now
         self.worker, self.cached_tokens = progress.worker_id, progress.cached_tokens or 0
         return False
 
@@ -170,6 +185,7 @@ class Simulation:
                 f"worker-{number}", 1, f"worker-{number}:1",
                 _worker_setup(setup.profile, slowness[number], transfers), self._loop, connections, index,
                 Random(f"worker {number} {setup.seed}"),
+                role="prefill" if number < setup.num_prefill_workers else setup.role,
             )
             for number in range(setup.num_workers)
         ]  # fmt: skip
@@ -283,6 +299,9 @@ class Simulation:
             pulled=self._setup.profile.block_size
             * sum(worker.engine.scheduler.pulls.num_blocks for worker in self._workers)
             / prompt_tokens,
+            pause_p50=percentile([record.longest_pause for record in records], 0.5),
+            pause_p99=percentile([record.longest_pause for record in records], 0.99),
+            num_splits=sum(router.relay.num_splits for router in self._routers),
         )
 
 

@@ -100,7 +100,7 @@ function showCard(card, worker) {
   const past = worker.pool || card.pool.hidden ? "" : "the numbers below are its last ones";
   setText(fields.reason, [since(worker), worker.reason || silence, past].filter(Boolean).join("; "));
   fields.reason.hidden = !fields.reason.textContent;
-  setText(fields.device, worker.device);
+  setText(fields.device, [worker.role, worker.device].filter(Boolean).join(" · "));
   setText(fields.node, worker.node ? `node ${worker.node} · ` : "");
   setText(fields.ranks, worker.ranks.map((rank, number) => `rank ${number}: pid ${rank.pid}${rank.node ? ` on ${rank.node}` : ""}`).join(" · "));
   fields.ranks.hidden = !worker.ranks.length;
