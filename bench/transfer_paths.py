@@ -10,12 +10,12 @@ import resource
 import socket
 import statistics
 import time
-import zlib
 from collections.abc import Callable
 
 import torch
 from blockyard.proto.security.tls import SESSION_NAME, peer_contexts
 from blockyard.proto.v1.session_pb2 import PullRequest
+from blockyard.worker.memory.checksums import crc32
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.transferable import TorchMemory
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
@@ -113,7 +113,7 @@ def measure_alone(rounds: int) -> dict[str, float]:
 
     def check() -> None:
         for block in range(NUM_BLOCKS):
-            zlib.crc32(one.slot(HostSlot(block)))
+            crc32(one.slot(HostSlot(block)))
 
     def copy() -> None:
         for block in range(NUM_BLOCKS):

@@ -131,6 +131,12 @@ class EngineConfig:
         below=1,
         group=MEMORY,
     )
+    nixl: bool = setting(
+        False,
+        help="Read blocks of other workers by NIXL, such as over RDMA, where both have it. Needs blockyard[nixl], and "
+        "blocks on the CPU. It has no TLS.",
+        group=MEMORY,
+    )
     verify_host_memory: bool = setting(
         False,
         help="Check by checksum that each block from host memory is unchanged. Waits for each copy. Always on with "

@@ -182,6 +182,7 @@ class WorkerServer:
             context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
             neighbours=None if config.session_tls else Neighbours(config.cluster_secret, config.cluster),
             on_pull_end=self._service.pull_ended,
+            nixl=config.engine.nixl,
         )
 
     def _listen_for_transfers(self) -> int:

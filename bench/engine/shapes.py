@@ -73,6 +73,20 @@ SHAPES = {
         tied=True,
         rope_theta=10000.0,
     ),
+    # Little KV and much attention: on links of 10 Mbit/s to 1 Gbit/s a pull begins to pay at 3 to 300 blocks.
+    "llama-thin": Shape(
+        architecture="LlamaForCausalLM",
+        layers=2,
+        hidden=512,
+        heads=32,
+        kv_heads=1,
+        head_dim=32,
+        intermediate=1024,
+        vocab=32000,
+        context=16384,
+        tied=True,
+        rope_theta=10000.0,
+    ),
     "qwen3-0.6b": Shape(
         architecture="Qwen3ForCausalLM",
         layers=28,

@@ -156,6 +156,8 @@ def _hello(number: int) -> session_pb2.Hello:
         total_blocks=30_000,
         max_model_len=32_768,
         vocab_size=VOCABULARY,
+        transfer_port=1,
+        block_bytes=BLOCK_SIZE * 131_072,
     )
 
 

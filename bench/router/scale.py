@@ -2,6 +2,7 @@
 
     python -m bench.router.scale                     # all sizes, one line each
     python -m bench.router.scale --workers 64 1000   # some sizes
+    python -m bench.router.scale --links             # every worker has measured its link, and pulls are priced
 
 Runs the product's Placer, PrefixLookup and RedisPrefixIndex over a private Redis. The workers are registered and have
 reported a load, but none runs. A prompt has 450 blocks. Times are CPU milliseconds of this process, and microseconds
@@ -59,13 +60,13 @@ CASES = (
 )
 
 
-async def measure(workers: int, case: Case, seed: int) -> str:
+async def measure(workers: int, case: Case, seed: int, *, links: bool) -> str:
     random = Random(seed)
     names = [random.randbytes(16) for _ in range(BLOCKS)]
     async with _index() as (client, index):
         fleet = make_fleet(workers)
         for number in range(workers):
-            _report(fleet, random, number)
+            _report(fleet, random, number, links=links)
             berth = await index.register(record_of(number), lease_seconds=LEASE_SECONDS)
             held = tuple(names[: case.depth(number, workers)])
             await index.apply(berth, Batch(sequence=1, added=held))
@@ -95,7 +96,7 @@ async def _place(placer: Placer, names: Sequence[bytes], in_flight: deque[Placed
         placer.ended(in_flight.popleft())
 
 
-def _report(fleet: Fleet, random: Random, number: int) -> None:
+def _report(fleet: Fleet, random: Random, number: int, *, links: bool) -> None:
     load = cluster_pb2.WorkerLoad(
         running=random.randrange(8),
         queued_prefill_tokens=random.randrange(20_000),
@@ -103,6 +104,9 @@ def _report(fleet: Fleet, random: Random, number: int) -> None:
         used_blocks=random.randrange(20_000),
         prefill_tokens_per_second=random.uniform(40_000, 60_000),
         decode_tokens_per_second=2_000,
+        host_tokens_per_second=500_000 if links else 0,
+        pull_setup_seconds=random.uniform(0.001, 0.003) if links else 0,
+        pull_bytes_per_second=random.uniform(1e9, 4e9) if links else 0,
     )
     fleet.heard(str(number), load)
 
@@ -122,11 +126,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="numbers of workers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--links", action="store_true", help="every worker may pull from every other one")
     arguments = parser.parse_args()
     print(f"{'workers':>8} {'prompt':<16} {'router ms':>10} {'Redis us':>10} {'errors':>8}", flush=True)
     for workers in arguments.workers:
         for case in CASES:
-            print(asyncio.run(measure(workers, case, arguments.seed)), flush=True)
+            print(asyncio.run(measure(workers, case, arguments.seed, links=arguments.links)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m bench.transfer
 
-Four parts. A prefix of 4,096 tokens is computed, pulled, and found in local host memory, in turns. Decodes run at both
+Five parts. A prefix of 4,096 tokens is computed, pulled, and found in local host memory, in turns. Decodes run at both
 ends while pulls follow one another. Transfers are cut and corrupted at random. Links between two network namespaces
-have known rates, and pulls report what they measured.
+have known rates, and pulls report what they measured. On such links the length from which on a pull pays is estimated
+as routers do, and measured.
 """
 
 import argparse
@@ -29,16 +30,27 @@ from bench.transfer.links import ISOLATED
 from bench.transfer.speed import BLOCKS, DECODES, PREFIX_TOKENS, beside_decodes, first_tokens
 
 MODEL = "llama-166m"
-PARTS = ("first", "decodes", "harm", "links")
+BREAK_EVEN_MODEL = "llama-thin"
+PARTS = ("first", "decodes", "harm", "links", "break-even")
 RATES_MBITS = (10, 100, 1000)
 TRIALS = 10_000
+NEVER = 99.0
+"""Error of an estimate where the times of pulling and computing do not cross."""
 
 
-def links(repeats: int) -> list[dict[str, Any]]:
-    """Run links.py in a network namespace of its own."""
+def isolated(module: str, model: str, repeats: int) -> list[dict[str, Any]]:
+    """Run a module of links in a network namespace of its own."""
     with tempfile.TemporaryDirectory(prefix="blockyard-transfer-") as temporary:
-        folder = model_folder(MODEL, "float32", Path(temporary), with_weights=False)
-        command = [*ISOLATED, sys.executable, "-m", "bench.transfer.links", MODEL, str(folder), str(repeats)]
+        folder = model_folder(model, "float32", Path(temporary), with_weights=False)
+        command = [
+            *ISOLATED,
+            sys.executable,
+            "-m",
+            f"bench.transfer.{module}",
+            model,
+            str(folder),
+            str(repeats),
+        ]
         done = subprocess.run([*command, *map(str, RATES_MBITS)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the links were not measured:\n{done.stderr[-2000:]}")
@@ -69,7 +81,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                         wrong_tokens(folder, trials=arguments.trials, seed=arguments.seed)
                     )
                 case "links":
-                    figures[part] = {"rates": links(arguments.repeats)}
+                    figures[part] = {"rates": isolated("links", MODEL, arguments.repeats)}
+                case "break-even":
+                    rates = isolated("break_even", BREAK_EVEN_MODEL, arguments.repeats)
+                    figures[part] = {"rates": rates}
             seconds = time.monotonic() - began
             own = sum(os.times()[:4]) - figures.get("own_seconds", 0.0)
             figures["own_seconds"] = sum(os.times()[:4])
@@ -100,6 +115,9 @@ def floors_of(figures: Mapping[str, Any]) -> list[Floor]:
     for link in figures.get("links", {}).get("rates", ()):
         off = round(abs(link["ratio"] - 1), 3)
         floors.append(_at_most(f"reported rate of {link['configured_mbits']} Mbit/s, off by", off, 0.2))
+    for link in figures.get("break-even", {}).get("rates", ()):
+        name = f"estimated break-even at {link['configured_mbits']} Mbit/s, off by"
+        floors.append(_at_most(name, NEVER if link["off_by"] is None else link["off_by"], 0.2))
     return floors
 
 
@@ -156,6 +174,15 @@ def text_of(figures: Mapping[str, Any], arguments: argparse.Namespace) -> str:
             "Links limited by tbf, with TLS. The rate is that of the pulls' reports: the blocks' bytes alone.\n\n"
             "| Mbit/s | MB | reported Mbit/s | set-up ms, first pull | least of the later ones |\n"
             f"|---|---|---|---|---|\n{rows}"
+        )
+    if "break-even" in figures:
+        rows = "\n".join(
+            f"| {link['configured_mbits']} | {link['estimated_tokens']} | {link['measured_tokens']} |"
+            for link in figures["break-even"]["rates"]
+        )
+        parts.append(
+            f"Length of a prefix of {BREAK_EVEN_MODEL} in tokens from which on a pull comes earlier than computing.\n\n"
+            f"| Mbit/s | estimated | measured |\n|---|---|---|\n{rows}"
         )
     return "\n\n".join(parts)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from blockyard.proto.naming.block_hash import chain, pack_tokens, root_name
 from blockyard.proto.security.tls import session_channels
 from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.admin_pb2 import FlushCacheRequest
+from blockyard.proto.v1.cluster_pb2 import WorkerLoad
 from blockyard.proto.v1.session_pb2 import EngineSampling, Hello, PullReport, Submit, ToRouter, ToWorker
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 
@@ -53,6 +54,8 @@ class Worker:
     def __init__(self, name: str, options: Sequence[str], *, secret: str, folder: Path, host: str) -> None:
         self.name = name
         self.hello: Hello
+        self.on_load: Callable[[WorkerLoad], object] = lambda load: None
+        """Takes each load that the worker reports."""
         self.address = f"{host}:{free_port()}"
         self._answers: dict[int, Answer] = defaultdict(lambda: Answer(time.perf_counter()))
         self._writing = asyncio.Lock()
@@ -108,6 +111,9 @@ class Worker:
 
     async def _read(self) -> None:
         while isinstance(message := await self._call.read(), ToRouter):
+            kind = message.WhichOneof("message")
+            if kind in ("step", "pong"):
+                self.on_load(getattr(message, kind).load)
             if message.WhichOneof("message") != "step":
                 continue
             now, step = time.perf_counter(), message.step

@@ -381,28 +381,34 @@ class PullReport(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., end: _Optional[_Union[PullEnd, str]] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., setup_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., refusal: _Optional[_Union[PullRefusal, str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("incarnation", "layout", "names", "first_block", "seconds", "trial_bytes")
+    __slots__ = ("incarnation", "layout", "names", "first_block", "seconds", "trial_bytes", "ways")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRIAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     layout: str
     names: bytes
     first_block: int
     seconds: float
     trial_bytes: int
-    def __init__(self, incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., names: _Optional[bytes] = ..., first_block: _Optional[int] = ..., seconds: _Optional[float] = ..., trial_bytes: _Optional[int] = ...) -> None: ...
+    ways: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., names: _Optional[bytes] = ..., first_block: _Optional[int] = ..., seconds: _Optional[float] = ..., trial_bytes: _Optional[int] = ..., ways: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("refusal", "num_blocks")
+    __slots__ = ("refusal", "num_blocks", "way", "access")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
     refusal: PullRefusal
     num_blocks: int
-    def __init__(self, refusal: _Optional[_Union[PullRefusal, str]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    way: str
+    access: bytes
+    def __init__(self, refusal: _Optional[_Union[PullRefusal, str]] = ..., num_blocks: _Optional[int] = ..., way: _Optional[str] = ..., access: _Optional[bytes] = ...) -> None: ...
 
 class RowDetails(_message.Message):
     __slots__ = ("row", "logprobs", "prompt_logprobs", "cumulative_logprob", "beam_score")

@@ -35,13 +35,13 @@ MUTANTS = (
         62,
         "no checksum is compared",
         f"{HARM}[flip_at]",
-        ("worker:Connection.receive_block", "zlib.crc32(into) != checksum", "False"),
+        ("worker:Connection.receive_block", "crc32(into) != checksum", "False"),
     ),
     mutant(
         62,
         "no index is compared",
         NONSENSE,
-        ("worker:Connection.receive_block", "found != index", "False"),
+        ("worker:Connection._checksum_of", "found != index", "False"),
     ),
     mutant(
         62,

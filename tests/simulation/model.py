@@ -57,6 +57,7 @@ class DigestRunner:
         self._checksums: dict[int, int] = {}
         self._block_size = block_size
         self.block_bytes = block_size * DIGEST_BYTES
+        self.is_in_place = True
         self.defects: list[str] = []
         """Reads of blocks that do not belong to the reader."""
 
@@ -90,6 +91,9 @@ class DigestRunner:
         return StepTokens(
             tokens=tokens, extras={n: extra for n, extra in extras.items() if extra != RowExtras()}
         )
+
+    def regions(self) -> list[tuple[int, int]]:
+        return []
 
     def fence(self) -> Callable[[], object]:
         return lambda: None

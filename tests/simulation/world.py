@@ -186,10 +186,10 @@ class World:
         """
         if request.pull is None and self.chance.random() < 0.7:
             source, depth = self._source_for(seat, request.names[1:])
-            life = self.chance.choice((*source.lives, source.lives[-1]))
+            lives = [life.incarnation for life in source.lives]
             order = PullOrder(
                 address=f"{source.name}:{TRANSFER_PORT}",
-                incarnation=life.incarnation,
+                incarnation=self.chance.choice((f"{source.name}#0", *lives, *lives[-1:] * 4)),
                 num_blocks=max(depth + self.chance.choice((-1, 0, 0, 0, 3)), 1),
                 seconds=self.chance.choice((0.02, 0.3, 2.0)),
             )

@@ -17,12 +17,12 @@ K kv heads, P tokens a block, D head size.
 """
 
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
+from blockyard.worker.memory.checksums import crc32
 from blockyard.worker.memory.transfers import upload
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
@@ -117,6 +117,10 @@ class HostBlocks:
         if self._checksums is not None:
             self._checksums[slot] = checksum
 
+    def regions(self) -> list[tuple[int, int]]:
+        """Return address and length of the memory of all slots."""
+        return [(chunk.data_ptr(), chunk.nbytes) for chunk in self._chunks_SL2KPD]
+
     def measure(self) -> float:
         """Measure the round trip, save and load, of the first blocks, and return its speed in blocks a second.
 
@@ -169,7 +173,7 @@ class HostBlocks:
         ]
 
     def _checksum(self, slot: HostSlot) -> int:
-        return zlib.crc32(self.bytes_of(slot))
+        return crc32(self.bytes_of(slot))
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -19,6 +19,12 @@ class TransferableMemory(Protocol):
 
     block_bytes: int
     """Bytes of a block, all layers. Those of a host slot too."""
+    is_in_place: bool
+    """Whether `block` returns the block's own memory, which stays valid as long as the block is lent."""
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Return address and length of all memory in which blocks and slots are, where it is in place."""
+        ...
 
     def fence(self) -> Callable[[], object]:
         """Return a function that waits until the device has done what is queued on it now.
@@ -56,7 +62,12 @@ class TorchMemory:
             num_layers, len(blocks_N2KPD) // num_layers, -1
         )
         self._device = blocks_N2KPD.device
+        self.is_in_place = self._device.type != "cuda"
         self._host_blocks = host_blocks
+
+    def regions(self) -> list[tuple[int, int]]:
+        host = [] if self._host_blocks is None else self._host_blocks.regions()
+        return [(self._blocks_LBX.data_ptr(), self._blocks_LBX.nbytes), *host]
 
     def fence(self) -> Callable[[], object]:
         if self._device.type != "cuda":

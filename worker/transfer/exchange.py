@@ -14,6 +14,7 @@ from blockyard.worker.scheduling.pulls import Pull, PullOrder
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, TenantId
 from blockyard.worker.transfer.lender import Fence, Lender
 from blockyard.worker.transfer.neighbours import Neighbours
+from blockyard.worker.transfer.nixl import NixlAgent
 from blockyard.worker.transfer.receiver import Receiver
 from blockyard.worker.transfer.rules import LenderFacts, PullResult, take_measurement, take_pull
 
@@ -32,15 +33,18 @@ class Exchange:
         context: Callable[[bool], ssl.SSLContext] | None,
         neighbours: Neighbours | None,
         on_pull_end: Callable[[RequestId, PullReport], object],
+        nixl: bool = False,
     ) -> None:
         """`engine` does not run yet. `on_pull_end` is called on the engine's thread. `context` makes TLS contexts, None
-        means plaintext. Without `neighbours` all connections are TCP."""
+        means plaintext. Without `neighbours` all connections are TCP. With `nixl` blocks are read by it where the other
+        worker has it too. Raises ValueError where it is not installed, or blocks are on a GPU."""
         self._can_pull = engine.scheduler.host_cache is not None
         self._thread = thread
         self._memory = memory
         self._on_pull_end = on_pull_end
         config = engine.scheduler.config
         layout = f"{layout} {memory.block_bytes}"
+        agent = _agent(incarnation, memory) if nixl else None
         self._lender = Lender(
             LenderFacts(
                 incarnation=incarnation,
@@ -52,6 +56,7 @@ class Exchange:
             end_loan=lambda loan: self._thread.call(lambda engine: engine.end_loan(loan)),
             context=context,
             neighbours=neighbours,
+            nixl=agent,
         )
         self._receiver = Receiver(
             layout,
@@ -60,6 +65,7 @@ class Exchange:
             neighbours=neighbours,
             on_end=self._end_pull,
             on_trial_end=self._end_trial,
+            nixl=agent,
         )
         engine.start_pull = self._start_pull
         self._ordered: dict[Pull, Future[PullReport]] = {}
@@ -119,3 +125,9 @@ class Exchange:
             self._on_pull_end(pull.request_id, report)
         else:
             self._ordered.pop(pull).set_result(report)
+
+
+def _agent(incarnation: str, memory: TransferableMemory) -> NixlAgent:
+    if not memory.is_in_place:
+        raise ValueError("--nixl takes blocks in the CPU's memory alone; blocks of a GPU go over TCP")
+    return NixlAgent(incarnation, memory.regions(), memory.block_bytes)

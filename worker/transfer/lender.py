@@ -17,9 +17,11 @@ from concurrent.futures import Future
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
 from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.memory.checksums import crc32_of
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.transfer.neighbours import Neighbours, is_neighbour
+from blockyard.worker.transfer.nixl import NIXL, NixlAgent, address_of
 from blockyard.worker.transfer.rules import MAX_LOANS, QUEUE_SHARE, LenderFacts, refusal_of
 from blockyard.worker.transfer.wire import (
     TRIAL_SECONDS,
@@ -58,6 +60,7 @@ class Lender:
         end_loan: Callable[[Loan], object],
         context: Callable[[bool], ssl.SSLContext] | None,
         neighbours: Neighbours | None,
+        nixl: NixlAgent | None = None,
     ) -> None:
         """`lend` and `end_loan` queue commands for the engine. `lend` takes names and the index of the first one
         that is wanted. `context` makes TLS contexts, None means plaintext. Without `neighbours` it takes TCP alone."""
@@ -67,6 +70,7 @@ class Lender:
         self._end_loan = end_loan
         self._context = context
         self._neighbours = neighbours
+        self._nixl = nixl
         self._listeners: list[socket.socket] = []
         self._connections: set[socket.socket] = set()
         """Changed under the lock, as `_is_stopping` is."""
@@ -193,29 +197,38 @@ class Lender:
         if not self._loans.acquire(timeout=QUEUE_SHARE * seconds):
             connection.send(PullReply(refusal=PullRefusal.PULL_REFUSAL_BUSY))
             return
+        nixl = self._nixl if NIXL in request.ways else None
         try:
             with self._loan(request, seconds) as (loan, fence):
                 if request.trial_bytes:
-                    self._send_trial(connection, request.trial_bytes)
+                    self._send_trial(connection, request.trial_bytes, nixl)
                 else:
-                    self._send_blocks(connection, loan, fence)
+                    self._send_blocks(connection, loan, fence, nixl)
         finally:
             self._loans.release()
 
-    def _send_blocks(self, connection: Connection, loan: Loan, fence: Fence) -> None:
-        connection.send(PullReply(num_blocks=loan.num_unsent))
+    def _send_blocks(self, connection: Connection, loan: Loan, fence: Fence, nixl: NixlAgent | None) -> None:
+        indices = range(len(loan) - loan.num_unsent, len(loan))
+        connection.send(_reply(len(indices), nixl))
         fence()
-        for index in range(len(loan) - loan.num_unsent, len(loan)):
-            connection.send_block(index, *content_of(self._memory, loan, index))
-            loan.num_unsent -= 1
-            loan.num_sent += 1
+        for index in indices:
+            pieces, checksum = content_of(self._memory, loan, index)
+            _send_block(connection, index, pieces, checksum, nixl)
+            if nixl is None:
+                loan.num_unsent -= 1
+                loan.num_sent += 1
+        if nixl is not None:
+            connection.receive_byte()
+            loan.num_unsent, loan.num_sent = 0, len(indices)
 
-    def _send_trial(self, connection: Connection, num_bytes: int) -> None:
-        block = memoryview(b"\x55" * self._memory.block_bytes)
+    def _send_trial(self, connection: Connection, num_bytes: int, nixl: NixlAgent | None) -> None:
+        block = memoryview(b"\x55" * self._memory.block_bytes) if nixl is None else nixl.trial
         count = trial_blocks(num_bytes, len(block))
-        connection.send(PullReply(num_blocks=count))
+        connection.send(_reply(count, nixl))
         for index in range(count):
-            connection.send_block(index, [block])
+            _send_block(connection, index, [block], None, nixl)
+        if nixl is not None:
+            connection.receive_byte()
 
     @contextlib.contextmanager
     def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
@@ -244,3 +257,21 @@ def content_of(memory: TransferableMemory, loan: Loan, index: int) -> tuple[list
         return memory.block(loan.blocks[index]), None
     slot = loan.host_slots[index - len(loan.blocks)]
     return [memory.slot(slot)], memory.checksum(slot)
+
+
+def _reply(num_blocks: int, nixl: NixlAgent | None) -> PullReply:
+    if nixl is None:
+        return PullReply(num_blocks=num_blocks)
+    return PullReply(num_blocks=num_blocks, way=NIXL, access=nixl.access)
+
+
+def _send_block(
+    connection: Connection, index: int, pieces: list[memoryview], checksum: int | None, nixl: NixlAgent | None
+) -> None:
+    """Send a block, or where it is."""
+    if checksum is None:
+        checksum = crc32_of(pieces)
+    if nixl is not None:
+        connection.send_places(index, [(address_of(piece), len(piece)) for piece in pieces], checksum)
+    else:
+        connection.send_block(index, pieces, checksum)

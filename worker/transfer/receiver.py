@@ -18,6 +18,7 @@ from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, Pull
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.transfer.neighbours import Neighbours
+from blockyard.worker.transfer.nixl import NIXL, NixlAgent
 from blockyard.worker.transfer.rules import Avoided, PullResult
 from blockyard.worker.transfer.wire import (
     HEADER_BYTES,
@@ -27,6 +28,7 @@ from blockyard.worker.transfer.wire import (
     Connection,
     Cut,
     Late,
+    Memory,
     NotWanted,
     ProtocolError,
     trial_blocks,
@@ -72,6 +74,7 @@ class Receiver:
         neighbours: Neighbours | None,
         on_end: Callable[[Pull, PullResult], object],
         on_trial_end: Callable[[PullResult], object],
+        nixl: NixlAgent | None = None,
     ) -> None:
         """`on_end` takes each pull's result, on the pull's thread. Then nothing writes to its slots any more.
         `on_trial_end` takes those of trials. `context` makes TLS contexts, None means plaintext."""
@@ -79,6 +82,7 @@ class Receiver:
         self._memory = memory
         self._context = context
         self._neighbours = neighbours
+        self._nixl = nixl
         self._on_end = on_end
         self._on_trial_end = on_trial_end
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="pull")
@@ -86,6 +90,8 @@ class Receiver:
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
         self._avoided = Avoided()
+        self._without_nixl: set[str] = set()
+        """Addresses of sources that have been said to have no NIXL."""
         self._measured_at = -MEASURED_SECONDS
         """Time of the last measurement. Changed under the lock, as the next two are."""
         self._is_in_trial = False
@@ -226,6 +232,7 @@ class Receiver:
         request.CopyFrom(wanted.request)
         request.incarnation, request.layout = wanted.incarnation, self._layout
         request.seconds = attempt.deadline - time.monotonic()
+        request.ways.extend([] if self._nixl is None else [NIXL])
         connection.send(request)
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
         attempt.answered(connection)
@@ -237,11 +244,28 @@ class Receiver:
             return PullEnd.PULL_END_REFUSED
         if reply.num_blocks > wanted.num_blocks:
             raise ProtocolError(f"{reply.num_blocks} blocks where {wanted.num_blocks} were asked for")
+        memory = self._memory_of(connection, reply) if reply.way else None
+        if self._nixl is not None and memory is None and wanted.address not in self._without_nixl:
+            logger.info(
+                "worker %s does not lend by NIXL: its blocks come over this connection", wanted.address
+            )
+            self._without_nixl.add(wanted.address)
         for number in range(reply.num_blocks):
-            checksum = connection.receive_block(request.first_block + number, wanted.place(number))
+            index, place = request.first_block + number, wanted.place(number)
+            if memory is None:
+                checksum = connection.receive_block(index, place)
+            else:
+                checksum = connection.read_block(index, place, memory)
             wanted.arrived(number, checksum)
             attempt.num_blocks += 1
+        if memory is not None:
+            connection.send_byte()
         return PullEnd.PULL_END_WHOLE if reply.num_blocks == wanted.num_blocks else PullEnd.PULL_END_FEWER
+
+    def _memory_of(self, connection: Connection, reply: PullReply) -> Memory:
+        if reply.way != NIXL or self._nixl is None:
+            raise ProtocolError(f"blocks by {reply.way!r}, which was not asked for")
+        return self._nixl.memory_of(reply.access, connection.check)
 
     def _connect(self, wanted: _Wanted, deadline: float) -> Connection:
         """Raises OSError, or ValueError for an address that is none."""

@@ -8,20 +8,22 @@ import socket
 import ssl
 import struct
 import time
-import zlib
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from blockyard.proto.v1.session_pb2 import PullReply, PullRequest
+from blockyard.worker.memory.checksums import crc32, crc32_of
 from google.protobuf.message import DecodeError
 
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<II")
+_PLACE = struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size
 """Bytes before those of each block."""
 POLL_SECONDS = 0.05
 """Longest wait of a read before it asks whether the bytes are still wanted."""
-MAX_REPLY_BYTES = 64
+MAX_REPLY_BYTES = 64 << 10
+"""Longest reply. What NIXL needs to find a worker's memory is a few kilobytes."""
 MAX_PIECES = 512
 """Pieces of one send. Linux takes 1,024."""
 TRIAL_BYTES = 4 << 20
@@ -29,6 +31,8 @@ MAX_TRIAL_BLOCKS = 512
 """Bounds of a trial, which measures a link. Its bytes come in blocks, at least one."""
 TRIAL_SECONDS = 1.0
 
+Place = tuple[int, int]
+"""Address and length of a piece of a block, in the source's memory."""
 Message = TypeVar("Message", PullRequest, PullReply)
 
 
@@ -46,6 +50,14 @@ class Late(Exception):
 
 class NotWanted(Exception):
     """Raised where nobody waits for the bytes any more."""
+
+
+class Memory(Protocol):
+    """The memory of the other side."""
+
+    def read(self, places: list[Place], into: memoryview) -> None:
+        """Fill `into` with these pieces, which are as long as it is. Raises ProtocolError, Cut, Late or NotWanted."""
+        ...
 
 
 class Connection:
@@ -74,10 +86,21 @@ class Connection:
         have. Raises Late or Cut."""
         pieces = tuple(pieces)
         if checksum is None:
-            checksum = 0
-            for piece in pieces:
-                checksum = zlib.crc32(piece, checksum)
+            checksum = crc32_of(pieces)
         self._send([_HEADER.pack(index, checksum), *pieces])
+
+    def send_places(self, index: int, places: Sequence[Place], checksum: int) -> None:
+        """Send where a block's bytes are, and the checksum that they must have. Raises Late or Cut."""
+        packed = b"".join(_PLACE.pack(*place) for place in places)
+        self._send([_HEADER.pack(index, checksum) + _LENGTH.pack(len(places)) + packed])
+
+    def send_byte(self) -> None:
+        """Say that all blocks have been read. Raises Late or Cut."""
+        self._send([b"\0"])
+
+    def receive_byte(self) -> None:
+        """Wait until the other side has read all blocks. Raises Cut, Late or NotWanted."""
+        self._read(1)
 
     def _send(self, pieces: list[bytes | memoryview]) -> None:
         if isinstance(self._socket, ssl.SSLSocket):
@@ -103,6 +126,12 @@ class Connection:
             self._timeout = seconds
             self._socket.settimeout(seconds)
 
+    def check(self) -> None:
+        """Raise Late or NotWanted where that is so."""
+        self._seconds_left()
+        if self.is_wanted is not None and not self.is_wanted():
+            raise NotWanted
+
     def _seconds_left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
@@ -124,12 +153,32 @@ class Connection:
 
         Raises ProtocolError for another index or other bytes than were sent; also Cut, Late and NotWanted.
         """
+        checksum = self._checksum_of(index)
+        self._fill(into)
+        if crc32(into) != checksum:
+            raise ProtocolError(f"block {index} has a wrong checksum")
+        return checksum
+
+    def read_block(self, index: int, into: memoryview, memory: Memory) -> int:
+        """Read the block of this index in the other side's memory. Otherwise as `receive_block`."""
+        checksum = self._checksum_of(index)
+        (count,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if not 0 < count <= MAX_PIECES:
+            raise ProtocolError(f"a block of {count} pieces")
+        places = list(_PLACE.iter_unpack(self._read(_PLACE.size * count)))
+        if sum(length for _, length in places) != len(into):
+            raise ProtocolError("a block of another length")
+        memory.read(places, into)
+        if crc32(into) != checksum:
+            self._seconds_left()  # after that the source may change the block
+            raise ProtocolError(f"block {index} has a wrong checksum")
+        self.num_read += len(into)
+        return checksum
+
+    def _checksum_of(self, index: int) -> int:
         found, checksum = _HEADER.unpack(self._read(_HEADER.size))
         if found != index:
             raise ProtocolError(f"block {found} where {index} is due")
-        self._fill(into)
-        if zlib.crc32(into) != checksum:
-            raise ProtocolError(f"block {index} has a wrong checksum")
         return int(checksum)
 
     def _read(self, count: int) -> bytes:
