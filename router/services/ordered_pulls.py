@@ -12,7 +12,7 @@ import grpc
 from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal
 from blockyard.router.cluster.link import EngineLink
-from blockyard.router.cluster.view import WorkerView
+from blockyard.router.cluster.worker_view import WorkerView
 from blockyard.router.errors import (
     DeadlinePassed,
     InvalidRequest,
