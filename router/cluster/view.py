@@ -550,6 +550,31 @@ class ClusterView:
             return True
         return worker.load.waiting + booked.unreported.unstarted < hello.max_waiting
 
+    def is_short(self, address: str) -> bool:
+        """Return True if the worker has so little memory left that it may soon preempt sequences."""
+        worker = self._workers.get(address)
+        if worker is None or worker.hello is None:
+            return False
+        return self._used_blocks(worker) > SHORT_FRACTION * worker.hello.total_blocks
+
+    def room(self, worker: WorkerView) -> session_pb2.Room:
+        """Return the room that a worker has for sequences which another one preempts. It has none if its own requests
+        wait, or if it cannot fetch blocks."""
+        link, hello = self._link(worker), worker.hello
+        is_able = link.bytes_per_ms > 0 and worker.load.host_tokens_per_second > 0
+        if hello is None or not is_able or worker.load.waiting or worker.booked.waiting.requests:
+            return session_pb2.Room()
+        free_blocks = int((1 - self._config.memory_free_fraction) * hello.total_blocks)
+        return session_pb2.Room(
+            blocks=max(free_blocks - self._used_blocks(worker), 0),
+            pull_setup_seconds=link.setup_ms / 1000,
+            pull_bytes_per_second=1000 * link.bytes_per_ms,
+        )
+
+    def _used_blocks(self, worker: WorkerView) -> int:
+        load, booked = worker.load, worker.booked
+        return booked.waiting.blocks + max(load.used_blocks + booked.unreported.blocks, booked.sent.blocks)
+
     def _candidates(
         self,
         workers: Sequence[WorkerView],
@@ -664,31 +689,6 @@ class ClusterView:
             lending_bytes=max(worker.load.lending_bytes, self._lending[worker.address]),
             step_ms=self._lending_step_ms(worker),
         )
-
-    def is_short(self, address: str) -> bool:
-        """Return True if the worker has so little memory left that it may soon preempt sequences."""
-        worker = self._workers.get(address)
-        if worker is None or worker.hello is None:
-            return False
-        return self._used_blocks(worker) > SHORT_FRACTION * worker.hello.total_blocks
-
-    def room(self, worker: WorkerView) -> session_pb2.Room:
-        """Return the room that a worker has for sequences which another one preempts. It has none if its own requests
-        wait, or if it cannot fetch blocks."""
-        link, hello = self._link(worker), worker.hello
-        is_able = link.bytes_per_ms > 0 and worker.load.host_tokens_per_second > 0
-        if hello is None or not is_able or worker.load.waiting or worker.booked.waiting.requests:
-            return session_pb2.Room()
-        free_blocks = int((1 - self._config.memory_free_fraction) * hello.total_blocks)
-        return session_pb2.Room(
-            blocks=max(free_blocks - self._used_blocks(worker), 0),
-            pull_setup_seconds=link.setup_ms / 1000,
-            pull_bytes_per_second=1000 * link.bytes_per_ms,
-        )
-
-    def _used_blocks(self, worker: WorkerView) -> int:
-        load, booked = worker.load, worker.booked
-        return booked.waiting.blocks + max(load.used_blocks + booked.unreported.blocks, booked.sent.blocks)
 
     def pull_ms(self, worker: WorkerView, tokens: int, source: PullSource) -> float:
         """Return the estimated time for a worker to fetch so many tokens, 0 while its link is unknown."""

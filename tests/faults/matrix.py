@@ -135,4 +135,7 @@ MATRIX = (
     ),
     _fault(70, "two tenants pull one prefix", "it stays on the account of the first"),
     _fault(71, "one of two Redis servers dies", "0 failed; its prefixes alone are dark; `index` names it"),
+    _fault(80, "worker dies before the sequences that it moved are fetched", "the rest is computed; as 16"),
+    _fault(81, "worker dies to which a sequence has moved", "as 16, wherever it came from"),
+    _fault(82, "all workers are full", "nothing wanders: a request moves at most four times, then stays"),
 )
