@@ -112,6 +112,8 @@ class Progress:
     """Generated tokens of all outputs together."""
     num_migrations: int = 0
     """How often its worker was lost, or a step failed, and the request went on."""
+    num_preemptions: int = 0
+    """How often a worker preempted it and gave it back."""
     is_placed: bool = False
     sent_at: float | None = None
     """When it was first sent to a worker, on the relay's clock."""
@@ -162,7 +164,6 @@ class Relay:
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         holder: Holder | None = None
-        num_preemptions = 0
         ticket = self._placer.ticket(
             generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
@@ -179,17 +180,14 @@ class Relay:
                 holder=holder,
                 may_split=outputs.may_split,
             )
-            submit = self._submit(generation, outputs, placed)
-            if self._placer.moves_preempted and num_preemptions < MAX_PREEMPTIONS:
-                submit.preemptions = num_preemptions
-            with self._submitted(generation, submit, outputs, placed, progress, take) as attempt:
+            with self._submitted(generation, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
             if attempt.was_handed_over:
                 address, incarnation = attempt.worker
                 computed_tokens = generation.prompt_tokens + outputs.num_computed
                 holder = Holder(address, Incarnation(incarnation), computed_tokens)
                 self.num_splits += attempt.was_split
-            num_preemptions += attempt.was_preempted
+            progress.num_preemptions += attempt.was_preempted
             if attempt.was_lost:
                 self._count_loss(generation, progress, losses, attempt)
                 await asyncio.sleep(LOST_WORKER_SECONDS)
@@ -201,13 +199,7 @@ class Relay:
 
     @contextmanager
     def _submitted(
-        self,
-        generation: Generation,
-        submit: session_pb2.Submit,
-        outputs: Outputs,
-        placed: Placed,
-        progress: Progress,
-        take: Take,
+        self, generation: Generation, outputs: Outputs, placed: Placed, progress: Progress, take: Take
     ) -> Iterator["_Attempt"]:
         worker = self._fleet.view.at(placed.address)
         progress.worker_id = worker.worker_id if worker else ""
@@ -220,6 +212,9 @@ class Relay:
         )
         progress.pull = pull or progress.pull
         attempt = _Attempt(link, self._placer, placed, progress, key, outputs, take, self.pulls, pull)
+        submit = self._submit(generation, outputs, placed)
+        if self._placer.moves_preempted and progress.num_preemptions < MAX_PREEMPTIONS:
+            submit.preemptions = progress.num_preemptions
         attempt.submit(submit)
         try:
             yield attempt

@@ -147,4 +147,7 @@ MATRIX = (
     _fault(77, "prefill worker SIGSTOP there", "as 76, once the pull is late"),
     _fault(78, "prefill worker restarts there, on its port", "as 76: its incarnation differs"),
     _fault(79, "decode worker SIGKILL", "as 16; a prefill worker that is alone goes on with the request"),
+    _fault(80, "worker dies before the sequences that it moved are fetched", "the rest is computed; as 16"),
+    _fault(81, "worker dies to which a sequence has moved", "as 16, wherever it came from"),
+    _fault(82, "all workers are full", "nothing wanders: a request moves at most four times, then stays"),
 )

@@ -60,7 +60,8 @@ class Script:
     """RejectReason at once."""
     reject_detail: str = ""
     fail_after: int | None = None
-    """Number of tokens after which a step fails with REJECT_REASON_INTERNAL."""
+    """Number of tokens after which a step fails, for `fail_reason`."""
+    fail_reason: int = session_pb2.REJECT_REASON_INTERNAL
     die_after: int | None = None
     """Number of tokens after which the whole stream ends."""
     exit_after: int | None = None
@@ -341,7 +342,7 @@ class FakeWorker(EngineServiceServicer):
                 self.hang()
                 return
             if script.fail_after is not None and most_done >= script.fail_after:
-                failed = session_pb2.REJECT_REASON_INTERNAL
+                failed = script.fail_reason
                 step = session_pb2.StepOutput(failed_handles=[submit.handle], failed_reasons=[failed])
                 stream.tasks.pop(submit.handle, None)
                 stream.send(step=step)

@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from blockyard.proto.v1.session_pb2 import PullEnd
 from blockyard.router.cluster import link
+from blockyard.router.generation import relay
+from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.server import WorkerServer
 
 from .rig import until
 from .test_handover import BLOCK_BYTES, Cluster, ask, cluster, known_links, outputs, undisturbed
@@ -82,3 +85,68 @@ async def test_a_sequence_moves_whatever_it_asked_for() -> None:
 
 async def is_more(here: Cluster, before: int) -> bool:
     return sum(await num_moves(here)) > before
+
+
+def die(worker: WorkerServer) -> "asyncio.Future[None]":
+    """End all connections of a worker at once, as its death does."""
+    worker._exchange._lender.stop()
+    return asyncio.ensure_future(worker._server.stop(0))
+
+
+@pytest.mark.fault(80)
+async def test_a_source_that_dies_before_its_blocks_are_fetched_costs_only_the_computing(
+    monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
+) -> None:
+    asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(3)]
+    async with cluster(**SMALL) as here:
+        expected = await undisturbed(here, asked)
+        source, loop, deaths = here.workers[0], asyncio.get_running_loop(), []
+        send = source._exchange._lender._send_blocks
+
+        def send_one(connection: Any, loan: Loan, fence: Any) -> None:
+            loan.num_unsent = min(loan.num_unsent, 1)
+            send(connection, loan, fence)
+            loop.call_soon_threadsafe(lambda: deaths.append(die(source)))
+
+        monkeypatch.setattr(source._exchange._lender, "_send_blocks", send_one)
+        answers = await crowded(here, asked)
+        assert deaths, "something has moved"
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        lost = [answer.finish.migrations for answer in answers]
+        assert 0 in lost, "to move is no loss"
+        measured.update(failed=0, migrated=sum(lost))
+        await asyncio.gather(*deaths)
+
+
+@pytest.mark.fault(81)
+async def test_a_destination_that_dies_loses_no_token_of_what_moved_there(measured: dict[str, Any]) -> None:
+    asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(3)]
+    async with cluster(**SMALL) as here:
+        expected = await undisturbed(here, asked)
+
+        async def death() -> None:
+            await until(lambda: here.starts[1].computed, 60.0)
+            await die(here.workers[1])
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(death())
+            answers = await crowded(here, asked)
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        assert {answer.finish.worker_id for answer in answers} == {"worker-0"}
+        lost = [answer.finish.migrations for answer in answers]
+        assert sum(lost) > 0, "a death counts"
+        measured.update(failed=0, migrated=sum(lost))
+
+
+@pytest.mark.fault(82)
+async def test_between_full_workers_nothing_wanders_and_all_end(measured: dict[str, Any]) -> None:
+    asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(8)]
+    async with cluster(**SMALL) as here:
+        expected = await undisturbed(here, asked)
+        await here.client.resume_worker("worker-1")
+        answers = await asyncio.gather(*(ask(here.client, **changes) for changes in asked))
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        assert {answer.finish.migrations for answer in answers} == {0}
+        moves = sum(await num_moves(here))
+        assert moves <= relay.MAX_PREEMPTIONS * len(asked)
+        measured.update(failed=0, note=f"{moves} moves of {len(asked)} requests")

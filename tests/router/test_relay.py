@@ -18,7 +18,7 @@ from blockyard.router.errors import (
     WorkerLost,
 )
 from blockyard.router.generation.joined_outputs import TokenChunk
-from blockyard.router.generation.relay import Generation, Progress
+from blockyard.router.generation.relay import MAX_PREEMPTIONS, Generation, Progress
 
 from simulation.virtual_time import in_virtual_time
 
@@ -278,6 +278,29 @@ async def test_a_draining_worker_is_left_for_another() -> None:
             progress = Progress()
             assert (await collect(made, generation(seed), progress))[0] == expected_tokens(seed, 20)
             assert (progress.worker_id, progress.num_migrations) == ("b", 0)
+
+
+@pytest.mark.fault(82)
+async def test_a_request_that_all_workers_preempt_moves_four_times_and_then_stays() -> None:
+    def preempts(submit: session_pb2.Submit) -> Script:
+        may_move = submit.HasField("preemptions")
+        return Script(fail_after=2, fail_reason=session_pb2.REJECT_REASON_PREEMPTED) if may_move else Script()
+
+    async with rig(FakeWorker("a", script=preempts), FakeWorker("b", script=preempts)) as made:
+        progress = Progress()
+        assert (await collect(made, generation(1), progress))[0] == expected_tokens(1, 20)
+        assert (progress.num_preemptions, progress.num_migrations) == (MAX_PREEMPTIONS, 0)
+        told = sorted(submit.preemptions for worker in made.workers for submit in worker.submits)
+        assert told == [0, 0, 1, 2, 3], "the last Submit says nothing"
+        await made.until_quiet()
+
+
+async def test_a_worker_that_gives_back_what_it_must_keep_has_failed() -> None:
+    preempts = Script(fail_after=2, fail_reason=session_pb2.REJECT_REASON_PREEMPTED)
+    async with rig(FakeWorker("a", script=lambda submit: preempts)) as made:
+        with pytest.raises(EngineFailed):
+            await collect(made, generation(1))
+        assert len(made.workers[0].submits) == MAX_PREEMPTIONS + 1
 
 
 @pytest.mark.parametrize(
