@@ -21,7 +21,7 @@ from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle import hub, preflight
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.serving import Progress, Report, wait_until_all_serve, wait_until_connected
-from blockyard.deploy.lifecycle.shape import shape_of
+from blockyard.deploy.lifecycle.shape import shape_on
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.interruption import raise_if_asked, undisturbed
 from blockyard.deploy.machine.processes import end_session, identify, is_alive, owns_session, session_members
@@ -265,7 +265,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         preflight.check_reachable(other_hosts, has_private_redis=options.given_redis_url is None)
         if other_hosts and is_loopback(options.host):
             report(Progress(stage="checking the nodes", warning=LOOPBACK_AMONG_HOSTS))
-        shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
+        shape = shape_on(options, hardware)
         if options.address is not None:
             if not shape.num_gpus:
                 options = with_one_dtype(options, asked, report)

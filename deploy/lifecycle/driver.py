@@ -36,6 +36,8 @@ class Hardware:
     num_gpus: float
     node_gpus: tuple[float, ...]
     """GPUs of the same nodes."""
+    node_hosts: tuple[str, ...]
+    """Addresses of the same nodes. Nodes on one machine have the same."""
 
 
 def namespace(cluster: str) -> str:
@@ -203,12 +205,13 @@ def _rays_words_on_stderr() -> contextlib.AbstractContextManager[object]:
 def hardware() -> Hardware:
     import ray
 
-    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    with_cpus = [node for node in resources if node.get("CPU")]
+    living = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [node for node in living if node["Resources"].get("CPU")]
     return Hardware(
-        node_cpus=tuple(node["CPU"] for node in with_cpus),
-        num_gpus=sum(node.get("GPU", 0.0) for node in resources),
-        node_gpus=tuple(node.get("GPU", 0.0) for node in with_cpus),
+        node_cpus=tuple(node["Resources"]["CPU"] for node in nodes),
+        num_gpus=sum(node["Resources"].get("GPU", 0.0) for node in living),
+        node_gpus=tuple(node["Resources"].get("GPU", 0.0) for node in nodes),
+        node_hosts=tuple(node["NodeManagerAddress"] for node in nodes),
     )
 
 

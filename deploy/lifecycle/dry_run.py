@@ -12,7 +12,7 @@ from blockyard.deploy.lifecycle import doctor, preflight
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.cluster import refuse_if_up
 from blockyard.deploy.lifecycle.serving import split_over_nodes
-from blockyard.deploy.lifecycle.shape import Shape, room_on, shape_of, whole_workers
+from blockyard.deploy.lifecycle.shape import Shape, rooms, shape_on, whole_workers
 from blockyard.deploy.machine.check_results import Finding, exit_code
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray import nodes
@@ -21,6 +21,7 @@ from blockyard.deploy.settings.setting import masked
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
 from blockyard.deploy.views.quantities import counted
+from blockyard.proto.security.loopback import LOOPBACK
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -162,7 +163,9 @@ def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardw
     """
     if options.address is None:
         node_cpus, num_gpus = preflight.local_hardware(options)
-        return on_ray.Hardware(node_cpus=node_cpus, num_gpus=num_gpus, node_gpus=(num_gpus,)), 0
+        return on_ray.Hardware(
+            node_cpus=node_cpus, num_gpus=num_gpus, node_gpus=(num_gpus,), node_hosts=(LOOPBACK,)
+        ), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
     try:
         with on_ray.driver(asked):
@@ -171,7 +174,7 @@ def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardw
             return on_ray.hardware(), preflight.other_hosts()
     except RuntimeError as error:
         findings.append(_failure("ray", str(error)))
-        return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=()), 0
+        return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=(), node_hosts=()), 0
 
 
 def _other_code() -> Iterator[Finding]:
@@ -187,7 +190,7 @@ def _shape(options: UpOptions, hardware: on_ray.Hardware, findings: list[Finding
     On a joined cluster that adds a finding. Otherwise preflight's check of workers has already made it.
     """
     try:
-        return shape_of(options, hardware.node_cpus, hardware.num_gpus) if hardware.node_cpus else None
+        return shape_on(options, hardware) if hardware.node_cpus else None
     except RuntimeError as error:
         if options.address is not None:
             findings.append(_failure("workers", str(error)))
@@ -197,11 +200,7 @@ def _shape(options: UpOptions, hardware: on_ray.Hardware, findings: list[Finding
 def _filled(hardware: on_ray.Hardware, shape: Shape | None) -> list[Node]:
     if shape is None:
         return [Node(cpus=cpus, workers=0) for cpus in hardware.node_cpus]
-    rooms = [
-        min(room_on(cpus, shape), int(gpus)) if shape.num_gpus else room_on(cpus, shape)
-        for cpus, gpus in zip(hardware.node_cpus, hardware.node_gpus, strict=True)
-    ]
-    workers = whole_workers(rooms, shape)
+    workers = whole_workers(rooms(hardware, shape), shape)
     return [Node(cpus=cpus, workers=here) for cpus, here in zip(hardware.node_cpus, workers, strict=True)]
 
 

@@ -84,12 +84,11 @@ def _taken_out_text(name: str) -> str:
 
 
 def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, missing: int) -> None:
-    """Raise ValueError if the nodes have no room for `missing` more workers. A worker's ranks may be on many nodes."""
+    """Raise ValueError if the nodes have no room for `missing` more workers, each with all its ranks on one node."""
     needs = {"CPU": report.cpus_per_worker, "GPU": report.gpus_per_worker}
     needs = {name: amount for name, amount in needs.items() if amount}
-    of_rank = {name: amount / report.ranks_per_worker for name, amount in needs.items()}
     free = list(free)
-    room = sum(_fit(node, of_rank) for node in free) // report.ranks_per_worker if needs else missing
+    room = sum(_fit(node, needs) for node in free) if needs else missing
     if room >= missing:
         return
     each = " and ".join(counted(amount, name) for name, amount in needs.items())
@@ -115,7 +114,7 @@ def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """Return how many ranks fit into a node's free resources. Ray rounds to four digits, hence the addend."""
+    """Return how many workers fit into a node's free resources. Ray rounds to four digits, hence the addend."""
     return min(int(node.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items())
 
 

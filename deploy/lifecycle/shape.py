@@ -5,6 +5,7 @@ choice of nodes, which is Ray's.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from blockyard.deploy.lifecycle.serving import ClusterStartError
 from blockyard.deploy.views.quantities import counted
 
 if TYPE_CHECKING:
+    from blockyard.deploy.lifecycle.driver import Hardware
     from blockyard.deploy.settings.wanted_cluster import UpOptions
 
 MAX_CPUS_BESIDE_GPU = 4.0
@@ -69,9 +71,10 @@ def cpus_per_rank(node_cpus: Sequence[float], num_ranks: int) -> float:
     return min(node_cpus) / math.ceil(num_ranks / len(node_cpus))
 
 
-def room_on(cpus: float, shape: Shape) -> int:
-    """Return for how many ranks a node has CPUs. The small addend allows for rounding of fractions."""
-    return int((cpus + 1e-6) / (shape.num_cpus / shape.num_ranks))
+def room_on(cpus: float, shape: Shape, gpus: float = math.inf) -> int:
+    """Return for how many ranks a node has CPUs and GPUs. The small addend allows for rounding of fractions."""
+    by_cpus = int((cpus + 1e-6) / (shape.num_cpus / shape.num_ranks))
+    return int(min(by_cpus, gpus)) if shape.num_gpus else by_cpus
 
 
 def whole_workers(rooms: Iterable[int], shape: Shape) -> list[int]:
@@ -84,6 +87,31 @@ def whole_workers(rooms: Iterable[int], shape: Shape) -> list[int]:
         whole.append(min(left, room // shape.num_ranks))
         left -= whole[-1]
     return whole
+
+
+def rooms(hardware: "Hardware", shape: Shape) -> list[int]:
+    """Return how many ranks fit on each node."""
+    nodes = zip(hardware.node_cpus, hardware.node_gpus, strict=True)
+    return [room_on(cpus, shape, gpus) for cpus, gpus in nodes]
+
+
+def shape_on(options: "UpOptions", hardware: "Hardware") -> Shape:
+    """Return the shape for this hardware.
+
+    Raise ClusterStartError if it cannot hold the workers, or only with the ranks of a worker on several machines, where
+    they cannot exchange tensors.
+    """
+    shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
+    of_machine = Counter[str]()
+    for host, room in zip(hardware.node_hosts, rooms(hardware, shape), strict=True):
+        of_machine[host] += room
+    num_whole = sum(whole_workers(of_machine.values(), shape))
+    if num_whole < shape.num_workers and shape.num_ranks > 1:
+        raise ClusterStartError(
+            f"all {shape.num_ranks} ranks of a worker must be on one machine, and there is room for {num_whole} of "
+            f"{counted(shape.num_workers, 'such worker')} (--workers, --tensor-parallel-size, --cpus-per-worker)"
+        )
+    return shape
 
 
 def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, bool]:

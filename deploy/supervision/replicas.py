@@ -120,7 +120,6 @@ class SupervisorReport:
     gpus_per_worker: float
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
-    ranks_per_worker: int = 1
 
     def error_age_seconds(self, replica: Replica) -> float | None:
         """Return the age of a replica's last error when the report was made, or None without an error."""

@@ -110,7 +110,6 @@ class Supervisor:
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             at_seconds=time.monotonic(),
-            ranks_per_worker=self._spec.num_ranks,
         )
 
     async def shut_down(self, grace_seconds: float) -> None:

@@ -14,7 +14,7 @@ import pytest
 from blockyard.deploy.cli import main
 from blockyard.deploy.lifecycle import doctor
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
-from blockyard.deploy.lifecycle.shape import Shape, cpus_per_worker
+from blockyard.deploy.lifecycle.shape import Shape, cpus_per_rank
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import ProcessIdentity, identify
 from blockyard.deploy.settings import size
@@ -444,7 +444,7 @@ def test_a_state_whose_processes_are_gone_is_not_alive_but_a_joined_cluster_is()
 def test_workers_get_the_most_cpus_with_which_all_fit_on_the_nodes(
     node_cpus: list[float], num_workers: int, share: float
 ) -> None:
-    assert cpus_per_worker(node_cpus, num_workers) == share
+    assert cpus_per_rank(node_cpus, num_workers) == share
     assert sum(int(cpus // share) for cpus in node_cpus) >= num_workers
 
 

@@ -215,24 +215,6 @@ def test_workers_fit_only_whole_on_a_node(
             check_room(free, report, missing)
 
 
-def test_the_ranks_of_a_worker_fit_on_several_nodes() -> None:
-    report = SupervisorReport(
-        pid=1,
-        code="",
-        replicas=replicas_of(SPEC, 1),
-        cpus_per_worker=2.0,
-        gpus_per_worker=2.0,
-        at_seconds=0.0,
-        ranks_per_worker=2,
-    )
-    free = [{"CPU": 1.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}]
-    check_room(free, report, 1)
-    with pytest.raises(
-        ValueError, match=r"2 more workers of 2 CPUs and 2 GPUs each will not fit: .* room for 1,"
-    ):
-        check_room(free, report, 2)
-
-
 def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gpus: float = 0.0) -> str:
     report = SupervisorReport(
         pid=1,
