@@ -140,17 +140,18 @@ class StructuredOutput(_message.Message):
     tool_calls: ToolCallGrammar
     def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., json_object: _Optional[bool] = ..., tool_calls: _Optional[_Union[ToolCallGrammar, _Mapping]] = ...) -> None: ...
 
+class ToolForm(_message.Message):
+    __slots__ = ("before", "schema", "after")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    before: str
+    schema: str
+    after: str
+    def __init__(self, before: _Optional[str] = ..., schema: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
+
 class ToolCallGrammar(_message.Message):
     __slots__ = ("tools", "begin", "separator", "end", "allows_many", "allows_text", "think_open", "think_close", "is_thinking", "tokens", "text_schema")
-    class Tool(_message.Message):
-        __slots__ = ("before", "schema", "after")
-        BEFORE_FIELD_NUMBER: _ClassVar[int]
-        SCHEMA_FIELD_NUMBER: _ClassVar[int]
-        AFTER_FIELD_NUMBER: _ClassVar[int]
-        before: str
-        schema: str
-        after: str
-        def __init__(self, before: _Optional[str] = ..., schema: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
     class TokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -169,7 +170,7 @@ class ToolCallGrammar(_message.Message):
     IS_THINKING_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_SCHEMA_FIELD_NUMBER: _ClassVar[int]
-    tools: _containers.RepeatedCompositeFieldContainer[ToolCallGrammar.Tool]
+    tools: _containers.RepeatedCompositeFieldContainer[ToolForm]
     begin: str
     separator: str
     end: str
@@ -180,7 +181,7 @@ class ToolCallGrammar(_message.Message):
     is_thinking: bool
     tokens: _containers.ScalarMap[str, int]
     text_schema: str
-    def __init__(self, tools: _Optional[_Iterable[_Union[ToolCallGrammar.Tool, _Mapping]]] = ..., begin: _Optional[str] = ..., separator: _Optional[str] = ..., end: _Optional[str] = ..., allows_many: _Optional[bool] = ..., allows_text: _Optional[bool] = ..., think_open: _Optional[str] = ..., think_close: _Optional[str] = ..., is_thinking: _Optional[bool] = ..., tokens: _Optional[_Mapping[str, int]] = ..., text_schema: _Optional[str] = ...) -> None: ...
+    def __init__(self, tools: _Optional[_Iterable[_Union[ToolForm, _Mapping]]] = ..., begin: _Optional[str] = ..., separator: _Optional[str] = ..., end: _Optional[str] = ..., allows_many: _Optional[bool] = ..., allows_text: _Optional[bool] = ..., think_open: _Optional[str] = ..., think_close: _Optional[str] = ..., is_thinking: _Optional[bool] = ..., tokens: _Optional[_Mapping[str, int]] = ..., text_schema: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "prompt", "chat", "prompt_token_ids", "sampling", "request_id", "cache_salt", "priority", "session_id", "public_prefix", "lora_name", "policy", "truncate_prompt_tokens", "return_prompt_token_ids")

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ with atheris.instrument_imports(include=["blockyard"]):
     from blockyard.router.openai.http.errors import HttpRefusal, error_body, error_headers, status_of
     from blockyard.router.openai.requests.chat import chat_wanted
     from blockyard.router.openai.requests.completion import completion_wanted
+    from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
     from blockyard.router.request.sampling_checks import SamplingLimits
     from blockyard.router.request.validation import valid_generation, valid_tenant
     from blockyard.router.services.grpc_status import trailing_metadata
@@ -54,6 +56,7 @@ FACTS = ModelFacts(
     longest_token_bytes=16,
 )
 LIMITS = SamplingLimits()
+ANSWERS = AnswerFormat(tools=HERMES, reasoning=THINK)
 GATE = CallGate(lambda: TokenTable({}))
 
 
@@ -69,7 +72,7 @@ def told(error: RouterError) -> None:
 
 def fuzz_body(data: bytes) -> None:
     """Fuzz a body, by either route, up to the requests that it asks for."""
-    parse = chat_wanted if data[:1] < b"\x80" else completion_wanted
+    parse = partial(chat_wanted, answers=ANSWERS) if data[:1] < b"\x80" else completion_wanted
     try:
         wanted = parse(body.parse_json(data[1:], most_values=body.max_values(CONTEXT)))
         for request in wanted.requests:

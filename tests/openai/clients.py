@@ -19,6 +19,7 @@ SCHEMA = {
     "required": ["ok"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "answer", "description": "An answer.", "parameters": SCHEMA}}
 SCORED = [("def f(x):\n    return", " x"), ("import", " os"), ("for i in range", " zzz")]
 
 
@@ -39,6 +40,12 @@ def litellm(url: str, tokenizer: str) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
         shaped = litellm.completion(**(asked | {"max_tokens": 64, "response_format": form}))
         assert json.loads(shaped.choices[0].message.content).keys() == {"ok"}
+        forced = {**asked, "max_tokens": 96, "tools": [TOOL], "tool_choice": "required"}
+        (call, *_) = litellm.completion(**forced).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments).keys()) == ("answer", {"ok"})
+        chunks = list(litellm.completion(**forced, stream=True))
+        (call, *_) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments).keys()) == ("answer", {"ok"})
         refused = ""
         try:
             litellm.completion(**(asked | {"temperature": -1}))
@@ -71,6 +78,16 @@ def langchain(url: str, tokenizer: str) -> None:
         {"title": "answer", **SCHEMA}, method="json_schema"
     )
     assert shaped.invoke(ASKED).keys() == {"ok"}
+    called = ChatOpenAI(**settings, max_tokens=96).with_structured_output(
+        {"title": "answer", "description": "An answer.", **SCHEMA}, method="function_calling"
+    )
+    assert called.invoke(ASKED).keys() == {"ok"}
+    forced = ChatOpenAI(**settings, max_tokens=96).bind_tools([TOOL], tool_choice="required")
+    gathered = None
+    for chunk in forced.stream(ASKED):
+        gathered = chunk if gathered is None else gathered + chunk
+    assert gathered is not None
+    assert [call["name"] for call in gathered.tool_calls][:1] == ["answer"]
     completion = OpenAI(**settings, max_tokens=8)
     assert "".join(completion.stream(PROMPT)) == completion.invoke(PROMPT)
 

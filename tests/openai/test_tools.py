@@ -201,6 +201,12 @@ async def test_a_schema_of_the_text_is_followed_instead_of_calls(
     assert (json.loads(grammar.text_schema), len(grammar.tools)) == ({"type": "object"}, 2)
 
 
+async def test_llamas_calls_exclude_a_schema_of_the_text() -> None:
+    async with running_gateway(tool_parser="llama3") as llama:
+        refused = await llama.post({**ASKED, "response_format": {"type": "json_object"}})
+        assert (refused.status, refused.error["param"]) == (400, "response_format")
+
+
 async def test_earlier_calls_and_their_results_reach_the_template(
     client: AsyncOpenAI, worker: FakeWorker
 ) -> None:

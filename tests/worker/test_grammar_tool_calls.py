@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from blockyard.proto.v1.inference_pb2 import StructuredOutput, ToolCallGrammar
+from blockyard.proto.v1.inference_pb2 import StructuredOutput, ToolCallGrammar, ToolForm
 from blockyard.worker.grammar.compiled import CompiledGrammar, TokenizerSource
 from blockyard.worker.grammar.grammar import Grammar, GrammarError, grammar_of
 
@@ -35,7 +35,7 @@ THINKS = {"think_open": "<think>", "think_close": "</think>"}
 
 def grammar(**fields: Any) -> Grammar:
     tools = [
-        ToolCallGrammar.Tool(
+        ToolForm(
             before=json.dumps({"name": name})[:-1] + ', "arguments": ', schema=json.dumps(schema), after="}"
         )
         for name, schema in SCHEMAS.items()
@@ -110,17 +110,46 @@ def test_where_text_is_allowed_a_call_that_begins_is_followed_to_its_end(
 
 def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it() -> None:
     source, tokenizer = demo_source(), demo_source().load()
-    call = '<tool_call>\n{"name": "add", "arguments": {"a":1,"b":2}}\n</tool_call>'
     for is_thinking, said, fits in [
-        (False, f"<think>\nHm. {{</think>\n\n{call}", True),
-        (False, call, True),
-        (False, f"Hm.</think>\n\n{call}", False),
-        (True, f"Hm. <tool</think>\n\n{call}", True),
-        (True, f"{call}</think>{call}", True),
+        (False, f"<think>\nHm. {{</think>\n\n{CALL}", True),
+        (False, CALL, True),
+        (False, f"Hm.</think>\n\n{CALL}", False),
+        (True, f"Hm. <tool</think>\n\n{CALL}", True),
+        (True, f"{CALL}</think>{CALL}", True),
     ]:
         compiled = CompiledGrammar(grammar(**TAGS, **THINKS, is_thinking=is_thinking), source.load())
         matcher = compiled.matcher()
         assert matcher.accept([*tokenizer.tokenize_str(said), *source.eos_token_ids]) is fits, said
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a":1,"b":2}}\n</tool_call>'
+
+
+def test_marks_that_are_tokens_are_written_as_tokens_alone(tmp_path: Path) -> None:
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    source = source_with(tmp_path, *marks)
+    tokens = {mark: 4096 + number for number, mark in enumerate(marks)}
+    tokenizer = source.load()
+    made = grammar(**TAGS, **THINKS, tokens=tokens, allows_text=True)
+    for said, fits in [
+        (f"<think>\nHm.\n</think>\n\nLook: {CALL}", True),
+        ("<think>Hm.</think>Four.", True),
+        (f"Four. {CALL}", True),
+        (CALL + "More.", False),
+        (CALL.replace("add", "remove"), False),
+    ]:
+        matcher = CompiledGrammar(made, source.load()).matcher()
+        assert matcher.accept([*tokenizer.tokenize_str(said), source.eos_token_ids[0]]) is fits, said
+
+
+def test_a_schema_of_the_text_is_an_alternative_to_calls() -> None:
+    source, tokenizer = demo_source(), demo_source().load()
+    answer = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": False}
+    made = grammar(**TAGS, allows_text=True, text_schema=json.dumps(answer))
+    said_and_fits = {CALL: True, '{"ok":true}': True, "It is ok.": False, f'{{"ok":true}}{CALL}': False}
+    for said, fits in said_and_fits.items():
+        matcher = CompiledGrammar(made, source.load()).matcher()
+        assert matcher.accept([*tokenizer.tokenize_str(said), source.eos_token_ids[0]]) is fits, said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +163,7 @@ def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it() -> No
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused_in_our_own_words(schema: str, says: str) -> None:
-    message = ToolCallGrammar(tools=[ToolCallGrammar.Tool(before="{", schema=schema, after="}")])
+    message = ToolCallGrammar(tools=[ToolForm(before="{", schema=schema, after="}")])
     with pytest.raises(GrammarError, match=says):
         CompiledGrammar(
             grammar_of(StructuredOutput(tool_calls=message)) or grammar(), demo_source().load()

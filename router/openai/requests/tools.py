@@ -83,6 +83,9 @@ class ToolUse:
             field = "tool_choice" if self.mode == "required" else "tools"
             raise Unsupported.of(field, "is not supported here: no grammar is known for this model's calls")
         if beside is not None and self.mode == "auto":
+            if not grammar.begin:
+                # A grammar cannot tell such a call from JSON before it has gone too far.
+                raise Unsupported.of("response_format", "is not supported with this model's calls beside it")
             grammar.text_schema = _text_schema(beside)
         return grammar
 
