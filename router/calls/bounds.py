@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Protocol
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ from blockyard.router.request.validation import valid_tenant
 
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 """Longest deadline. A longer one is shortened to this."""
+REMEMBERED_ADDRESSES = 4096
 IPV6_CLIENT_BITS = 64
 """Bits of an IPv6 network that identify a client. One machine may use any address within its network."""
 
@@ -135,12 +137,18 @@ def client_address(peer: str) -> str:
     """Return the key of a client without a tenant: "@" with its address without the port, or with its network for
     IPv6."""
     kind, _, rest = peer.partition(":")
+    return ADDRESS_SIGN + (_network(unquote(rest).rpartition(":")[0]) or kind)
+
+
+@lru_cache(maxsize=REMEMBERED_ADDRESSES)
+def _network(address: str) -> str | None:
+    """Return the address of a client, or its network for IPv6. None: this is no address."""
     try:
-        host = ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])
+        host = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
-        return ADDRESS_SIGN + kind
+        return None
     if isinstance(host, IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped
     if isinstance(host, IPv6Address):
-        return ADDRESS_SIGN + str(IPv6Network((host, IPV6_CLIENT_BITS), strict=False))
-    return ADDRESS_SIGN + str(host)
+        return str(IPv6Network((host, IPV6_CLIENT_BITS), strict=False))
+    return str(host)
