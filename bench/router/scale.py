@@ -1,8 +1,10 @@
 """CPU of one placement by the number of workers and of holders, in the router and in Redis.
 
-    python -m bench.router.scale                     # all sizes, one line each
-    python -m bench.router.scale --workers 64 1000   # some sizes
-    python -m bench.router.scale --links             # every worker has measured its link, and pulls are priced
+    python -m bench.router.scale
+    python -m bench.router.scale --workers 64 1000 --links
+
+Without `--workers` it prints one line for each of its sizes. With `--links` every worker has measured its link, and
+pulls are priced.
 
 Runs the product's Placer, PrefixLookup and RedisPrefixIndex over a private Redis. The workers are registered and have
 reported a load, but none runs. A prompt has 450 blocks. Times are CPU milliseconds of this process, and microseconds
