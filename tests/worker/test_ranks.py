@@ -21,6 +21,7 @@ from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.parallel.link import Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
 from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.parallel.watch import Watch
 from blockyard.worker.ranks import RankLeader, run_rank
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.startup.loading import Ranks
@@ -228,6 +229,31 @@ def test_a_send_to_an_end_that_takes_nothing_ends(
     with pytest.raises(LinkClosed, match="takes nothing"):
         pair[0].send(Kind.STEP, bytes(64 * 2**20))
     assert time.monotonic() - begun < END_SECONDS
+
+
+def watch(link: Link, losses: list[str], longest_silence: float) -> Watch:
+    watch = Watch(
+        [link],
+        on_frame=lambda index, frame: None,
+        on_loss=lambda index, reason: losses.append(reason),
+        longest_silence=lambda index: longest_silence,
+    )
+    watch.start()
+    return watch
+
+
+def test_a_rank_that_is_silent_for_too_long_is_lost_and_one_that_sends_pulses_is_not(
+    pair: tuple[Link, Link],
+) -> None:
+    losses: list[str] = []
+    watches = [watch(link, losses, 2.0) for link in pair]
+    time.sleep(3.0)
+    assert not losses
+    watches[1].stop()
+    deadline = time.monotonic() + END_SECONDS
+    while not losses and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [reason.startswith("it is silent for") for reason in losses] == [True]
 
 
 GLOO_RANK = """
