@@ -18,7 +18,6 @@ from blockyard.kernels.cpu.native_linear import LANES
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput, StepResult
-from blockyard.worker.execution import runner as runner_module
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.runner import SimulatedRunner
 
@@ -52,7 +51,7 @@ def watch_scheduler(engine: Engine) -> Iterator[Stopwatch]:
     watch = Stopwatch()
     watch.wrap(engine.scheduler, "plan", PLAN)
     watch.wrap(runner._inputs, "arrays", PREPARE)
-    watch.wrap(runner_module, "step_inputs", PREPARE)
+    watch.wrap(runner, "_inputs_of", PREPARE)
     with _one_by_one(engine):
         yield watch
     watch.unwrap()
@@ -79,7 +78,7 @@ def watch_parts(engine: Engine) -> Iterator[Stopwatch]:
     watch.wrap(engine.scheduler.tables, "name_full_blocks", NAMING)
     watch.wrap(engine.scheduler.tables, "match", LOOK_UP)
     watch.wrap(runner._inputs, "arrays", PREPARE)
-    watch.wrap(runner_module, "step_inputs", PREPARE)
+    watch.wrap(runner, "_inputs_of", PREPARE)
     watch.wrap(runner._sampler, "start", "sample", is_leaf=True)
     watch.wrap(runner._decoder, "hidden", "forward: between operations")
     for operation in OPERATIONS:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.startup import loading
 
-from .checkpoints import ARCHITECTURES, make_checkpoint, shared_checkpoint
+from .checkpoints import ARCHITECTURES, make_checkpoint, reference_greedy, shared_checkpoint
 from .ranks import divided_engine, ranks
 from .test_beam_tokens import Search, assert_equal, start
 from .test_engine_tokens import BLOCK_SIZE, BYTES_PER_BLOCK, assert_greedy, outputs_of, prompt_of, run, submit
@@ -101,6 +102,33 @@ def test_draws_and_all_logprobs_are_those_of_one_rank(size: int, overlap_steps: 
                 assert [(a.token_id, a.rank) for a, _ in pairs] == [(b.token_id, b.rank) for _, b in pairs]
                 assert [a.logprob for a, _ in pairs] == pytest.approx([b.logprob for _, b in pairs], abs=1e-4)
     assert any(output.prompt_logprobs for outputs in divided.values() for output in outputs)
+
+
+def prompt_logprobs(checkpoint: Path, size: int, settings: dict[str, Any]) -> torch.Tensor:
+    with divided_engine(config_of(checkpoint, **settings), size) as engine:
+        submit(engine, prompt_of(200), 1, prompt_logprobs=0)
+        (outputs,) = outputs_of(engine).values()
+        return torch.tensor([score.logprob for output in outputs for score in output.prompt_logprobs])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "cpu_linears": "int8"},
+        {"dtype": "float32", "cpu_linears": "int8"},
+        {"dtype": "float16", "kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_rounded_numbers_are_as_exact_on_any_number_of_ranks(settings: dict[str, Any]) -> None:
+    """Rounding differs, so errors are compared: each rank rounds other sums, and has scales of its own."""
+    checkpoint = shared_checkpoint("LlamaForCausalLM", intermediate_size=37)
+    exact = prompt_logprobs(checkpoint, 1, {"deterministic": True})
+    errors = [
+        float((prompt_logprobs(checkpoint, size, settings) - exact).abs().mean()) for size in (1, *SIZES)
+    ]
+    assert max(errors[1:]) < 1.3 * errors[0]
 
 
 class Counting(InProcess):
@@ -245,6 +273,46 @@ def test_a_step_that_fails_on_one_rank_is_run_again_on_all(failing_rank: int, ov
         tokens = run(engine)
         for number, request in enumerate(requests):
             assert_greedy(checkpoint, prompt_of(37, seed=number), tokens[request][0])
+
+
+def fails_at_random(part: object, chance: Random) -> list[int]:
+    """Make one forward pass in forty fail within its layers. Return a list that gets an entry for each failure."""
+    assert isinstance(part, PartRunner)
+    attend: Callable[..., torch.Tensor] = part._decoder._attend
+    failures: list[int] = []
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        if chance.random() < 1 / 40 / part.config.num_layers:
+            failures.append(1)
+            raise MemoryError("injected")
+        return attend(*arguments)
+
+    part._decoder._attend = failing  # type: ignore[method-assign]
+    return failures
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_fail_at_random_change_no_token(seed: int) -> None:
+    checkpoint, followers = shared_checkpoint("LlamaForCausalLM"), list[Follower]()
+    small = {"kv_cache_memory": 9 * BYTES_PER_BLOCK // 2, "max_model_len": 9 * BLOCK_SIZE}
+    config = config_of(
+        checkpoint, preempt="swap", swap_space_gib=0.001, overlap_steps=("off", "on")[seed % 2], **small
+    )
+    with divided_engine(config, 2, followers) as engine:
+        failures = [
+            fails_at_random(part, Random(10 * seed + number))
+            for number, part in enumerate((engine.runner, followers[0]._part))
+        ]
+        requests = [submit(engine, prompt_of(40, seed=number), 30) for number in range(4)]
+        outputs = outputs_of(engine)
+        assert engine.scheduler.num_swaps > 0
+        for number, request in enumerate(requests):
+            tokens = tuple(token for output in outputs[request, 0] for token in output.token_ids)
+            expected = reference_greedy(checkpoint, prompt_of(40, seed=number), 30).tokens
+            is_failed = outputs[request, 0][-1].state is SequenceState.FAILED
+            assert tokens == (expected[: len(tokens)] if is_failed else expected)
+        assert all(failures)
+        assert sum(len(steps) for steps in outputs.values()) > 60, "most steps were run again, and went well"
 
 
 def test_a_host_block_that_another_rank_has_lost_is_computed_again() -> None:

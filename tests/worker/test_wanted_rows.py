@@ -7,7 +7,7 @@ import pytest
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.worker.execution.runner import TorchRunner
-from blockyard.worker.execution.step_inputs import StepInputs, step_inputs
+from blockyard.worker.execution.step_inputs import StepInputs
 from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -70,7 +70,7 @@ def make_runner(folder: Path, options: dict[str, Any], device: torch.device = DE
 
 def inputs_of(runner: TorchRunner) -> StepInputs:
     arrays, _ = runner._inputs.arrays(mixed_rows(runner))
-    return step_inputs(arrays, runner._layout)
+    return runner._inputs_of(arrays)
 
 
 def mixed_rows(runner: TorchRunner) -> tuple[ScheduledRow, ...]:

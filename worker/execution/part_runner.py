@@ -180,7 +180,7 @@ class PartRunner:
         if not len(arrays.query_R):
             self._agree()
             return
-        inputs = step_inputs(arrays, self._layout)
+        inputs = self._inputs_of(arrays)
         self._fill_in(
             inputs, arrays, torch.zeros(len(arrays.unknown_U), dtype=torch.int64, device=self.device)
         )
@@ -193,6 +193,9 @@ class PartRunner:
             self._decoder.logits(self._rows_of(hidden_QH, drawn))
         if taking:
             self._decoder.largest(self._rows_of(hidden_QH, taking))
+
+    def _inputs_of(self, arrays: StepArrays) -> StepInputs:
+        return step_inputs(arrays, self._layout)
 
     def _agree(self) -> None:
         """End a step that moves blocks alone: raises where another rank has failed."""

@@ -21,7 +21,7 @@ from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.part_runner import PartRunner, scored
 from blockyard.worker.execution.started_step import Chunks, StartedStep
 from blockyard.worker.execution.step_graphs import DecodeGraphs, GraphSizes
-from blockyard.worker.execution.step_inputs import InputRows, StepInputs, UnknownToken, step_inputs
+from blockyard.worker.execution.step_inputs import InputRows, StepInputs, UnknownToken
 from blockyard.worker.execution.warm_up_rows import (
     chunk_behind,
     edited_rows,
@@ -167,7 +167,7 @@ class TorchRunner(PartRunner):
         masks = self._masks_for(sampling)
         if masks is not None:
             masks.start(sampling)
-        inputs = step_inputs(arrays, self._layout)
+        inputs = self._inputs_of(arrays)
         if unknown:
             self._fill_in(inputs, arrays, self._newest.of(unknown))
         hidden_QH = self._hidden(inputs)
