@@ -193,22 +193,23 @@ class MessageRing(RankGroup):
             depth=MESSAGE_DEPTH,
             deadline_seconds=DEADLINE_SECONDS if rank == 0 else 0.0,
         )
-        self._piece = ctypes.create_string_buffer(MESSAGE_PIECE_BYTES)
+        self._start = ctypes.c_void_p()
 
     def send(self, message: memoryview) -> None:
         """Send a message from rank 0. Waits only where another rank is several messages behind. Raises RankLost."""
         data = message.cast("B")
         need(self.rank == 0 and len(data) > 0, "an empty message, or one of rank {}", self.rank)
-        start = (ctypes.c_char * len(data)).from_buffer(data)
+        start = ctypes.c_char.from_buffer(data)
         self._library().send(self._reference, ctypes.addressof(start), len(data))
         self.check()
 
     def receive(self) -> bytearray:
-        """Wait for the next message. Raises RankLost."""
-        message, follows = bytearray(), True
+        """Wait for the next message, and return it in memory of its own. Raises RankLost."""
+        pieces, follows = [], True
         while follows:
-            piece = self._library().receive(self._reference, self._piece)
+            piece = self._library().receive(self._reference, ctypes.byref(self._start))
             self.check()
-            message += memoryview(self._piece)[: piece & ~_MORE]
+            pieces.append(part := bytearray(piece & ~_MORE))
+            ctypes.memmove(ctypes.byref(ctypes.c_char.from_buffer(part)), self._start, len(part))
             follows = bool(piece & _MORE)
-        return message
+        return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)

@@ -175,7 +175,9 @@ class CpuLibrary:
         )
         """Bytes of shared memory for a number of ranks, a depth and a piece of so many bytes."""
         self.send: Callable[..., None] = _plain(library, "by_send", None, group, _Address, _Int)
-        self.receive: Callable[..., int] = _plain(library, "by_receive", _Int, group, _Address)
+        self.receive: Callable[..., int] = _plain(
+            library, "by_receive", _Int, group, ctypes.POINTER(_Address)
+        )
         self.enter: Callable[..., None] = _plain(library, "by_enter", None, group, _Int)
         self.fail: Callable[..., None] = _plain(library, "by_fail", None, group)
         self.abort: Callable[..., None] = _plain(library, "by_abort", None, group)

@@ -10,6 +10,7 @@ from blockyard.worker.engine import MAX_FAILURES_IN_A_ROW, Engine, EngineFailed
 from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.execution.bisect import MAX_FAILED_ALONE, NothingSucceeds, execute, together
 from blockyard.worker.execution.runner import PendingStep, TorchRunner
+from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -55,6 +56,17 @@ class MarkerRaisesAtOnce(MarkerRaises):
         if is_marked(plan):
             raise RuntimeError("out of memory")
         return pending
+
+
+class LosesARank(MarkerRaises):
+    """Fails as if the process of another rank had ended, in a whole step or in a part of one."""
+
+    fails_at: int
+
+    def start(self, plan: StepPlan) -> PendingStep:
+        if len(self.attempts) + 1 >= self.fails_at:
+            raise RanksLost("rank 1 is lost")
+        return super().start(plan)
 
 
 def make_engine(
@@ -302,6 +314,26 @@ class Raises:
 
     def warm_up(self) -> None:
         """Nothing to warm."""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_the_loss_of_a_rank_ends_the_engine_and_no_request_is_told_that_it_failed(
+    overlap: bool, fails_at: int
+) -> None:
+    """Routers replay what had no answer."""
+    engine, runner = make_engine(LosesARank, overlap=overlap)
+    assert isinstance(runner, LosesARank)
+    runner.fails_at = fails_at
+    for one in (*innocents(), marked()):
+        engine.submit(one)
+
+    def step_on() -> None:
+        while engine.has_work:
+            assert all(output.state is not SequenceState.FAILED for output in engine.step().outputs)
+
+    with pytest.raises(RanksLost):
+        step_on()
 
 
 def rows(*blocks: list[int], requests: Sequence[int] | None = None) -> tuple[ScheduledRow, ...]:

@@ -239,14 +239,14 @@ void by_send(Group* g, const char* message, int64_t bytes) {
         arrive(*g, num | (first + num < bytes ? MORE : 0));
     }
 }
-// Wait for a piece of a message and copy it to `out`. Return its bytes, with MORE if another one follows.
-int64_t by_receive(Group* g, char* out) {
+// Wait for a piece of a message, and set `start` to where it lies until the next call. Return its bytes, with MORE if
+// another one follows.
+int64_t by_receive(Group* g, const char** start) {
     if (!begin(*g)) return 0;
     arrive(*g, 0);
     if (!wait_for(*g, 0, g->round)) return 0;
-    const int64_t piece = g->shared->lines[0].pieces[g->round % g->depth].load(std::memory_order_relaxed);
-    memcpy(out, buffer(*g, 0, g->round), piece & ~MORE);
-    return piece;
+    *start = buffer(*g, 0, g->round);
+    return g->shared->lines[0].pieces[g->round % g->depth].load(std::memory_order_relaxed);
 }
 // Take part in a step, whose number is higher than that of every earlier one.
 void by_enter(Group* g, int64_t step) {
