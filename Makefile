@@ -25,7 +25,7 @@ CLUSTER_JOBS ?= 0
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 'lm-eval[api]==0.4.13' 'transformers>=5.17'
+CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 'lm-eval[api]==0.4.13' 'transformers>=5.17'
 QUICK := not slow and not slow_fault
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE

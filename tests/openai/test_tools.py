@@ -39,7 +39,7 @@ CHOSEN = {"type": "function", "function": {"name": "remove"}}
 ANSWERED = {"role": "tool", "tool_call_id": "call_2", "content": "x"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}{{ '\\n' }}"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
     "</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if tools %}<tool_call>{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}"
