@@ -107,7 +107,7 @@ def _index(config: RouterConfig, stack: AsyncExitStack) -> list[PrefixIndex]:
     differ."""
     shards: list[PrefixIndex] = []
     for shard, url in enumerate(split_urls(config.redis_url) if config.redis_url is not None else ()):
-        client = connect(url, timeout_seconds=DIRECTORY_SECONDS)
+        client = connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True)
         stack.push_async_callback(client.aclose)
         shards.append(RedisPrefixIndex(client, config.cluster, shard=shard, is_reader=True))
     return shards

@@ -85,8 +85,11 @@ def check_urls(setting: str) -> None:
         check_url(url)
 
 
-def connect(url: str, *, timeout_seconds: float) -> Redis:
+def connect(url: str, *, timeout_seconds: float, has_deadlines: bool = False) -> Redis:
     """Return a client whose connections and replies fail after the time-out. Raises ValueError for a bad URL.
+
+    `has_deadlines`: the caller bounds each call by a deadline of its own. So replies need no time-out, for which
+    redis-py starts a task and two timers. Clients of Sentinel keep it.
 
     redis-py's own retries would hang for over 10 s on a stopped server, so they are off: the caller decides when to
     retry.
@@ -101,6 +104,8 @@ def connect(url: str, *, timeout_seconds: float) -> Redis:
     }
     if is_sentinel_url(url):
         return sentinel_client(url, **options)
+    if has_deadlines:
+        options["socket_timeout"] = None
     client: Redis = Redis.from_url(url, **options)
     return client
 
