@@ -2,7 +2,7 @@
 
     python -m bench.router.scale                     # all sizes, one line each
     python -m bench.router.scale --workers 64 1000   # some sizes
-    python -m bench.router.scale --links             # every worker has measured its link, and pulls are priced
+    python -m bench.router.scale --links             # with measured links
 
 Runs the product's Placer, PrefixLookup and RedisPrefixIndex over a private Redis. The workers are registered and have
 reported a load, but none runs. A prompt has 450 blocks. Times are CPU milliseconds of this process, and microseconds

@@ -9,9 +9,13 @@ class SimulatedMemory:
     """Implements TransferableMemory. All blocks share the same few bytes, which are never read."""
 
     block_bytes = 64
+    is_in_place = False
 
     def __init__(self) -> None:
         self._bytes = bytearray(self.block_bytes)
+
+    def regions(self) -> list[tuple[int, int]]:
+        return []
 
     def fence(self) -> Callable[[], object]:
         return lambda: None
