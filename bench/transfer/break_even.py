@@ -36,6 +36,7 @@ FITTED_TOKENS = (64, 256, 1_024, 4_096, 8_192)
 """Prompts from whose steps the router fits the cost of computing."""
 AROUND = (0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.2)
 """Lengths to measure, as multiples of the estimated one."""
+FEWEST_LENGTHS = 6
 MAX_SECONDS = 60.0
 
 
@@ -130,7 +131,8 @@ async def _one_rate(
     figures: dict[str, Any] = {"configured_mbits": mbits, "estimated_tokens": round(min(estimated, 1e9))}
     if estimated == float("inf"):
         return figures | {"measured_tokens": None, "off_by": None}
-    wanted = {max(1, round(factor * estimated / BLOCK_SIZE)) for factor in AROUND}
+    wanted = set(range(1, FEWEST_LENGTHS + 1)) if estimated < FEWEST_LENGTHS * BLOCK_SIZE / 2 else set()
+    wanted |= {max(1, round(factor * estimated / BLOCK_SIZE)) for factor in AROUND}
     lengths = sorted(BLOCK_SIZE * blocks for blocks in wanted if BLOCK_SIZE * blocks <= MAX_TOKENS)
     computed: dict[int, list[float]] = {length: [] for length in lengths}
     pulled: dict[int, list[float]] = {length: [] for length in lengths}
@@ -145,8 +147,13 @@ async def _one_rate(
         "computed_ms": [round(one, 2) for one, _ in middle],
         "pulled_ms": [round(other, 2) for _, other in middle],
         "measured_tokens": None if measured == float("inf") else round(measured),
-        "off_by": None if measured == float("inf") else round(abs(estimated / measured - 1), 3),
+        "off_by": None if measured == float("inf") else round(_off(estimated, measured), 3),
     }
+
+
+def _off(estimated: float, measured: float) -> float:
+    """Return the error of an estimate, beyond half a block: blocks are pulled whole."""
+    return max(abs(estimated - measured) - BLOCK_SIZE / 2, 0.0) / measured
 
 
 async def _computed_ms(destination: Worker, chance: random.Random, length: int) -> float:

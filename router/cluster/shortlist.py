@@ -40,14 +40,14 @@ def shortlist(
     key: bytes,
     favourite: WorkerId | None,
     most: int,
-    source: PullSource | None = None,
+    sources: Sequence[PullSource] = (),
 ) -> list[str]:
     """Return the addresses of `most` of the workers at these slots, and of the `favourite`.
 
     The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
     `depths` holds what workers have cached according to the index, `arrived` what has just reached them. `expecting`
     are the workers that may expect some of these blocks, and `expected_blocks` says how many. All may fetch blocks from
-    the `source`.
+    one of the `sources`.
     """
     on_gpu, anywhere = table.depths(depths)
     for address, blocks in arrived.items():
@@ -63,9 +63,7 @@ def shortlist(
         positions = positions[np.argsort(least[positions])[:MAX_EXPECTING]]
     for position in positions.tolist():
         on_gpu[position] = max(on_gpu[position], expected_blocks(table.addresses[slots[position]]))
-    found = price(on_gpu, anywhere)
-    if source is not None:
-        found = np.minimum(found, price(on_gpu, anywhere, source=source))
+    found = price(on_gpu, anywhere, sources=sources)
     near = float(found.min())
     near += tie_ms(near, config)
     drawn = _cheapest(found, lambda ties: table.ranks(key, slots[ties]), near=near, most=most)

@@ -401,11 +401,11 @@ class ClusterView:
         key: bytes,
         favourite: WorkerId | None = None,
         most: int = SHORTLIST,
-        source: PullSource | None = None,
+        sources: Sequence[PullSource] = (),
     ) -> list[Candidate]:
         """Return the workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
 
-        Fewer than twice as many workers are all returned. All may fetch blocks from the `source`.
+        Fewer than twice as many workers are all returned. All may fetch blocks from one of the `sources`.
         """
         if len(self._workers) <= 2 * most:
             return self.candidates(names, prompt_tokens, depths, arrived)
@@ -425,7 +425,7 @@ class ClusterView:
             expected_blocks=lambda address: self._workers[address].booked.prefixes.depth(names, now),
             costs=self.speeds.costs,
             config=self._config,
-            source=source,
+            sources=sources,
             key=key,
             favourite=favourite,
             most=most,

@@ -308,8 +308,7 @@ class Placer:
             candidates = view.candidates(*seen)
         else:
             key = session_id.encode() or prefix_key or self._rng.randbytes(8)
-            source = sources[0] if sources else None
-            candidates = view.shortlist(*seen, key=key, favourite=session_worker, source=source)
+            candidates = view.shortlist(*seen, key=key, favourite=session_worker, sources=sources)
         if not candidates:
             return None
         request = PlacementRequest(

@@ -5,12 +5,13 @@ milliseconds. So a placement finds the few cheapest workers here, and scores onl
 same. Does not own the table (cluster/loads.py).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts
 from blockyard.router.placement.config import PlacementConfig
-from blockyard.router.placement.pulls import PullSource
+from blockyard.router.placement.pulls import LEAST_GAIN, PullSource
 from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, MOST_TOKENS_PER_SECOND
 from blockyard.router.placement.scoring import Candidate
 from numpy.typing import NDArray
@@ -69,18 +70,13 @@ def costs_of(
     workers: Columns,
     costs: StepCosts,
     config: PlacementConfig,
-    source: PullSource | None = None,
+    sources: Sequence[PullSource] = (),
 ) -> Column:
     """Return total_ms of a prompt on each worker, by the blocks of it that each has cached.
 
-    `costs` are those of a machine whose slowness is 1. With a `source`, each worker fetches from it what it lacks, if
-    its link is measured.
+    `costs` are those of a machine whose slowness is 1. Each worker fetches what it lacks from one of the `sources`, if
+    its link is measured and that pays (PullPlan.pays).
     """
-
-    def computing_ms(tokens: Column) -> Column:
-        pairs = tokens * (2 * prompt_tokens - tokens) // 2
-        time_ms: Column = (tokens + costs.pair_tokens * pairs) / per_ms
-        return time_ms
 
     block_size = workers.block_size
     reusable = (prompt_tokens - 1) // block_size * block_size
@@ -93,30 +89,43 @@ def costs_of(
     has_host = are_measured(host_rate)
     host_tokens = np.where(has_host, np.minimum(host_cached, needed), 0)
     computed = needed - host_tokens
-    taken_ms = computing_ms(computed)
-    loaded_tokens = host_tokens
-    pull_time_ms = np.zeros_like(needed)
-    if source is not None:
-        can_pull = has_host & are_measured(workers.pull_bytes_per_ms)
-        pulled = np.minimum(source.cached_tokens - cached, needed) - host_tokens
-        pulled = np.where(can_pull, np.maximum(pulled, 0), 0)
-        moved = pulled * workers.token_bytes + workers.pulling_bytes + source.lending_bytes
-        rate = np.where(can_pull, workers.pull_bytes_per_ms, 1)
-        setup_ms = np.maximum(workers.pull_setup_ms, (workers.step_ms + source.step_ms) / 2)
-        pull_time_ms = np.where(pulled > 0, setup_ms + moved / rate, 0)
-        computed, loaded_tokens = computed - pulled, host_tokens + pulled
+    computed_ms = _computing_ms(computed, prompt_tokens, per_ms, costs)
     queue_ms = (workers.queued_prefill_tokens + costs.pair_tokens * workers.queued_pairs) / per_ms
+    memory_ms = config.memory_full_ms * np.minimum(np.maximum(_shortage(needed, workers, config), 0), 1)
     total_ms: Column = (
         queue_ms
-        + np.maximum(pull_time_ms - queue_ms, 0)
         + config.context_fraction * workers.context_tokens / per_ms
         + _decode_step_ms(workers, costs, config)
-        + (config.later_fraction + config.others_fraction * workers.sequences) * taken_ms
-        + config.memory_full_ms * np.minimum(np.maximum(_shortage(needed, workers, config), 0), 1)
-        + computing_ms(computed)
-        + 1000 * loaded_tokens / np.where(has_host, host_rate, 1)
+        + (config.later_fraction + config.others_fraction * workers.sequences) * computed_ms
+        + memory_ms
+        + computed_ms
+        + 1000 * host_tokens / np.where(has_host, host_rate, 1)
     )
-    return total_ms
+    if not sources:
+        return total_ms
+    most_ms = np.zeros_like(total_ms)
+    tie_ms = np.maximum(config.near_equal_ms, config.near_equal_fraction * total_ms)
+    can_pull = has_host & are_measured(workers.pull_bytes_per_ms) & (memory_ms == 0)
+    for source in sources:
+        pulled = np.minimum(source.cached_tokens - cached, needed) - host_tokens
+        at = np.flatnonzero(can_pull & (pulled > 0))
+        pulled = pulled[at]
+        moved = pulled * workers.token_bytes[at] + workers.pulling_bytes[at] + source.lending_bytes
+        time_ms = np.maximum(workers.pull_setup_ms[at], (workers.step_ms[at] + source.step_ms) / 2)
+        time_ms += moved / workers.pull_bytes_per_ms[at]
+        left_ms = _computing_ms(computed[at] - pulled, prompt_tokens, per_ms[at], costs)
+        saved_ms = computed_ms[at] - left_ms - np.maximum(time_ms - queue_ms[at], 0)
+        saved_ms -= 1000 * pulled / host_rate[at]
+        pays = saved_ms > np.maximum(tie_ms[at], LEAST_GAIN * time_ms)
+        most_ms[at] = np.where(pays, np.maximum(most_ms[at], saved_ms), most_ms[at])
+    return total_ms - most_ms
+
+
+def _computing_ms(tokens: Column, prompt_tokens: int, per_ms: Column, costs: StepCosts) -> Column:
+    """Return the time to compute the last tokens of a prompt."""
+    pairs = tokens * (2 * prompt_tokens - tokens) // 2
+    time_ms: Column = (tokens + costs.pair_tokens * pairs) / per_ms
+    return time_ms
 
 
 def _decode_step_ms(workers: Columns, costs: StepCosts, config: PlacementConfig) -> Column:

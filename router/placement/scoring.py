@@ -146,11 +146,19 @@ def best_score(
     tie = tie_ms(alone.cost, config)
     pulling = [
         score
-        for source in _richer(alone, candidate, sources)
+        for source in _quickest(_richer(alone, candidate, sources), candidate.link)
         for score, plan in [_pulling(prompt_tokens, candidate, config, source, alone)]
         if plan.pays(tie)
     ]
     return min(pulling, key=lambda score: score.cost, default=alone)
+
+
+def _quickest(sources: Sequence[PullSource], link: Link) -> Sequence[PullSource]:
+    """Return the sources without those that have as much as a quicker one."""
+    if len(sources) < 2:
+        return sources
+    by_time = sorted(sources, key=lambda source: link.time_ms(0, source), reverse=True)
+    return tuple({source.cached_tokens: source for source in by_time}.values())
 
 
 def _pulling(

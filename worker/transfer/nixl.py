@@ -45,7 +45,7 @@ class NixlAgent:
         """A block without meaning that others may read, to measure the link."""
         self._register([*regions, (address_of(self.trial), block_bytes)])
         self.access: bytes = self._agent.get_agent_metadata()
-        """Metadata by which others find the regions."""
+        """The data by which others find the regions."""
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._known: dict[bytes, str] = {}
