@@ -1,4 +1,4 @@
-"""Mutants of rows 60 to 70: safeguards of pulls between workers that are missing."""
+"""Mutants of rows 60 to 82: safeguards of pulls and moves between workers that are missing."""
 
 from .mutant import mutant
 
@@ -177,5 +177,27 @@ MUTANTS = (
             "self._tables.owner_of(pull.prefix[0], otherwise=pull.tenant)",
             "pull.tenant",
         ),
+    ),
+    mutant(
+        80,
+        "a move counts as a failure of the worker",
+        "router/test_moves.py::test_a_source_that_dies_before_its_blocks_are_fetched_costs_only_the_computing",
+        (
+            "router:_Attempt._refused",
+            "self.was_preempted, self.was_handed_over = True, self.brought_tokens",
+            "self.has_failed = True",
+        ),
+    ),
+    mutant(
+        81,
+        "no request may move",
+        "router/test_moves.py::test_a_destination_that_dies_loses_no_token_of_what_moved_there",
+        ("worker:Engine._sequences", "request.preemptions is not None", "False"),
+    ),
+    mutant(
+        82,
+        "nobody counts how often a request has moved",
+        "router/test_relay.py::test_a_request_that_all_workers_preempt_moves_four_times_and_then_stays",
+        ("router:Relay._submitted", "progress.num_preemptions < MAX_PREEMPTIONS", "True"),
     ),
 )

@@ -223,8 +223,16 @@ async def test_a_sequence_moves_with_its_blocks_whatever_it_asked_for() -> None:
         assert here.starts[1].num_recomputed == 0
 
 
-async def test_several_outputs_move_with_the_blocks_of_each() -> None:
-    asked = [{"seed": 3, "n": 3}]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"logprobs": 2, "frequency_penalty": 0.5, "regex": "[a-z]{2000}", "ignore_eos": False},
+    ],
+    ids=["plain", "everything"],
+)
+async def test_several_outputs_move_with_the_blocks_of_each(changes: dict[str, Any]) -> None:
+    asked = [{"seed": 3, "n": 3, **changes}]
     async with cluster() as here:
         (expected,) = await undisturbed(here, asked)
         (answer,) = await moved(here, asked, num_tokens=90)

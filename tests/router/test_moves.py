@@ -23,6 +23,12 @@ SMALL = {
 }
 """A pool that holds one long request and a half."""
 MAX_TOKENS = 350
+EVERYTHING: dict[str, Any] = {
+    "logprobs": 2,
+    "frequency_penalty": 0.5,
+    "regex": "[a-z]{2000}",
+    "ignore_eos": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +76,7 @@ async def test_a_sequence_moves_whatever_it_asked_for() -> None:
         {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
         {"temperature": 1.0, "logprobs": 3},
         {"temperature": 1.0, "regex": "[a-z]{2000}", "ignore_eos": False},
-        {"temperature": 1.0, "n": 2, "max_tokens": 200},
+        {"temperature": 1.0, "n": 2, "max_tokens": 200, **EVERYTHING},
     ]
     async with cluster(**SMALL) as here:
         for first in asked:
@@ -81,6 +87,22 @@ async def test_a_sequence_moves_whatever_it_asked_for() -> None:
             answers = await crowded(here, both)
             assert [outputs(answer) for answer in answers] == [outputs(answer) for answer in expected]
             await until(lambda: is_more(here, before), 10.0)  # noqa: B023
+
+
+async def test_a_beam_search_stays_where_it_is() -> None:
+    asked = [
+        {"seed": 9, "max_tokens": MAX_TOKENS},
+        {"seed": 1, "max_tokens": 120, "beam_width": 3, "n": 2},
+        {"seed": 2, "max_tokens": 120, "beam_width": 3, "n": 2},
+    ]
+    async with cluster(**SMALL) as here:
+        expected = await undisturbed(here, asked)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(ask(here.client, **changes)) for changes in asked]
+            await here.until_generating(1, 5)
+            await here.client.resume_worker("worker-1")
+        assert [outputs(task.result()) for task in running] == [outputs(answer) for answer in expected]
+        assert {task.result().finish.worker_id for task in running[1:]} == {"worker-0"}
 
 
 async def is_more(here: Cluster, before: int) -> bool:
