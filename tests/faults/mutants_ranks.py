@@ -16,7 +16,7 @@ MUTANTS = (
     mutant(
         72,
         "a step without all ranks is the fault of its requests",
-        KILLED,
+        "worker/test_bisect.py::test_the_loss_of_a_rank_ends_the_engine_and_no_request_is_told_that_it_failed",
         ("worker:in_halves", "isinstance(failure, RanksLost)", "False"),
         ("worker:_Halves._run", "RanksLost", "KeyboardInterrupt"),
     ),

@@ -316,6 +316,7 @@ class Raises:
         """Nothing to warm."""
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_the_loss_of_a_rank_ends_the_engine_and_no_request_is_told_that_it_failed(
