@@ -64,10 +64,15 @@ def document(parts: Iterable[Part], project: dict[str, Any]) -> str:
     return json.dumps(output, indent=1, ensure_ascii=False) + "\n"
 
 
+UNLOCKED = ("nixl",)
+"""Extras that no image and no development environment has. The lock is without them."""
+
+
 def stale(project: dict[str, Any], lock: Iterable[Part], constraints: str) -> list[str]:
     """Return the requirements and constraints that the lock does not meet."""
     pinned = {part.name: part.version for part in lock}
-    wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    extras = [wanted for name, wanted in project["optional-dependencies"].items() if name not in UNLOCKED]
+    wanted = [*project["dependencies"], *chain.from_iterable(extras)]
     wanted += [line for line in constraints.splitlines() if line and line[0] != "#"]
     requirements = [Requirement(text) for text in wanted]
     return [
