@@ -1,6 +1,7 @@
 """The cluster view follows from events and time alone."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from blockyard.proto.index.contract import Incarnation, WorkerId
@@ -409,7 +410,7 @@ def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_inca
     assert view.holding_source(holder, 101) is None
 
 
-def test_no_step_delays_a_worker_that_has_handed_its_requests_over() -> None:
+def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() -> None:
     view, _ = view_of("a")
     hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7)
     view.accepted("b:1", hello)
@@ -420,7 +421,32 @@ def test_no_step_delays_a_worker_that_has_handed_its_requests_over() -> None:
     holding = view.holding_source(Holder("b:1", Incarnation("b1"), 100), 101)
     assert busy is not None
     assert busy.step_ms > 0.0
+    assert holding == busy, "a worker that preempts goes on with its steps"
+    view.draining("b:1")
+    holding = view.holding_source(Holder("b:1", Incarnation("b1"), 100), 101)
     assert holding == busy._replace(step_ms=0.0)
+
+
+def test_a_short_worker_hears_of_one_with_room_and_a_measured_link() -> None:
+    view, _ = view_of("a")
+    hello = session_pb2.Hello(
+        worker_id="b", incarnation="b1", block_size=16, transfer_port=7, total_blocks=100, block_bytes=1000
+    )
+    view.accepted("b:1", hello)
+    (worker,) = (one for one in view.workers() if one.worker_id == "b")
+
+    def heard(**load: Any) -> session_pb2.Room:
+        able = {"pull_setup_seconds": 0.5, "pull_bytes_per_second": 2000.0, "host_tokens_per_second": 1.0}
+        view.heard("b:1", cluster_pb2.WorkerLoad(**(able | load)))
+        return view.room(worker)
+
+    room = heard(used_blocks=30)
+    assert (room.blocks, room.pull_setup_seconds, room.pull_bytes_per_second) == (60, 0.5, 2000.0)
+    assert not view.is_short("b:1")
+    assert heard(used_blocks=95).blocks == 0
+    assert view.is_short("b:1")
+    for unable in ({"waiting": 1}, {"pull_bytes_per_second": 0.0}, {"host_tokens_per_second": 0.0}):
+        assert heard(used_blocks=30, **unable).blocks == 0
 
 
 @given(st.integers(1, 20), st.integers(0, 20))
