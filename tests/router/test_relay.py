@@ -280,6 +280,14 @@ async def test_a_draining_worker_is_left_for_another() -> None:
             assert (progress.worker_id, progress.num_migrations) == ("b", 0)
 
 
+async def test_a_worker_that_gives_back_what_it_has_not_begun_has_failed_it() -> None:
+    hasty = Script(reject=session_pb2.REJECT_REASON_HANDED_OVER)
+    async with rig(FakeWorker("a", script=lambda submit: hasty)) as made:
+        with pytest.raises(EngineFailed):
+            await collect(made, generation(1), Progress())
+        assert made.relay.num_splits == 0
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [
