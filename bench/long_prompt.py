@@ -48,11 +48,16 @@ class Gaps:
         return known[min(len(known) - 1, int(share * len(known)))]
 
 
-def make_engine(folder: Path, mixed_step_seconds: float) -> Engine:
+def write_model(folder: Path) -> None:
+    """Write the demo model's configuration, with a longer context, and its tokenizer. Weights are then random."""
     config = json.loads(Path(model_path("demo"), "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}), "utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes(Path(model_path("demo"), name).read_bytes())
+
+
+def make_engine(folder: Path, mixed_step_seconds: float) -> Engine:
+    write_model(folder)
     settings = EngineConfig(
         model=str(folder),
         device="cpu",

@@ -100,7 +100,7 @@ MUTANTS = (
         24,
         "placement does not know how fast a worker is",
         "worker_silence.py::test_a_straggler_gets_less_and_is_not_taken_for_dead",
-        ("router:ClusterView._candidate", "worker.speed.slowness", "1.0"),
+        ("router:candidate_of", "worker.speed.slowness", "1.0"),
     ),
     mutant(
         26,

@@ -303,6 +303,14 @@ async def test_a_worker_that_gives_back_what_it_must_keep_has_failed() -> None:
         assert len(made.workers[0].submits) == MAX_PREEMPTIONS + 1
 
 
+async def test_a_worker_that_gives_back_what_it_has_not_begun_has_failed_it() -> None:
+    hasty = Script(reject=session_pb2.REJECT_REASON_HANDED_OVER)
+    async with rig(FakeWorker("a", script=lambda submit: hasty)) as made:
+        with pytest.raises(EngineFailed):
+            await collect(made, generation(1), Progress())
+        assert made.relay.num_splits == 0
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [
