@@ -97,19 +97,20 @@ class VirtualEngineThread(EngineThread):
 
     async def _step(self) -> None:
         self._began = asyncio.get_running_loop().time()
-        self._engine.wake()  # where all wait for pulls, a step would wait in real time
+        self._engine.wake()  # where all wait for pulls or loans, a step would wait in real time
         result = self._engine.step()
         seconds = self._clock.take()
-        if seconds or self._waiting or not self._engine.scheduler.pulls:
+        scheduler = self._engine.scheduler
+        if seconds or self._waiting or not (scheduler.pulls or scheduler.tables.num_lent):
             await asyncio.sleep(seconds)
         else:
-            await self._wait_for_pulls()
+            await self._wait_for_transfers()
         self.busy_seconds += seconds
         self._began = None
         self._report(result)
 
-    async def _wait_for_pulls(self) -> None:
-        """Wait as long as a step would, until a pull ends or there is another command."""
+    async def _wait_for_transfers(self) -> None:
+        """Wait as long as a step would, until a pull or a loan ends or there is another command."""
         self._wake.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(HELD_SECONDS):
