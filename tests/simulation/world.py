@@ -184,12 +184,12 @@ class World:
 
         The router may take the source for an earlier incarnation, or believe it to have what it lacks.
         """
-        if request.pull is None and self.chance.random() < 0.7:
+        if request.pull is None and self.chance.random() < 0.9:
             source, depth = self._source_for(seat, request.names[1:])
             lives = [life.incarnation for life in source.lives]
             order = PullOrder(
                 address=f"{source.name}:{TRANSFER_PORT}",
-                incarnation=self.chance.choice((f"{source.name}#0", *lives, *lives[-1:] * 4)),
+                incarnation=self.chance.choice((f"{source.name}#0", *lives, *lives[-1:] * 12)),
                 num_blocks=max(depth + self.chance.choice((-1, 0, 0, 0, 3)), 1),
                 seconds=self.chance.choice((0.02, 0.3, 2.0)),
             )
