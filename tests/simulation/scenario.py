@@ -163,7 +163,7 @@ def pulling(seed: int) -> Scenario:
     chance = random.Random(f"pulls {seed}")
     known = drawn(chance, seed)
     setup = _setup(chance, has_pulls=True)
-    setup = replace(setup, scheduler=replace(setup.scheduler, host_cache_blocks=20))
+    setup = replace(setup, scheduler=replace(setup.scheduler, host_cache_blocks=16))
     prefixes = [[chance.randint(1, 9) for _ in range(64)] for _ in range(5)]
     requests = []
     for number in range(24):
@@ -176,7 +176,7 @@ def pulling(seed: int) -> Scenario:
                 prompt=(*prefix[:depth], *rest),
                 max_tokens=min(request.max_tokens, 12),
                 beam_width=0,
-                cancel_after=chance.uniform(0.0, 0.5) if chance.random() < 0.4 else None,
+                cancel_after=chance.uniform(0.0, 0.5) if chance.random() < 0.5 else None,
             )
         )
     faults = [
