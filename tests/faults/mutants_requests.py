@@ -59,8 +59,8 @@ MUTANTS = (
         "nobody is cut off",
         "slow_readers.py::test_a_client_that_stops_reading_is_cut_off_and_holds_nobody_up",
         (
-            "router:_Pace.watch",
-            "since is not None and time.monotonic() - since >= self.limit_seconds",
+            "router:_Pace._look",
+            "self.since is not None and self._loop.time() - self.since >= self._limit_seconds",
             "False",
         ),
     ),
