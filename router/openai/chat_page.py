@@ -1,6 +1,5 @@
 """Chat page: a file that talks to the gateway that served it, with the headers that keep it to itself."""
 
-import re
 from base64 import b64encode
 from collections.abc import Mapping
 from hashlib import sha256
@@ -26,5 +25,5 @@ def chat_page() -> tuple[bytes, Mapping[str, str]]:
 
 def _hash(text: str, tag: str) -> str:
     """Return the hash of the one element of this name, as a content policy names it."""
-    (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    inside = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
     return f"sha256-{b64encode(sha256(inside.encode()).digest()).decode()}"

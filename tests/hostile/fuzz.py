@@ -66,8 +66,8 @@ ALLOWED: dict[str, set[Code]] = {
     "ListSequences": {Code.NOT_FOUND},
     "LookupPrefix": {Code.DEADLINE_EXCEEDED},
     "ExplainPlacement": {Code.DEADLINE_EXCEEDED},
-    "PullPrefix": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
-    "PullBlocks": {Code.ABORTED},
+    "PullPrefix": {Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.DEADLINE_EXCEEDED},
+    "PullBlocks": {Code.ABORTED, Code.FAILED_PRECONDITION},
     # Both end only by their deadline.
     "WatchWorkers": {Code.DEADLINE_EXCEEDED},
 }

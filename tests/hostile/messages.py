@@ -124,9 +124,8 @@ def _fill_list(random: Random, items: Any, field: FieldDescriptor, depth: int) -
 def _fill_map(random: Random, items: Any, field: FieldDescriptor) -> None:
     key, value = field.message_type.fields_by_name["key"], field.message_type.fields_by_name["value"]
     for _ in range(random.choice((0, 1, 3, 1_100))):
-        items[random.randint(0, 5_000) if random.random() < 0.9 else scalar(random, key)] = scalar(
-            random, value
-        )
+        is_small = key.type != FieldDescriptor.TYPE_STRING and random.random() < 0.9
+        items[random.randint(0, 5_000) if is_small else scalar(random, key)] = scalar(random, value)
 
 
 def mangled(random: Random, raw: bytes) -> bytes:

@@ -43,7 +43,7 @@ async def test_a_person_chats_sees_the_reasoning_and_stands_in_for_a_tool(
     gateway: Gateway, worker: FakeWorker, browser: Browser
 ) -> None:
     await browser.open(f"http://{gateway.address}/")
-    assert await browser.until("document.querySelector('#model').textContent !== '…'")
+    assert await browser.until("!['…', undefined].includes(document.querySelector('#model')?.textContent)")
     assert await browser.text("#model") == "demo"
     says(worker, f"I <i>look</i>.</think>Let me see.\n{CALL}")
     await browser.click("#settings summary")
@@ -86,10 +86,10 @@ async def test_the_page_needs_no_token_but_its_calls_do(tokens: Tokens, browser:
         assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert "connect-src 'self'" in answer.headers["content-security-policy"]
         await browser.open(f"http://{closed.address}/")
-        await browser.until("document.querySelector('#model').textContent === 'an API token is needed'")
+        await browser.until("document.querySelector('#model')?.textContent === 'an API token is needed'")
         await browser.evaluate(f"document.querySelector('#token').value = {json.dumps(tokens.of['ann'])}")
         await browser.evaluate("document.querySelector('#token').dispatchEvent(new Event('change'))")
-        await browser.until("document.querySelector('#model').textContent === 'demo'")
+        await browser.until("document.querySelector('#model')?.textContent === 'demo'")
         async with served_by(closed, worker_of_model("a")) as worker:
             says(worker, "Hello.")
             await say(browser, "hello")

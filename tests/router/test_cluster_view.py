@@ -414,7 +414,6 @@ def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() ->
     view, _ = view_of("a")
     hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7)
     view.accepted("b:1", hello)
-    view.draining("b:1")
     view.heard("b:1", cluster_pb2.WorkerLoad(running=3, steps=10, step_seconds=5.0))
     (worker,) = (one for one in view.workers() if one.worker_id == "b")
     busy = view.pull_source(worker, 6, 101)

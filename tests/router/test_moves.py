@@ -125,9 +125,9 @@ async def test_a_source_that_dies_before_its_blocks_are_fetched_costs_only_the_c
         source, loop, deaths = here.workers[0], asyncio.get_running_loop(), []
         send = source._exchange._lender._send_blocks
 
-        def send_one(connection: Any, loan: Loan, fence: Any) -> None:
+        def send_one(connection: Any, loan: Loan, *others: Any) -> None:
             loan.num_unsent = min(loan.num_unsent, 1)
-            send(connection, loan, fence)
+            send(connection, loan, *others)
             loop.call_soon_threadsafe(lambda: deaths.append(die(source)))
 
         monkeypatch.setattr(source._exchange._lender, "_send_blocks", send_one)

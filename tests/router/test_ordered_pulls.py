@@ -18,6 +18,7 @@ from blockyard.router.client.errors import (
 from blockyard.worker.engine import Engine
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
+from blockyard.worker.transfer.rules import Avoided
 
 from .rig import until
 from .test_handover import Cluster, ask, cluster, prompt
@@ -166,7 +167,7 @@ async def test_a_source_of_another_layout_is_refused_in_words(
     with pytest.raises(InvalidRequestError, match="another model, data type, size or layout"):
         await here.client.pull_prefix("worker-1", prompt_token_ids=PROMPT, source_id=source)
     monkeypatch.undo()
-    here.workers[1]._exchange._receiver._avoided.clear()
+    here.workers[1]._exchange._receiver._avoided = Avoided()
 
 
 async def test_a_pull_ends_with_the_calls_deadline(

@@ -206,7 +206,7 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
     within the run."""
     num_workers, num_routers = chance.choice((1, 2, 2, 3, 3)), chance.choice((1, 1, 2))
     pulled_blocks_per_second = chance.choice((0.0, 20.0, 100.0, 1000.0)) if num_workers > 1 else 0.0
-    is_crowded = pulled_blocks_per_second > 0 and chance.random() < 0.3
+    is_crowded = pulled_blocks_per_second >= 100.0 and chance.random() < 0.6
     setup = _setup(chance, has_pulls=pulled_blocks_per_second > 0)
     setup = _crowded(setup) if is_crowded else setup
     num_requests = chance.randint(FEWEST_REQUESTS, 22)
@@ -291,6 +291,7 @@ def _long(request: Request, chance: random.Random, max_model_len: int) -> Reques
         request,
         at=chance.uniform(0.9, 1.3),
         max_tokens=min(60, longest),
+        priority=0,
         n=1 if request.n > 2 else request.n,
         beam_width=0,
         stop_after={},

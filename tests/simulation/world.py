@@ -484,6 +484,7 @@ class World:
             all(record.outcome for record in self.records)
             and len(self.workers()) == len(self.seats)
             and all(worker.is_serving and worker.is_idle() and _is_told(worker) for worker in self.workers())
+            and not any(len(worker.engine.scheduler.pulls) for worker in self.workers())
             and all(router.process.is_alive and self._knows_all(router) for router in self.routers)
             and self._is_index_of_the_living
         )

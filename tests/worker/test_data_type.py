@@ -10,7 +10,7 @@ from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
 from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.execution import runner
+from blockyard.worker.execution import part_runner
 from blockyard.worker.model import data_type
 from blockyard.worker.model.config import DataTypeName
 from blockyard.worker.model.data_type import choose_dtype, cpu_has_bfloat16
@@ -68,7 +68,7 @@ def test_a_worker_says_what_it_computes_in_and_its_pool_is_of_that(
 ) -> None:
     """And what commands reckon of this machine does not differ from it."""
     monkeypatch.setattr(data_type, "cpu_has_bfloat16", lambda: has_it)
-    monkeypatch.setattr(runner, "cpu_has_bfloat16", lambda: has_it)
+    monkeypatch.setattr(part_runner, "cpu_has_bfloat16", lambda: has_it)
     engine = EngineConfig(model=model_path("demo"), device="cpu", kv_cache_memory=2**24)
     with caplog.at_level(logging.INFO):
         loaded = loading.load_engine(engine)
@@ -89,7 +89,7 @@ def test_slow_bfloat16_is_warned_of(
             load_extension()
         except ExtensionUnavailable as error:
             pytest.skip(str(error))
-    monkeypatch.setattr(runner, "cpu_has_bfloat16", lambda: is_there)
+    monkeypatch.setattr(part_runner, "cpu_has_bfloat16", lambda: is_there)
     monkeypatch.setattr(CpuLibrary, "has_linear", lambda _, is_bf16: is_widened)
     config = EngineConfig(
         model=str(shared_checkpoint("LlamaForCausalLM")),

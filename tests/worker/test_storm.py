@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from .storm import Storm, random_request
 
-ACTIONS = 10_000
+ACTIONS = 12_000
 """In each of five weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
     "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},

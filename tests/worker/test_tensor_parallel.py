@@ -5,7 +5,6 @@ test_engine_tokens.py runs on several ranks too: preemption, swap, forks, prefix
 
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -29,6 +28,7 @@ from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.startup import loading
+from blockyard.worker.startup.loading import LoadedEngine, Ranks
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, reference_greedy, shared_checkpoint
 from .ranks import divided_engine, ranks
@@ -204,6 +204,11 @@ def test_beams_are_those_of_transformers(size: int) -> None:
         assert_equal(checkpoint, search, outputs)
 
 
+def _with_ranks(group: Ranks) -> Callable[[EngineConfig, Ranks], LoadedEngine]:
+    load = loading.load_engine
+    return lambda config, _: load(config, group)
+
+
 def test_outputs_follow_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = Grammar(kind="regex", source="(return|yield|pass) [a-z]{2,8}")
     wild = SamplingParams(seed=2, max_tokens=30, n=2, temperature=2.0)
@@ -212,7 +217,7 @@ def test_outputs_follow_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for size in (1, 2):
         with ranks(EngineConfig(model=str(DEMO), **settings), size) as group, monkeypatch.context() as patch:
-            patch.setattr(loading, "load_engine", partial(loading.load_engine, ranks=group))
+            patch.setattr(loading, "load_engine", _with_ranks(group))
             answers = LLM(str(DEMO), **settings).generate(["def ", "x = "], wild, structured_output=grammar)
             texts.append([output.text for answer in answers for output in answer.outputs])
     assert texts[0] == texts[1]
