@@ -17,7 +17,7 @@ import grpc
 import pytest
 from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.proto.text import load_tokenizer
-from blockyard.proto.v1 import cluster_pb2, inference_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -38,8 +38,8 @@ SENTENCE = f"The {CANARY} sings. " * 6
 LONG = {"max_tokens": 300, "ignore_eos": True}
 LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
 ACTS = ("blockyard.v1.AdminService",)
-CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort"}
-"""Methods whose answer is the text itself. An Abort ends a request."""
+CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort", "PullPrefix"}
+"""Methods whose answer is the text itself. An Abort ends a request, and no prefix can be pulled here."""
 FIELDS = {
     "worker_id": "worker-1",
     "page_size": 1000,
@@ -211,6 +211,9 @@ async def failing_requests(caller: Caller) -> None:
     name = caller.told.pop(f"error {caller.num_failed} of Inference.Generate")
     assert CANARY.encode() in name
     await caller.fails("Inference.Abort", inference_pb2.AbortRequest(request_id=CANARY))
+    for worker_id in (CANARY, "worker-1"):
+        pull = admin_pb2.PullPrefixRequest(prompt=SENTENCE, worker_id=worker_id)
+        await caller.fails("Admin.PullPrefix", pull)
     await caller.fails("Cluster.GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id=CANARY))
     token = cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_token=CANARY)
     await caller.fails("Cluster.ListBlocks", token)
