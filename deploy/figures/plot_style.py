@@ -54,6 +54,7 @@ SYSTEMS = {
     "blockyard, nothing shared": Look(GREY, "^"),
     "blockyard, served": Look(PURPLE, "P"),
     "blockyard, served in plaintext": Look(PURPLE, "P", is_hollow=True),
+    "blockyard, 2 ranks": Look(SKY, "s", is_hollow=True),
     "vllm": Look(VERMILLION, "v"),
     "openvino-genai": Look(ORANGE, "<"),
     "openvino-genai, exact KV": Look(ORANGE, "<", is_hollow=True),
