@@ -96,7 +96,7 @@ class Group(ctypes.Structure):
         ("shared", _Address),
         *(
             (name, _Int)
-            for name in ("rank", "size", "depth", "piece_bytes", "deadline_ns", "round", "status")
+            for name in ("rank", "size", "depth", "piece_bytes", "deadline_ns", "round", "status", "first")
         ),
     ]
 

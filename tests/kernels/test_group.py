@@ -222,3 +222,11 @@ def test_no_other_user_may_open_the_memory_and_it_has_no_name_once_unlinked() ->
         SharedMemory.open(memory.name, 4096)
     with pytest.raises(ValueError, match="no name"):
         SharedMemory.open("../etc/passwd", 4096)
+
+
+def test_a_ring_does_not_end_with_its_first_million_of_messages(library: CpuLibrary, own: ExitStack) -> None:
+    ring = MessageRing(lambda: library, rank=0, size=1)
+    own.callback(ring.memory.unlink)
+    message = memoryview(bytearray(b"step"))
+    for _ in range((1 << 20) + 3):
+        ring.send(message)

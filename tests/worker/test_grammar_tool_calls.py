@@ -108,6 +108,17 @@ def test_where_text_is_allowed_a_call_that_begins_is_followed_to_its_end(
     assert matcher.accept(tokenizer.tokenize_str('{"a":"x')) is not begins
 
 
+@pytest.mark.parametrize("spaces", ["", " ", "\n", " \n\t"])
+def test_spaces_before_a_bare_call_do_not_free_it_of_its_schema(spaces: str) -> None:
+    source, tokenizer = demo_source(), demo_source().load()
+    compiled = CompiledGrammar(grammar(**BARE, allows_text=True), source.load())
+    begun = compiled.matcher()
+    assert begun.accept(tokenizer.tokenize_str(spaces + '{"name": "add", "arguments": ')), begun.error
+    assert not begun.accept(tokenizer.tokenize_str('{"a":"x'))
+    said = compiled.matcher()
+    assert said.accept(tokenizer.tokenize_str(f"{spaces}It is four. {{")), said.error
+
+
 def test_reasoning_may_come_first_and_must_end_where_the_prompt_began_it() -> None:
     source, tokenizer = demo_source(), demo_source().load()
     for is_thinking, said, fits in [

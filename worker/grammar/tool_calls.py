@@ -101,9 +101,13 @@ class ToolCalls:
         if text_schema or not self.allows_text:
             return [f"body: {' '.join(begin)} rest {'|' if text_schema else ''} {text_schema}"]
         if not begin:
-            # Nothing marks a call, so any other text must begin with another character.
+            # Nothing marks a call, so any other text must begin with another character. A parser passes over spaces.
             first = "".join(re.escape(character) for character in sorted({t.before[:1] for t in self.tools}))
-            return ["body: rest | OTHER?", f"OTHER: /[^{first}](.|\\n)*/"]
+            return [
+                "body: SPACE? rest | SPACE | OTHER?",
+                "SPACE: /[ \\t\\r\\n]+/",
+                f"OTHER: /[ \\t\\r\\n]*[^ \\t\\r\\n{first}](.|\\n)*/",
+            ]
         if begin[0].startswith("<"):
             return [f"body: TEXT ({' '.join(begin)} rest)?"]
         # The library's own form of a trigger: the shortest text that ends with it.

@@ -41,14 +41,14 @@ class Kind(IntEnum):
     MAPPED = 3
     """Whether the rank has mapped the shared memory."""
     GO = 4
-    """Whether steps come through the shared memory, or else by this connection."""
+    """All ranks have mapped the shared memory: load."""
     READY = 5
     """The rank has loaded its part of the model."""
     PULSE = 6
     STEP = 7
     """Arrays of a step (messages.py)."""
     FAILED = 8
-    """The reason why a rank cannot load its part, as JSON."""
+    """The reason why a rank cannot load its part, or take part in a step, as JSON."""
     STOP = 9
 
 

@@ -94,6 +94,11 @@ class NixlAgent:
                 agent.get_xfer_descs([(*place, 0) for place in places], "DRAM"),
                 name,
             )
+        except Exception as error:  # NIXL has many, and nothing writes to the buffer yet
+            with self._lock:
+                self._free.append(buffer)
+            raise Cut from error
+        try:
             if agent.transfer(handle) == FAILED:
                 raise Cut
         except Exception as error:  # NIXL has many, and after any of them the buffer is lost

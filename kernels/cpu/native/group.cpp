@@ -50,6 +50,7 @@ struct Group {
     int64_t rank, size, depth, piece_bytes;
     int64_t deadline_ns;  // longest wait for another rank; 0: none
     int64_t round, status;
+    int64_t first;  // the round at which the step began, which has no piece; 0 in a ring
 };
 
 static int64_t now_ns() {
@@ -118,8 +119,7 @@ static bool wait_for_all(Group& g, int64_t round) {
 static char* begin(Group& g) {
     if (!is_sound(g)) return nullptr;
     g.round++;
-    const int64_t first = g.round >> STEP_BITS << STEP_BITS;
-    return wait_for_all(g, std::max(first, g.round - g.depth + 1)) ? buffer(g, g.rank, g.round) : nullptr;
+    return wait_for_all(g, std::max(g.first, g.round - g.depth + 1)) ? buffer(g, g.rank, g.round) : nullptr;
 }
 static void arrive(Group& g) {
     Line& line = g.shared->lines[g.rank];
@@ -251,7 +251,7 @@ int64_t by_receive(Group* g, const char** start) {
 // Take part in a step, whose number is higher than that of every earlier one.
 void by_enter(Group* g, int64_t step) {
     g->status = SOUND;
-    g->round = step << STEP_BITS;
+    g->round = g->first = step << STEP_BITS;
     if (is_sound(*g)) arrive(*g);
 }
 // Let every call of this step return at once, in every rank.

@@ -112,12 +112,13 @@ def given_tools(body: Body, answers: AnswerFormat) -> ToolUse | None:
     if len(set(names)) < len(names):
         raise InvalidRequest.of("tools", "each must have another name")
     mode, allowed = _choice(choice, frozenset(names))
+    is_one = isinstance(choice, dict) and choice.get("type") == "function"
     return ToolUse(
         tools=tools,
         listed=json_text("tools", body["tools"]),
         mode=mode,
         allowed=tuple(tool for tool in tools if tool.name in allowed),
-        parallel=parallel is not False,
+        parallel=parallel is not False and not is_one,
     )
 
 
