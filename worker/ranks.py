@@ -377,4 +377,7 @@ def main(leader_address: str, cluster: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    status = main(*sys.argv[1:])
+    logging.shutdown()
+    # The interpreter's own end waits for locks, and threads that have ended may have held them.
+    os._exit(status)
