@@ -11,9 +11,10 @@ import torch
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.parallel.follower import Follower
-from blockyard.worker.parallel.in_process import in_process
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.startup.loading import ALONE, Ranks, load_engine, load_follower
+
+from .in_process_ranks import in_process
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from blockyard.worker.model.division import divide
 from blockyard.worker.model.weights import random_weights
 from blockyard.worker.parallel.collective import RankFailed
 from blockyard.worker.parallel.follower import Follower
-from blockyard.worker.parallel.in_process import InProcess, in_process
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
@@ -31,6 +30,7 @@ from blockyard.worker.startup import loading
 from blockyard.worker.startup.loading import LoadedEngine, Ranks
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, reference_greedy, shared_checkpoint
+from .in_process_ranks import InProcess, in_process
 from .ranks import divided_engine, ranks
 from .test_beam_tokens import Search, assert_equal, start
 from .test_engine_tokens import BLOCK_SIZE, BYTES_PER_BLOCK, assert_greedy, outputs_of, prompt_of, run, submit

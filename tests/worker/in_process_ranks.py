@@ -1,4 +1,4 @@
-"""In-process ranks: threads of one process that exchange tensors. For tests."""
+"""Ranks as threads of one process, which exchange tensors under a condition. No rank waits without a deadline."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
