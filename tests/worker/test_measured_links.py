@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -75,6 +76,22 @@ async def test_a_trial_measures_a_link_and_routers_hear_of_it() -> None:
         assert (await load_of(source)).lent_blocks == 0
         await check_idle(source)
         await check_idle(destination)
+
+
+async def test_a_long_step_of_the_source_does_not_make_a_trial_late() -> None:
+    async with a_worker("w0", secret="") as source, a_worker("w1", secret="") as destination:
+        port, has_ended = await transfer_port(source, ""), threading.Event()
+        step = source._engine.call(lambda engine: has_ended.wait(PATIENCE_SECONDS))
+        try:
+            async with Session(destination.address, "") as session:
+                await session.read_until("hello")
+                order = MeasureLink(address=f"127.0.0.1:{port}", incarnation=source.incarnation)
+                await session.call.write(ToWorker(measure_link=order))
+                while not (await session.read_until("step")).load.pull_bytes_per_second:
+                    pass
+            assert not step.done()
+        finally:
+            has_ended.set()
 
 
 async def test_what_is_measured_is_not_measured_again() -> None:

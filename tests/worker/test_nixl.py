@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from blockyard.proto.v1.session_pb2 import PullEnd
+from blockyard.worker.transfer import nixl
 from blockyard.worker.transfer.nixl import NixlAgent
 from blockyard.worker.transfer.wire import Late
 
@@ -40,9 +41,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     with pytest.MonkeyPatch.context() as patch, processes(folder) as cluster:
         patch.setenv("UCX_TLS", "tcp")
         for name in ("with0", "with1", "without"):
-            nixl = () if name == "without" else ("--nixl",)
+            way = () if name == "without" else ("--nixl",)
             port = ("--transfer-port", str(free_port()))
-            cluster.add_worker(name, *OPTIONS, *LENDING, *port, *nixl, model=model)
+            cluster.add_worker(name, *OPTIONS, *LENDING, *port, *way, model=model)
         cluster.start(*cluster.workers.values())
         yield cluster
 
@@ -131,6 +132,10 @@ def test_a_read_that_is_given_up_writes_to_no_slot_and_its_staging_is_not_used_a
             with pytest.raises(Late):
                 memory.read(place, slot)
             ((_, given_up),) = agent._abandoned
+            with monkeypatch.context() as patch:
+                patch.setattr(nixl, "MAX_STAGED", 1)
+                assert not agent.has_staging(), "blocks come over TCP meanwhile"
+            assert agent.has_staging()
             deadline[0] = math.inf
             source.send_signal(signal.SIGCONT)
             others = [memoryview(bytearray(size)) for _ in range(3)]

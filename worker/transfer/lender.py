@@ -199,11 +199,11 @@ class Lender:
             return
         nixl = self._nixl if NIXL in request.ways else None
         try:
+            if request.trial_bytes:
+                self._send_trial(connection, request.trial_bytes, nixl)
+                return
             with self._loan(request, seconds) as (loan, fence):
-                if request.trial_bytes:
-                    self._send_trial(connection, request.trial_bytes, nixl)
-                else:
-                    self._send_blocks(connection, loan, fence, nixl)
+                self._send_blocks(connection, loan, fence, nixl)
         finally:
             self._loans.release()
 
@@ -222,6 +222,7 @@ class Lender:
             loan.num_unsent, loan.num_sent = 0, len(indices)
 
     def _send_trial(self, connection: Connection, num_bytes: int, nixl: NixlAgent | None) -> None:
+        """Send bytes that measure the link. The engine is not asked, so a long step does not make a trial late."""
         block = memoryview(b"\x55" * self._memory.block_bytes) if nixl is None else nixl.trial
         count = trial_blocks(num_bytes, len(block))
         connection.send(_reply(count, nixl))
@@ -232,7 +233,7 @@ class Lender:
 
     @contextlib.contextmanager
     def _loan(self, request: PullRequest, seconds: float) -> Iterator[tuple[Loan, Fence]]:
-        """Keep the blocks of a request, none for a trial. Raises Late where the engine does not answer in time."""
+        """Keep the blocks of a request. Raises Late where the engine does not answer in time."""
         names = [BlockName(name) for name in split_names(request.names)]
         future = self._lend(names, request.first_block)
         try:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 NIXL = "nixl"
 """Name of this way in requests and replies."""
 MAX_STAGED = 64
-"""Staging buffers, of a block each. Those of transfers that never end are lost."""
+"""Staging buffers, of a block each. Those of transfers that never end are lost. Once all are, blocks come over TCP."""
 POLL_SECONDS = 0.0002
 FAILED = "ERR"
 UNDER_WAY = "PROC"
@@ -77,6 +77,12 @@ class NixlAgent:
                     self._agent.remove_remote_agent(name)
                 except Exception as error:
                     logger.warning("NIXL does not forget a worker: %s", type(error).__name__)
+
+    def has_staging(self) -> bool:
+        """Return whether a staging buffer is left."""
+        self._reclaim()
+        with self._lock:
+            return bool(self._free) or self._num_staged < MAX_STAGED
 
     def begin_read(self, name: str, places: list[Place]) -> tuple[Any, memoryview]:
         """Begin to read pieces of a source into a staging buffer. Raises Cut where that fails."""

@@ -232,7 +232,8 @@ class Receiver:
         request.CopyFrom(wanted.request)
         request.incarnation, request.layout = wanted.incarnation, self._layout
         request.seconds = attempt.deadline - time.monotonic()
-        request.ways.extend([] if self._nixl is None else [NIXL])
+        by_nixl = self._nixl is not None and self._nixl.has_staging()
+        request.ways.extend([NIXL] if by_nixl else [])
         connection.send(request)
         reply = connection.receive(PullReply, MAX_REPLY_BYTES)
         attempt.answered(connection)
@@ -245,7 +246,7 @@ class Receiver:
         if reply.num_blocks > wanted.num_blocks:
             raise ProtocolError(f"{reply.num_blocks} blocks where {wanted.num_blocks} were asked for")
         memory = self._memory_of(connection, reply) if reply.way else None
-        if self._nixl is not None and memory is None and wanted.address not in self._without_nixl:
+        if by_nixl and memory is None and wanted.address not in self._without_nixl:
             logger.info(
                 "worker %s does not lend by NIXL: its blocks come over this connection", wanted.address
             )
