@@ -159,11 +159,25 @@ def placement_dict(explained: cluster_pb2.ExplainPlacementResponse) -> dict[str,
         "policy": explained.policy,
         "chosen": explained.chosen_worker_id,
         "index_available": explained.index_available,
+        "split": _split_dict(explained.split) if explained.HasField("split") else None,
         "candidates": [
             {name: getattr(candidate, name) for name in terms}
             | {"pull_options": [_option_dict(option) for option in candidate.pull_options]}
             for candidate in explained.candidates
         ],
+    }
+
+
+def _split_dict(split: cluster_pb2.SplitPlacement) -> dict[str, Any]:
+    return {
+        "first": split.prefill.worker_id,
+        "computed_tokens": split.prefill.uncached_tokens,
+        "first_ms": split.prefill.total_ms,
+        "second": split.decode.worker_id,
+        "pulled_tokens": split.decode.pulled_tokens,
+        "second_ms": split.decode.total_ms,
+        "local_ms": split.local_ms,
+        "is_chosen": split.is_chosen,
     }
 
 

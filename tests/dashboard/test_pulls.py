@@ -240,3 +240,36 @@ async def test_the_explainer_says_of_each_source_whether_it_is_chosen_and_why_no
             "not chosen: the other source saves as much or more",
         ],
     ]
+
+
+async def test_the_explainer_shows_a_split_whose_first_worker_is_no_candidate(
+    page: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The routers' answer is fixed; all else from the page's server to the screen is real."""
+    prefill = cluster_pb2.PlacementCandidate(worker_id="prefill-0", uncached_tokens=4100, total_ms=300.0)
+    decode = cluster_pb2.PlacementCandidate(worker_id="decode-0", pulled_tokens=4096, total_ms=20.5)
+    explained = cluster_pb2.ExplainPlacementResponse(
+        policy="prefix",
+        chosen_worker_id="prefill-0",
+        candidates=[cluster_pb2.PlacementCandidate(worker_id="decode-0", total_ms=900.0, cost=900.0)],
+        index_available=True,
+        split=cluster_pb2.SplitPlacement(
+            is_chosen=True, prefill=prefill, decode=decode, split_ms=320.5, local_ms=900.0
+        ),
+    )
+
+    async def explain(*_: object, **__: object) -> cluster_pb2.ExplainPlacementResponse:
+        return explained
+
+    monkeypatch.setattr(AsyncClient, "explain_placement", explain)
+    await page.type_into("#prompt", "anything")
+    await page.click("#ask button[value=placement]")
+    said = await page.text("#answer [data-field=chosen]")
+    assert said == "Policy prefix: it would run on prefill-0. Then decode-0 would continue."
+    rows = "[...document.querySelectorAll('#answer [data-field=split] tbody tr')].map((e) => e.innerText.split('\\t'))"
+    assert await page.evaluate(rows) == [
+        ["prefill-0", "computes 4,100 tokens", "300.0"],
+        ["decode-0", "fetches 4,096 tokens and continues", "20.5"],
+        ["both", "chosen", "320.5"],
+        ["one worker", "serves the whole request", "900.0"],
+    ]

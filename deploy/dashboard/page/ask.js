@@ -67,7 +67,8 @@ const DRAWN = {
   dynamo: "the policy draws at random, and cheaper workers are likelier.",
 };
 
-function reason({ candidates, chosen, policy }) {
+function reason({ candidates, chosen, policy, split }) {
+  if (split?.is_chosen) return `Then ${split.second} would continue.`;
   const least = candidates.reduce((best, other) => (other.cost < best.cost ? other : best));
   const difference = candidates.find(({ worker_id }) => worker_id === chosen).cost - least.cost;
   return difference > 0
@@ -92,6 +93,21 @@ function options({ candidates }) {
   return [el("h3", {}, "What each could pull from another worker"), table(["to", "from", "tokens", "takes ms", "saves ms", "verdict"], rows)];
 }
 
+// The cheapest way to begin the request on one worker and to continue it on another.
+function splitOf({ split }) {
+  if (!split) return [];
+  const parts = [
+    [split.first, `computes ${counted(split.computed_tokens, "token")}`, split.first_ms],
+    [split.second, `fetches ${counted(split.pulled_tokens, "token")} and continues`, split.second_ms],
+    ["both", split.is_chosen ? "chosen" : "not chosen", split.first_ms + split.second_ms],
+  ];
+  if (split.local_ms) parts.push(["one worker", "serves the whole request", split.local_ms]);
+  const rows = parts.map((cells) => el("tr", {}, ...cells.slice(0, 2).map((text) => el("td", {}, text)), el("td", {}, decimal(cells[2]))));
+  const shown = table(["worker", "part", "total ms"], rows);
+  shown.dataset.field = "split";
+  return [el("h3", {}, "Begun on one worker, continued on another"), shown];
+}
+
 function placement(found) {
   const cached = (candidate) => `${count(candidate.cached_tokens)} + ${count(candidate.host_cached_tokens)}`;
   const rows = found.candidates.map((candidate) => {
@@ -105,5 +121,5 @@ function placement(found) {
   });
   const head = el("p", { "data-field": "chosen" }, `Policy ${found.policy}: ` + (found.chosen
     ? `it would run on ${found.chosen}. ${reason(found)}` : "no worker can take it now."));
-  return [head, table(["worker", "cached + host tokens", "pulled tokens", "to compute", ...TERMS.map(([label]) => label)], rows), ...options(found)];
+  return [head, table(["worker", "cached + host tokens", "pulled tokens", "to compute", ...TERMS.map(([label]) => label)], rows), ...options(found), ...splitOf(found)];
 }
