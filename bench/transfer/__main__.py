@@ -4,8 +4,8 @@
 
 Five parts. A prefix of 4,096 tokens is computed, pulled, and found in local host memory, in turns. Decodes run at both
 ends while pulls follow one another. Transfers are cut and corrupted at random. Links between two network namespaces
-have known rates, and pulls report what they measured. On such links the length from which on a pull pays is estimated
-as routers do, and measured.
+have known rates, and pulls report what they measured. On such links the rate from which on a pull pays is estimated as
+routers do, and measured.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
@@ -33,12 +33,13 @@ MODEL = "llama-166m"
 BREAK_EVEN_MODEL = "llama-thin"
 PARTS = ("first", "decodes", "harm", "links", "break-even")
 RATES_MBITS = (10, 100, 1000)
+BREAK_EVEN_MBITS = (5, 7, 10, 14, 20, 28, 40, 56, 80, 160)
 TRIALS = 10_000
 NEVER = 99.0
 """Error of an estimate where the times of pulling and computing do not cross."""
 
 
-def isolated(module: str, model: str, repeats: int) -> list[dict[str, Any]]:
+def isolated(module: str, model: str, repeats: int, rates: Sequence[int]) -> list[dict[str, Any]]:
     """Run a module of links in a network namespace of its own."""
     with tempfile.TemporaryDirectory(prefix="blockyard-transfer-") as temporary:
         folder = model_folder(model, "float32", Path(temporary), with_weights=False)
@@ -51,7 +52,7 @@ def isolated(module: str, model: str, repeats: int) -> list[dict[str, Any]]:
             str(folder),
             str(repeats),
         ]
-        done = subprocess.run([*command, *map(str, RATES_MBITS)], capture_output=True, text=True)
+        done = subprocess.run([*command, *map(str, rates)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the links were not measured:\n{done.stderr[-2000:]}")
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -81,10 +82,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                         wrong_tokens(folder, trials=arguments.trials, seed=arguments.seed)
                     )
                 case "links":
-                    figures[part] = {"rates": isolated("links", MODEL, arguments.repeats)}
+                    figures[part] = {"rates": isolated("links", MODEL, arguments.repeats, RATES_MBITS)}
                 case "break-even":
-                    rates = isolated("break_even", BREAK_EVEN_MODEL, arguments.repeats)
-                    figures[part] = {"rates": rates}
+                    figures[part] = {
+                        "prefixes": isolated(
+                            "break_even", BREAK_EVEN_MODEL, arguments.repeats, BREAK_EVEN_MBITS
+                        )
+                    }
             seconds = time.monotonic() - began
             own = sum(os.times()[:4]) - figures.get("own_seconds", 0.0)
             figures["own_seconds"] = sum(os.times()[:4])
@@ -115,9 +119,9 @@ def floors_of(figures: Mapping[str, Any]) -> list[Floor]:
     for link in figures.get("links", {}).get("rates", ()):
         off = round(abs(link["ratio"] - 1), 3)
         floors.append(_at_most(f"reported rate of {link['configured_mbits']} Mbit/s, off by", off, 0.2))
-    for link in figures.get("break-even", {}).get("rates", ()):
-        name = f"estimated break-even at {link['configured_mbits']} Mbit/s, off by"
-        floors.append(_at_most(name, NEVER if link["off_by"] is None else link["off_by"], 0.2))
+    for known in figures.get("break-even", {}).get("prefixes", ()):
+        name = f"estimated break-even of {known['prefix_tokens']:,} tokens, off by"
+        floors.append(_at_most(name, NEVER if known["off_by"] is None else known["off_by"], 0.2))
     return floors
 
 
@@ -176,13 +180,24 @@ def text_of(figures: Mapping[str, Any], arguments: argparse.Namespace) -> str:
             f"|---|---|---|---|---|\n{rows}"
         )
     if "break-even" in figures:
+        prefixes = figures["break-even"]["prefixes"]
         rows = "\n".join(
-            f"| {link['configured_mbits']} | {link['estimated_tokens']} | {link['measured_tokens']} |"
-            for link in figures["break-even"]["rates"]
+            f"| {known['prefix_tokens']:,} | {known['estimated_mbits']} | {known['measured_mbits']} |"
+            for known in prefixes
+        )
+        savings = "\n".join(
+            f"| {known['prefix_tokens']:,} | {mbits} | {estimated} | {measured} |"
+            for known in prefixes
+            for mbits, estimated, measured in zip(
+                known["mbits"], known["estimated_saved_ms"], known["measured_saved_ms"], strict=True
+            )
         )
         parts.append(
-            f"Length of a prefix of {BREAK_EVEN_MODEL} in tokens from which on a pull comes earlier than computing.\n\n"
-            f"| Mbit/s | estimated | measured |\n|---|---|---|\n{rows}"
+            f"Rate of a link from which on a prefix of {BREAK_EVEN_MODEL} comes earlier by a pull than by computing. "
+            f"Other programs used {figures['break-even']['foreign_cores']} cores.\n\n"
+            f"| tokens | estimated Mbit/s | measured Mbit/s |\n|---|---|---|\n{rows}\n\n"
+            "Median time that a pull saves.\n\n"
+            f"| tokens | Mbit/s | estimated ms | measured ms |\n|---|---|---|---|\n{savings}"
         )
     return "\n\n".join(parts)
 

@@ -1,8 +1,8 @@
-"""`python -m bench.transfer.break_even MODEL FOLDER REPEATS RATE...`: from which length on a pull pays.
+"""`python -m bench.transfer.break_even MODEL FOLDER REPEATS RATE...`: from which rate of a link on a pull pays.
 
-Prints JSON. For each rate of a link (links.py) the router's own view and price say from which length on a pulled prefix
-comes earlier than a computed one. They know what the two workers report, and nothing else. Then prefixes of lengths
-around that are computed and pulled in turns. The measured length is where the two times cross.
+Prints JSON. At each rate (links.py) the router's own view and price say how much earlier a pulled prefix comes than a
+computed one. They know what the two workers report, and nothing else. Then such prefixes are computed and pulled in
+turns. The rate from which on a pull pays is where either saving, as a function of the rate, crosses zero.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import numpy as np
 from blockyard.proto.index.contract import WorkerId
 from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.view import ClusterView
@@ -28,15 +28,13 @@ from bench.transfer.links import COME_UP, FAR, join, limit, run
 from bench.transfer.rig import BLOCK_SIZE, Worker
 from bench.transfer.speed import TAIL_TOKENS, block_bytes, options, prompt_of
 
-MAX_TOKENS = 12_288
-WARM_UP_TOKENS = 1_024
-WARM_UP_PULLS = 12
-"""Pulls after which a worker's averages are those of the new rate."""
+PREFIXES = (512, 1_024, 2_048)
+"""Lengths of the prefixes in tokens."""
+MAX_TOKENS = 8_704
+WARM_UP_PULLS = 4
+"""Pulls of each length after which a worker's averages are those of the new rate."""
 FITTED_TOKENS = (64, 256, 1_024, 4_096, 8_192)
 """Prompts from whose steps the router fits the cost of computing."""
-AROUND = (0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.2)
-"""Lengths to measure, as multiples of the estimated one."""
-FEWEST_LENGTHS = 6
 MAX_SECONDS = 60.0
 
 
@@ -66,33 +64,23 @@ class Estimate:
                         return option.saved_ms
         raise RuntimeError(f"the router knows no price of a pull of {tokens} tokens")
 
-    def tokens(self) -> float:
-        """Return the length from which on a pull comes earlier, infinite where none does up to MAX_TOKENS."""
-        lengths = range(BLOCK_SIZE, MAX_TOKENS + 1, BLOCK_SIZE)
-        return crossing(lengths, [self.saved_ms(length) for length in lengths])
 
+def crossing(rates: Sequence[float], saved: Sequence[float]) -> float | None:
+    """Return the rate from which on something is saved. None where that is none of these rates, or all of them.
 
-def crossing(lengths: Sequence[float], saved: Sequence[float]) -> float:
-    """Return the first length from which on something is saved, between two lengths by a straight line."""
-    before, lost = 0.0, -1.0
-    for length, gain in zip(lengths, saved, strict=True):
-        if gain > 0:
-            return before + (length - before) * (lost / (lost - gain) if before else 1.0)
-        before, lost = length, gain
-    return float("inf")
-
-
-def fitted_crossing(lengths: Sequence[float], saved: Sequence[float]) -> float:
-    """Return where the parabola through noisy savings begins to be positive. Infinite where that is not in range."""
-    fine = np.linspace(min(lengths), max(lengths), 2000)
-    return crossing(fine.tolist(), np.polyval(np.polyfit(lengths, saved, 2), fine).tolist())
+    The time of a transfer is inverse to the rate. So between two rates the saving is linear in the inverse.
+    """
+    for (low, lost), (high, gain) in pairwise(zip(rates, saved, strict=True)):
+        if lost <= 0 < gain:
+            return 1 / (1 / low + (1 / high - 1 / low) * lost / (lost - gain))
+    return None
 
 
 async def measure(model: str, folder: Path, repeats: int, rates: list[int]) -> list[dict[str, Any]]:
     run("ip link set lo up")
     blocks = MAX_TOKENS // BLOCK_SIZE
     sizes = {"blocks": 3 * blocks, "block_bytes": block_bytes(model), "host_blocks": 2 * blocks}
-    settings = options(model, folder, **sizes, max_model_len=MAX_TOKENS + 512)
+    settings = options(model, folder, **sizes, max_model_len=MAX_TOKENS)
     secret, chance = token_hex(32), random.Random(4)
     source = Worker("source", settings, secret=secret, folder=folder, host=FAR)
     destination = Worker("dest", settings, secret=secret, folder=folder, host="127.0.0.1")
@@ -104,56 +92,39 @@ async def measure(model: str, folder: Path, repeats: int, rates: list[int]) -> l
             estimate = Estimate(source, destination)
             for length in FITTED_TOKENS * 3:
                 await destination.ask(prompt_of(chance, length), 4)
-            return [
-                await _one_rate(
-                    source, destination, estimate, chance, mbits, repeats, partial(limit, far_pid)
-                )
-                for mbits in rates
-            ]
+            found: dict[int, list[tuple[float, float]]] = {length: [] for length in PREFIXES}
+            for mbits in rates:
+                limit(far_pid, mbits)
+                for length in PREFIXES * WARM_UP_PULLS:
+                    await _pulled_ms(source, destination, chance, length)
+                for length in PREFIXES:
+                    pairs = [
+                        (
+                            await _computed_ms(destination, chance, length),
+                            await _pulled_ms(source, destination, chance, length),
+                        )
+                        for _ in range(repeats)
+                    ]
+                    saved = statistics.median(computed - pulled for computed, pulled in pairs)
+                    found[length].append((estimate.saved_ms(length), saved))
+            return [_figures(length, rates, found[length]) for length in PREFIXES]
     finally:
         for worker in (source, destination):
             worker.end()
 
 
-async def _one_rate(
-    source: Worker,
-    destination: Worker,
-    estimate: Estimate,
-    chance: random.Random,
-    mbits: int,
-    repeats: int,
-    limited: Callable[[int], None],
-) -> dict[str, Any]:
-    limited(mbits)
-    for _ in range(WARM_UP_PULLS):
-        await _pulled_ms(source, destination, chance, WARM_UP_TOKENS)
-    estimated = estimate.tokens()
-    figures: dict[str, Any] = {"configured_mbits": mbits, "estimated_tokens": round(min(estimated, 1e9))}
-    if estimated == float("inf"):
-        return figures | {"measured_tokens": None, "off_by": None}
-    wanted = set(range(1, FEWEST_LENGTHS + 1)) if estimated < FEWEST_LENGTHS * BLOCK_SIZE / 2 else set()
-    wanted |= {max(1, round(factor * estimated / BLOCK_SIZE)) for factor in AROUND}
-    lengths = sorted(BLOCK_SIZE * blocks for blocks in wanted if BLOCK_SIZE * blocks <= MAX_TOKENS)
-    computed: dict[int, list[float]] = {length: [] for length in lengths}
-    pulled: dict[int, list[float]] = {length: [] for length in lengths}
-    for _ in range(repeats):
-        for length in lengths:
-            computed[length].append(await _computed_ms(destination, chance, length))
-            pulled[length].append(await _pulled_ms(source, destination, chance, length))
-    middle = [(statistics.median(computed[length]), statistics.median(pulled[length])) for length in lengths]
-    measured = fitted_crossing(lengths, [one - other for one, other in middle])
-    return figures | {
-        "lengths": lengths,
-        "computed_ms": [round(one, 2) for one, _ in middle],
-        "pulled_ms": [round(other, 2) for _, other in middle],
-        "measured_tokens": None if measured == float("inf") else round(measured),
-        "off_by": None if measured == float("inf") else round(_off(estimated, measured), 3),
+def _figures(length: int, rates: list[int], savings: list[tuple[float, float]]) -> dict[str, Any]:
+    estimated, measured = (crossing(rates, saved) for saved in zip(*savings, strict=True))
+    off_by = None if estimated is None or measured is None else round(abs(estimated / measured - 1), 3)
+    return {
+        "prefix_tokens": length,
+        "mbits": rates,
+        "estimated_saved_ms": [round(saved, 1) for saved, _ in savings],
+        "measured_saved_ms": [round(saved, 1) for _, saved in savings],
+        "estimated_mbits": None if estimated is None else round(estimated, 1),
+        "measured_mbits": None if measured is None else round(measured, 1),
+        "off_by": off_by,
     }
-
-
-def _off(estimated: float, measured: float) -> float:
-    """Return the error of an estimate, beyond half a block: blocks are pulled whole."""
-    return max(abs(estimated - measured) - BLOCK_SIZE / 2, 0.0) / measured
 
 
 async def _computed_ms(destination: Worker, chance: random.Random, length: int) -> float:
