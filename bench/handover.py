@@ -35,7 +35,8 @@ from bench.transfer.rig import Worker
 BLOCK_SIZE = 16
 TOKENS_BEFORE = 40
 """Tokens that each stream has before the drain."""
-TOKENS_AFTER = 100
+TOKENS_AFTER = 250
+"""Enough that no stream ends while the last prompts are computed."""
 READY_SECONDS = 180.0
 CACHE_GIB = 1
 """Size of each worker's KV pool, and of its host cache."""

@@ -66,10 +66,12 @@ class Figures:
 def serve(model: str, number: int, role: Role, cores: Sequence[int], pipe: Connection) -> None:
     """Run a worker on these cores. Send its address, and stop at SIGTERM."""
     os.sched_setaffinity(0, cores)
-    os.environ["OMP_NUM_THREADS"] = str(len(cores))
-    # Torch counts the cores where it is loaded.
+    import torch
     from blockyard.worker.config import EngineConfig, WorkerConfig
     from blockyard.worker.server import WorkerServer
+
+    # Importing this module has loaded torch, which counted all cores.
+    torch.set_num_threads(len(cores))
 
     async def run() -> None:
         stopped = asyncio.Event()
