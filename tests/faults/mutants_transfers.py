@@ -179,6 +179,43 @@ MUTANTS = (
         ),
     ),
     mutant(
+        76,
+        "a pull that reached nobody counts as whole",
+        "splits.py::test_a_prefill_worker_killed_before_the_pull_costs_only_its_computing",
+        (
+            "worker:take_pull",
+            "engine.end_pull(pull, result.num_blocks)",
+            "engine.end_pull(pull, len(pull.slots))",
+        ),
+    ),
+    mutant(
+        77,
+        "a pull from a frozen worker has no deadline",
+        "splits.py::test_a_prefill_worker_frozen_before_the_pull_costs_no_more_than_the_estimate",
+        (
+            "worker:Connection._seconds_left",
+            "left = self.deadline - time.monotonic()",
+            "left = 3600.0",
+        ),
+        ("worker:Pulls.release_late", "now >= pull.deadline + LATE_SECONDS", "False"),
+    ),
+    mutant(
+        78,
+        "a refused pull counts as whole",
+        "splits.py::test_a_prefill_worker_restarted_before_the_pull_has_nothing_to_lend",
+        (
+            "worker:take_pull",
+            "engine.end_pull(pull, result.num_blocks)",
+            "engine.end_pull(pull, len(pull.slots))",
+        ),
+    ),
+    mutant(
+        79,
+        "a prefill worker serves nobody alone",
+        "splits.py::test_the_prefill_worker_goes_on_alone_where_the_decode_worker_dies",
+        ("router:place", "may_serve or everyone", "may_serve"),
+    ),
+    mutant(
         80,
         "a move counts as a failure of the worker",
         "router/test_moves.py::test_a_source_that_dies_before_its_blocks_are_fetched_costs_only_the_computing",
