@@ -26,7 +26,7 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = pulling if arguments.pulls else scenario
     broken, outcomes, struck, pulls = [], Counter[str](), Counter[str](), Counter[str]()
-    num_moves = 0
+    num_moves = num_splits = 0
     began, virtual_seconds = time.monotonic(), 0.0
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         result = run_scenario(chosen(seed))
@@ -38,6 +38,7 @@ def main() -> int:
         struck.update({kind.name: count for kind, count in result.struck.items()})
         pulls.update(result.pulls)
         num_moves += result.num_moves
+        num_splits += result.num_splits
         virtual_seconds += result.seconds
         if result.violation:
             broken.append(seed)
@@ -47,7 +48,7 @@ def main() -> int:
     print(f"outcomes: {dict(outcomes.most_common())}")
     print(f"faults: {dict(struck.most_common())}")
     print(f"pulls: {dict(pulls.most_common())}")
-    print(f"sequences moved: {num_moves}")
+    print(f"sequences moved: {num_moves}, requests split: {num_splits}")
     print(f"broken: {broken or 'none'}")
     return 1 if broken else 0
 

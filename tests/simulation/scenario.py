@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 
+from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.placement.config import PolicyName
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
@@ -25,6 +26,7 @@ NO_WORKER_SECONDS = 2.0
 MAX_MIGRATIONS = 3
 STOP_TOKENS = (7, 21)
 FEWEST_REQUESTS = 6
+ROLES: tuple[Role, ...] = ("prefill", "decode", "decode", "both")
 
 
 class Kind(Enum):
@@ -146,6 +148,8 @@ class Scenario:
     policy: PolicyName = "prefix"
     pulls_are_free: bool = False
     """Whether routers estimate that a pull takes no time. The model here computes faster than any link."""
+    roles: tuple[Role, ...] = ()
+    """Role of each worker. Empty: both."""
 
     def describe(self) -> str:
         lines = [f"seed {self.seed}: {self.num_workers} workers, {self.num_routers} routers, {self.setup}"]
@@ -221,20 +225,24 @@ def drawn(chance: random.Random, seed: int) -> Scenario:
         # One worker comes back with an empty pool while the others have too little room.
         back = Fault(at=0.5, kind=Kind.PAUSE, seconds=chance.uniform(0.6, 1.0), worker=0, router=0)
         faults = (back, *(fault for fault in faults if fault.at > 2.0))
+    latency_seconds, jitter_seconds = chance.choice((0.0, 0.0005, 0.005)), chance.choice((0.0, 0.0005, 0.01))
+    has_pulls = pulled_blocks_per_second > 0 and not is_crowded
+    policy: PolicyName = chance.choice(("prefix", "round_robin")) if has_pulls else "prefix"
+    has_roles = has_pulls and policy == "prefix" and chance.random() < 0.7
+    roles = tuple(chance.choice(ROLES) for _ in range(num_workers)) if has_roles else ()
     return Scenario(
         seed=seed,
         num_workers=num_workers,
         num_routers=num_routers,
         setup=setup,
-        latency_seconds=chance.choice((0.0, 0.0005, 0.005)),
-        jitter_seconds=chance.choice((0.0, 0.0005, 0.01)),
-        pulls_are_free=is_crowded,
+        latency_seconds=latency_seconds,
+        jitter_seconds=jitter_seconds,
+        pulls_are_free=is_crowded or has_roles,
         requests=tuple(requests),
         faults=faults,
         pulled_blocks_per_second=pulled_blocks_per_second,
-        policy=chance.choice(("prefix", "round_robin"))
-        if pulled_blocks_per_second and not is_crowded
-        else "prefix",
+        policy=policy,
+        roles=roles,
     )
 
 

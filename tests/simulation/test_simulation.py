@@ -46,6 +46,7 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert outcomes["CANCELLED"]
     assert outcomes["DEADLINE_EXCEEDED"]
     assert sum(result.num_moves for result in results) > 0
+    assert sum(result.num_splits for result in results) > 0
     assert sum(result.pulls["WHOLE"] for result in results) > 0
 
 

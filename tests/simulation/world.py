@@ -168,6 +168,7 @@ class World:
             self.connections,
             self.index,
             random.Random(f"{seat.name}#{seat.life} {self.scenario.seed}"),
+            role=self.scenario.roles[self.seats.index(seat)] if self.scenario.roles else "both",
         )
         seat.lives.append(seat.worker)
         if self.setup.transfers is not None:
