@@ -180,13 +180,14 @@ MUTANTS = (
     ),
     mutant(
         76,
-        "a pull that reached nobody counts as whole",
+        "the engine never hears of a pull that reached nobody",
         "splits.py::test_a_prefill_worker_killed_before_the_pull_costs_only_its_computing",
         (
             "worker:take_pull",
             "engine.end_pull(pull, result.num_blocks)",
-            "engine.end_pull(pull, len(pull.slots))",
+            "result.num_blocks and engine.end_pull(pull, result.num_blocks)",
         ),
+        ("worker:Pulls.release_late", "now >= pull.deadline + LATE_SECONDS", "False"),
     ),
     mutant(
         77,
@@ -201,13 +202,14 @@ MUTANTS = (
     ),
     mutant(
         78,
-        "a refused pull counts as whole",
+        "the engine never hears of a refused pull",
         "splits.py::test_a_prefill_worker_restarted_before_the_pull_has_nothing_to_lend",
         (
             "worker:take_pull",
             "engine.end_pull(pull, result.num_blocks)",
-            "engine.end_pull(pull, len(pull.slots))",
+            "result.num_blocks and engine.end_pull(pull, result.num_blocks)",
         ),
+        ("worker:Pulls.release_late", "now >= pull.deadline + LATE_SECONDS", "False"),
     ),
     mutant(
         79,
