@@ -48,6 +48,8 @@ SYSTEMS = {
     "blockyard auto": OURS_LOOK,
     "Blockyard": OURS_LOOK,
     "Blockyard, sessions in plaintext": Look(OURS, is_hollow=True),
+    "Blockyard, over HTTP": Look(SKY, "s"),
+    "Blockyard, sessions in plaintext, over HTTP": Look(SKY, "s", is_hollow=True),
     "Blockyard of an earlier commit": Look(GREY),
     "blockyard torch": Look(SKY, "s"),
     "blockyard cpu-int8": Look(GREEN, "D"),
