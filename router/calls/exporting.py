@@ -1,12 +1,13 @@
-"""Exporting: whether a router makes traces, and the exporter that sends them by OTLP.
+"""Exporting: whether a router makes traces, and the exporter that sends them by OTLP, or writes them to the log.
 
 OpenTelemetry's own environment variables decide: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER and the others.
-Without an endpoint nothing of OpenTelemetry is imported. Does not own the spans (tracing.py).
+Without them nothing of OpenTelemetry's traces is imported. Does not own the spans (tracing.py).
 """
 
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+EXPORTER = "OTEL_TRACES_EXPORTER"
+"""Variable with `otlp`, `console` for the router's own log, or `none`."""
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 EXPORTERS = {
@@ -32,12 +35,10 @@ POLL_SECONDS = 0.02
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment names an endpoint for traces, and does not switch them off."""
-    is_off = (
-        environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-        or environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
-    )
-    return not is_off and any(environment.get(name) for name in ENDPOINTS)
+    """Return whether the environment says where traces go, and does not switch them off."""
+    exporter = environment.get(EXPORTER, "")
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none"
+    return not is_off and (exporter == "console" or any(environment.get(name) for name in ENDPOINTS))
 
 
 @asynccontextmanager
@@ -50,16 +51,18 @@ async def tracing_of(router_id: str, provider: "TracerProvider | None") -> Async
     if provider is None and not is_wanted(os.environ):
         yield None
         return
+    own = None
     try:
         from blockyard.router.calls.tracing import Tracing
 
-        own = _exporting_provider(router_id) if provider is None else None
+        if provider is None:
+            provider = own = _exporting_provider(router_id)
     except ImportError as error:
-        logger.warning("no traces: %s is missing; `pip install blockyard[otel]` has it", error.name)
+        logger.warning("no traces: %s is missing, which the extra [otel] has", error.name)
         yield None
         return
     try:
-        yield Tracing(provider or own)
+        yield Tracing(provider)
     finally:
         if own is not None:
             await _close(own)
@@ -68,12 +71,16 @@ async def tracing_of(router_id: str, provider: "TracerProvider | None") -> Async
 def _exporting_provider(router_id: str) -> "TracerProvider":
     from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
     protocol = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), "grpc")
     if protocol not in EXPORTERS:
         raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL must be {' or '.join(EXPORTERS)}, not {protocol!r}")
-    exporter = import_module(EXPORTERS[protocol]).OTLPSpanExporter()
+    exporter = (
+        ConsoleSpanExporter(out=sys.stderr)
+        if os.environ.get(EXPORTER) == "console"
+        else import_module(EXPORTERS[protocol]).OTLPSpanExporter()
+    )
     service = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "blockyard-router"}
     resource = Resource.create({**service, SERVICE_INSTANCE_ID: router_id})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

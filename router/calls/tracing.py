@@ -163,7 +163,7 @@ def _add_attempt(
     for phase in attempt.spans():
         is_pull = phase.name == "pull"
         has_pull |= is_pull
-        counts = {"blockyard.steps": phase.steps, "blockyard.tokens": phase.tokens}
+        counts = {"blockyard.steps": phase.steps, "blockyard.tokens": phase.tokens} if phase.steps else None
         spans.add(phase.name, inner, phase.began_at, phase.ended_at, _pull(attempt) if is_pull else counts)
     if pull is not None and pull.end and not has_pull:
         ended_at = pull.began_at + pull.seconds(pull.ended_at or pull.began_at)
@@ -172,7 +172,8 @@ def _add_attempt(
 
 
 def _placement(attempt: AttemptTrace) -> Attributes:
-    """Return the terms of the chosen worker's cost, as `blockyard explain` shows them."""
+    """Return the terms of the chosen worker's cost, as `blockyard explain` shows them. A term of 0 is left out, because
+    each attribute costs time."""
     choice = attempt.placed.choice
     assert choice is not None
     terms = ("queue_ms", "prefill_ms", "host_load_ms", "pull_ms", "decode_ms", "memory_ms", "interference_ms")
@@ -183,7 +184,11 @@ def _placement(attempt: AttemptTrace) -> Attributes:
         "blockyard.placement.worker": choice.score.worker_id,
         "blockyard.placement.cost": choice.score.cost,
         "blockyard.placement.split": attempt.placed.is_split,
-        **{f"blockyard.placement.{name}": getattr(choice.score, name) for name in (*terms, *counts)},
+        **{
+            f"blockyard.placement.{name}": value
+            for name in (*terms, *counts)
+            if (value := getattr(choice.score, name))
+        },
     }
 
 
@@ -225,8 +230,7 @@ def _answered(trace: RequestTrace) -> Attributes:
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": progress.num_generated,
         "gen_ai.usage.cache_read.input_tokens": progress.cached_tokens or 0,
-        "blockyard.migrations": progress.num_migrations,
-        "blockyard.preemptions": progress.num_preemptions,
+        **({"blockyard.migrations": progress.num_migrations} if progress.num_migrations else {}),
     }
     if trace.finish_reasons:
         attributes["gen_ai.response.finish_reasons"] = trace.finish_reasons

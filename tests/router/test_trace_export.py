@@ -76,6 +76,14 @@ async def test_a_collector_gets_the_whole_trace_by_the_routers_end(monkeypatch: 
     assert resource["service.instance.id"] == "router"
 
 
+async def test_without_a_collector_the_console_shows_the_spans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    await ask()
+    assert '"name": "text_completion demo"' in capsys.readouterr().err
+
+
 async def test_a_dead_collector_costs_no_answer_and_bounds_the_routers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,7 +105,7 @@ async def test_without_the_extra_a_router_serves_and_says_what_is_missing(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", UNUSED)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     await ask()
-    assert "`pip install blockyard[otel]` has it" in caplog.text
+    assert "which the extra [otel] has" in caplog.text
 
 
 def test_without_an_endpoint_no_part_that_makes_traces_is_imported() -> None:

@@ -310,10 +310,11 @@ async def test_the_sampler_decides_where_the_client_says_nothing() -> None:
     assert {span.context.trace_id for span in traces.spans()} == {TRACE_ID}
 
 
-def test_an_endpoint_switches_traces_on_and_two_variables_switch_them_off() -> None:
+def test_an_endpoint_or_the_console_switches_traces_on_and_two_variables_switch_them_off() -> None:
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     assert not is_wanted({})
     assert is_wanted(endpoint)
     assert is_wanted({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4317"})
+    assert is_wanted({"OTEL_TRACES_EXPORTER": "console"})
     assert not is_wanted(endpoint | {"OTEL_SDK_DISABLED": "true"})
     assert not is_wanted(endpoint | {"OTEL_TRACES_EXPORTER": "none"})
