@@ -24,7 +24,7 @@ from blockyard.proto.v1.session_pb2 import (
 )
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.inspection.pool_view import load_message
-from blockyard.worker.sequences.phases import Phase, PhaseKind
+from blockyard.worker.sequences.phases import Phase
 from blockyard.worker.sequences.sequence import FinishReason, TokenLogprob
 
 FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
@@ -33,7 +33,6 @@ MAX_LOGPROBS_A_MESSAGE = 500_000
 split."""
 MAX_DETAIL_CHARACTERS = 200
 MAX_PHASES = 1024
-PHASE_KINDS = {kind: session_pb2.PhaseKind.Value(f"PHASE_KIND_{kind.name}") for kind in PhaseKind}
 
 _Key = tuple[int, int]
 """A request's handle (the router's number of it), and the index of one of its outputs."""
@@ -137,7 +136,7 @@ class Outbox:
         self._phases.append(
             session_pb2.Phase(
                 handle=handle,
-                kind=PHASE_KINDS[phase.kind],
+                kind=f"PHASE_KIND_{phase.kind.name}",
                 began_seconds=phase.began_seconds,
                 ended_seconds=phase.ended_seconds,
                 steps=phase.steps,
