@@ -182,7 +182,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@$(if $(TORCH)$(TORCH_INDEX),$(PIP) install --quiet --progress-bar off -c $(LOCK) uv)
 	@$(if $(TORCH)$(TORCH_INDEX),$(BIN)/uv pip install --python $(BIN)/python $(TORCH_FROM) -c $(LOCK) torch || { echo "$(TORCH_HINT)" >&2; exit 1; })
 	@$(BIN)/python -P tools/quiet_run.py $(VENV)/install.log \
-		$(PIP) install --progress-bar off -c $(LOCK) -e '.[serve,plots,dev]'
+		$(PIP) install --progress-bar off -c $(LOCK) -e '.[serve,otel,plots,dev]'
 	@touch $@
 
 # For tools that do not follow setuptools' package-dir: the same tree under its import name.

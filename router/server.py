@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import grpc
 from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
@@ -27,6 +28,7 @@ from blockyard.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_t
 from blockyard.router.admission.rate_limits import NO_LIMIT
 from blockyard.router.admission.token_file import TokenFile
 from blockyard.router.calls.bounds import CallBounds
+from blockyard.router.calls.exporting import tracing_of
 from blockyard.router.calls.gate import CallGate
 from blockyard.router.calls.generating import Calls, outputs_a_call
 from blockyard.router.calls.intake import Intake
@@ -46,6 +48,9 @@ from blockyard.router.services.interceptor import AuthInterceptor, BoundaryInter
 from blockyard.router.services.options import max_message_bytes, server_options
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +82,21 @@ class RouterServer:
     """
 
     def __init__(
-        self, config: RouterConfig, *, owns_process: bool = False, router_id: str = "router"
+        self,
+        config: RouterConfig,
+        *,
+        owns_process: bool = False,
+        router_id: str = "router",
+        tracer_provider: "TracerProvider | None" = None,
     ) -> None:
         """`owns_process`: nothing else runs in the process, so the garbage collector may be tuned for this server.
 
-        `router_id` is its name in metrics.
+        `router_id` is its name in metrics and traces. `tracer_provider` makes the spans of its requests. Without one,
+        they are exported where the environment says (calls/exporting.py).
         """
         self._config = config
+        self._router_id = router_id
+        self._tracer_provider = tracer_provider
         self.metric_source = router_source(config, router_id)
         self._owns_process = owns_process
         self.failed = asyncio.Event()
@@ -169,6 +182,7 @@ class RouterServer:
             calls = Calls(
                 parts,
                 bounds,
+                tracing=await stack.enter_async_context(tracing_of(self._router_id, self._tracer_provider)),
                 slow_reader_seconds=config.slow_reader_seconds,
                 outputs_a_call=outputs_a_call(config.max_requests),
             )

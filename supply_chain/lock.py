@@ -26,7 +26,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 LOCKED_PYTHON = PYTHONS[0]
 OLDEST_RAY = "2.52.0"
 """Oldest version that pyproject.toml accepts. It must resolve with the rest of the lock."""
-PRODUCT = ("serve", "plots")
+PRODUCT = ("serve", "otel", "plots")
 """Extras that are not for development."""
 PLATFORM = "x86_64-manylinux_2_28"
 RESOLVE_SECONDS = 120.0

@@ -22,6 +22,7 @@ from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder
 from blockyard.worker.scheduling.queued_work import uncached_work
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
+from blockyard.worker.sequences.phases import Phase, PhaseWatch
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -89,6 +90,8 @@ class Engine:
         self._clock = clock
         self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
         self._requests: dict[RequestId, _Request] = {}
+        self._watches: dict[RequestId, PhaseWatch] = {}
+        """The requests of which a trace is made."""
         self._next_request = 0
         self._next_sequence = 0
         self._counters = _Counters()
@@ -134,6 +137,11 @@ class Engine:
             deadline=sequences[0].deadline,
         )
         return request_id
+
+    def watch(self, request_id: RequestId, *, seconds_here: float) -> None:
+        """Report the phases of a request that was just submitted. It reached this worker `seconds_here` ago."""
+        sequence = next(one for one in self.scheduler.waiting if one.request_id == request_id)
+        self._watches[request_id] = PhaseWatch(sequence, self._clock() - seconds_here)
 
     def _sequences(self, request: EngineRequest, request_id: RequestId) -> list[Sequence]:
         """Return the sequences of a request: one that forks later, or one for each of its `continuations`.
@@ -191,6 +199,7 @@ class Engine:
         request.num_outputs -= self.scheduler.cancel_request(request_id, index)
         if index is None or not request.num_outputs:
             del self._requests[request_id]
+            self._watches.pop(request_id, None)
             return False
         return True
 
@@ -218,7 +227,16 @@ class Engine:
             # A thread that wakes this one between the two calls has queued its command or made its mask before that.
             # The next step sees either.
             self._woken.clear()
-        return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes())
+        phases = self._phases(now) if self._watches else ()
+        return StepResult(outputs=tuple(outputs), changes=self.cache.take_changes(), phases=phases)
+
+    def _phases(self, step_began_at: float) -> tuple[tuple[RequestId, Phase], ...]:
+        now, ended = self._clock(), list[tuple[RequestId, Phase]]()
+        for request_id, watch in list(self._watches.items()):
+            ended += ((request_id, phase) for phase in watch.observe(step_began_at, now))
+            if watch.is_over:
+                del self._watches[request_id]
+        return tuple(ended)
 
     def wake(self) -> None:
         """End the wait of a step: a mask may have been made, or a command waits. Any thread may call this."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from blockyard.worker.cache.prefix_cache import CacheChanges
 from blockyard.worker.scheduling.pulls import PullOrder
 from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, TenantId
+from blockyard.worker.sequences.phases import Phase
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState, TokenLogprob
 
@@ -82,6 +83,8 @@ class SequenceOutput:
 class StepResult:
     outputs: tuple[SequenceOutput, ...]
     changes: CacheChanges
+    phases: tuple[tuple[RequestId, Phase], ...] = ()
+    """Phases that have ended, of requests that are watched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

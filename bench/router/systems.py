@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,6 +95,7 @@ async def our_router(
     redis_url: str | None,
     *,
     num_processes: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[System]:
     address, http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     log = folder / "router.log"
@@ -124,6 +125,7 @@ async def our_router(
                     log if number == 0 else log.with_suffix(f".{number}.log"),
                     is_ready,
                     {SECRET_VARIABLE: workers.secret}
+                    | dict(environment or {})
                     | ({} if redis_url is None else {REDIS_URL_VARIABLE: redis_url}),
                     workers.root,
                 )

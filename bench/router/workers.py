@@ -20,6 +20,7 @@ from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.phases import Phase, PhaseKind
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState
 from blockyard.worker.session.outbox import Outbox
 
@@ -49,6 +50,8 @@ class _Stream:
 
     def __init__(self) -> None:
         self.running: dict[int, Running] = {}
+        self.watched: set[int] = set()
+        """Requests whose phases the router wants."""
         self.outbox = Outbox()
         self.has_news = asyncio.Event()
 
@@ -67,9 +70,23 @@ class _Stream:
                     finish_reason=FinishReason.LENGTH if running.is_over else None,
                 ),
             )
+            if handle in self.watched:
+                self._report(handle, running, now)
             if running.is_over:
                 del self.running[handle]
             self.has_news.set()
+
+    def _report(self, handle: int, running: Running, now: int) -> None:
+        """Report the phases that end with this token, as a worker does."""
+        stamps = running.stamps
+        first, here = ((at - stamps.arrived) / 1e9 for at in (stamps.emitted[0], now))
+        if now == stamps.emitted[0]:
+            self.outbox.report_phase(handle, Phase(PhaseKind.QUEUE, 0.0, first / 2, 0, 0))
+            self.outbox.report_phase(handle, Phase(PhaseKind.PREFILL, first / 2, first, 1, 1))
+        if running.is_over:
+            num_tokens = len(stamps.emitted) - 1
+            self.outbox.report_phase(handle, Phase(PhaseKind.DECODE, first, here, num_tokens, num_tokens))
+            self.watched.discard(handle)
 
     def load(self) -> EngineLoad:
         nothing: dict[str, Any] = {setting.name: 0 for setting in fields(EngineLoad)}
@@ -110,6 +127,8 @@ class PacedWorker(EngineServiceServicer):
                 case "submit":
                     submit = message.submit
                     stamps = self._book.arrived(submit.sampling.seed)
+                    if submit.wants_phases:
+                        stream.watched.add(submit.handle)
                     stream.running[submit.handle] = Running(submit.handle, submit.sampling.max_tokens, stamps)
                 case "cancel":
                     stream.running.pop(message.cancel.handle, None)

@@ -10,6 +10,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PhaseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_KIND_UNSPECIFIED: _ClassVar[PhaseKind]
+    PHASE_KIND_PULL: _ClassVar[PhaseKind]
+    PHASE_KIND_QUEUE: _ClassVar[PhaseKind]
+    PHASE_KIND_PREFILL: _ClassVar[PhaseKind]
+    PHASE_KIND_DECODE: _ClassVar[PhaseKind]
+    PHASE_KIND_PREEMPTED: _ClassVar[PhaseKind]
+    PHASE_KIND_SWAPPED: _ClassVar[PhaseKind]
+
 class PullEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PULL_END_UNSPECIFIED: _ClassVar[PullEnd]
@@ -44,6 +54,13 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
     REJECT_REASON_PREEMPTED: _ClassVar[RejectReason]
     REJECT_REASON_HANDED_OVER: _ClassVar[RejectReason]
+PHASE_KIND_UNSPECIFIED: PhaseKind
+PHASE_KIND_PULL: PhaseKind
+PHASE_KIND_QUEUE: PhaseKind
+PHASE_KIND_PREFILL: PhaseKind
+PHASE_KIND_DECODE: PhaseKind
+PHASE_KIND_PREEMPTED: PhaseKind
+PHASE_KIND_SWAPPED: PhaseKind
 PULL_END_UNSPECIFIED: PullEnd
 PULL_END_WHOLE: PullEnd
 PULL_END_FEWER: PullEnd
@@ -168,7 +185,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "hands_over")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "hands_over", "wants_phases")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +200,7 @@ class Submit(_message.Message):
     PULL_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
+    WANTS_PHASES_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -197,7 +215,8 @@ class Submit(_message.Message):
     pull: Pull
     preemptions: int
     hands_over: bool
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., hands_over: _Optional[bool] = ...) -> None: ...
+    wants_phases: bool
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., hands_over: _Optional[bool] = ..., wants_phases: _Optional[bool] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")
@@ -327,7 +346,7 @@ class Pong(_message.Message):
     def __init__(self, nonce: _Optional[int] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index: _Optional[_Union[_cluster_pb2.WorkerIndex, _Mapping]] = ..., stalled_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ..., last_handle: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks", "last_handle", "withdrawn_marks", "pulls")
+    __slots__ = ("handles", "token_offsets", "token_counts", "token_ids", "finish_reasons", "stop_tokens", "cached_tokens", "load", "failed_handles", "failed_reasons", "indexes", "details", "arrived_marks", "last_handle", "withdrawn_marks", "pulls", "phases")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +363,7 @@ class StepOutput(_message.Message):
     LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_MARKS_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     token_offsets: _containers.RepeatedScalarFieldContainer[int]
     token_counts: _containers.RepeatedScalarFieldContainer[int]
@@ -360,7 +380,24 @@ class StepOutput(_message.Message):
     last_handle: int
     withdrawn_marks: bytes
     pulls: _containers.RepeatedCompositeFieldContainer[PullReport]
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ..., withdrawn_marks: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ...) -> None: ...
+    phases: _containers.RepeatedCompositeFieldContainer[Phase]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., token_offsets: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[int]] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., failed_handles: _Optional[_Iterable[int]] = ..., failed_reasons: _Optional[_Iterable[_Union[RejectReason, str]]] = ..., indexes: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[_Union[RowDetails, _Mapping]]] = ..., arrived_marks: _Optional[bytes] = ..., last_handle: _Optional[int] = ..., withdrawn_marks: _Optional[bytes] = ..., pulls: _Optional[_Iterable[_Union[PullReport, _Mapping]]] = ..., phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ...) -> None: ...
+
+class Phase(_message.Message):
+    __slots__ = ("handle", "kind", "began_seconds", "ended_seconds", "steps", "tokens")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    kind: PhaseKind
+    began_seconds: float
+    ended_seconds: float
+    steps: int
+    tokens: int
+    def __init__(self, handle: _Optional[int] = ..., kind: _Optional[_Union[PhaseKind, str]] = ..., began_seconds: _Optional[float] = ..., ended_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PullReport(_message.Message):
     __slots__ = ("handle", "end", "num_blocks", "num_bytes", "setup_seconds", "transfer_seconds", "refusal")

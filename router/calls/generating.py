@@ -8,7 +8,8 @@ the request holds. Does not own messages (services/inference.py, openai/) or the
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from blockyard.proto.naming.block_hash import unpack_tokens
 from blockyard.proto.runtime.logs import REQUEST_ID
@@ -22,6 +23,7 @@ from blockyard.router.errors import Overloaded, Unavailable
 from blockyard.router.generation.client_buffer import Delta, Emit, Run, deliver
 from blockyard.router.generation.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.generation.registry import RequestRecord
+from blockyard.router.generation.request_trace import RequestTrace
 from blockyard.router.parsing.formats import AnswerFormat
 from blockyard.router.request.validation import (
     ValidGeneration,
@@ -30,6 +32,9 @@ from blockyard.router.request.validation import (
     prompt_estimate,
     valid_prompt,
 )
+
+if TYPE_CHECKING:
+    from blockyard.router.calls.tracing import Tracing
 
 WRITES_PER_TICK = 12
 """Deltas written in one tick of the event loop. A write takes 40 to 60 us in gRPC itself.
@@ -56,12 +61,20 @@ class Calls:
     """Runs the calls of one router that generate or tokenize, for all its protocols."""
 
     def __init__(
-        self, parts: RouterParts, bounds: CallBounds, *, slow_reader_seconds: float, outputs_a_call: int
+        self,
+        parts: RouterParts,
+        bounds: CallBounds,
+        *,
+        slow_reader_seconds: float,
+        outputs_a_call: int,
+        tracing: "Tracing | None" = None,
     ) -> None:
+        """`tracing`: None makes no traces."""
         self.parts = parts
         self.outputs_a_call = outputs_a_call
         self.bounds = bounds
         self.slow_reader_seconds = slow_reader_seconds
+        self._tracing = tracing
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         self._writes = LoopBudget(WRITES_PER_TICK)
 
@@ -81,7 +94,7 @@ class Calls:
         refusal's retry delay. `parsed` is the format in which the caller parses the outputs. Raises any RouterError.
         """
         parts = self.parts
-        with parts.metrics.call() as note:
+        with parts.metrics.call() as note, self._traced(request, context) as trace:
             await self._arrivals.take()
             caller = self.bounds.caller(context)
             note.tenant = caller.tenant
@@ -99,6 +112,9 @@ class Calls:
                         )
                     )
                     held.enter_context(_counted(rate, record))
+                    if trace is not None:
+                        record.progress.trace = trace
+                        trace.admitted_at, trace.record = parts.clock(), record
 
                     async def run(emit: Emit) -> None:
                         await generate(parts, valid, record, charge, emit, deadline=deadline, parsed=parsed)
@@ -129,6 +145,13 @@ class Calls:
         async with self.bounds.admitted(context, len(request.token_ids)):
             text = parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
         return inference_pb2.DetokenizeResponse(text=text)
+
+    def _traced(
+        self, request: inference_pb2.GenerateRequest, context: CallContext
+    ) -> AbstractContextManager[RequestTrace | None]:
+        if self._tracing is None:
+            return nullcontext()
+        return self._tracing.call(request, context.invocation_metadata() or (), self.parts.facts.names)
 
     async def _admitted(
         self, held: ExitStack, valid: ValidGeneration, caller: Caller, *, waits: bool

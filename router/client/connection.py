@@ -1,9 +1,10 @@
-"""Connection of a client: TLS, its token and its tenant.
+"""Connection of a client: TLS, its token, its tenant, and the trace that a call belongs to.
 
 Owns the refusal to send a token where others could read it. Opens no channel (aio_channels.py, sync_channels.py).
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,7 +41,8 @@ class TlsOptions:
 class Connection:
     """Settings that all channels and calls of one client share."""
 
-    metadata: tuple[tuple[str, str], ...] = field(repr=False)
+    own_metadata: tuple[tuple[str, str], ...] = field(repr=False)
+    """Token and tenant."""
     credentials: grpc.ChannelCredentials | None
     options: tuple[tuple[str, int], ...]
 
@@ -61,14 +63,30 @@ class Connection:
         if shown and tls is None and not allow_plaintext_token:
             _check_private_way(addresses)
         return cls(
-            metadata=call_metadata(shown or None, tenant),
+            own_metadata=call_metadata(shown or None, tenant),
             credentials=None if tls is None else tls.credentials(),
             options=channel_options(connect_seconds),
         )
 
     @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call that begins now."""
+        return (*self.own_metadata, *_trace_headers())
+
+    @property
     def is_tls(self) -> bool:
         return self.credentials is not None
+
+
+def _trace_headers() -> tuple[tuple[str, str], ...]:
+    """Return the headers that continue the caller's trace. Empty for a caller without OpenTelemetry or a span."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers)
+    return tuple(headers.items())
 
 
 def _check_private_way(addresses: Sequence[str]) -> None:

@@ -10,9 +10,23 @@ placement reads the sums of every worker. Does not own the load that the worker 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blockyard.proto.step_costs import pairs_of
+from blockyard.router.placement.config import PolicyName
 from blockyard.router.placement.pulls import PullPlan
+from blockyard.router.placement.scoring import Score
+
+
+class Choice(NamedTuple):
+    """How a worker was chosen, for traces."""
+
+    at: float
+    """Time on the placer's clock."""
+    policy: PolicyName
+    score: Score
+    num_candidates: int
+    """Workers whose costs were compared."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,6 +49,7 @@ class Placed:
     """Whether another worker is to continue the request from its first tokens on."""
     sent: bool = False
     started: bool = False
+    choice: Choice | None = None
     handle: int = 0
     """Number of the request on the stream to the worker. Later requests have higher ones."""
 

@@ -6,8 +6,12 @@ Pure. Owns the events that a request's sink gets. Does not own the stream (link.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from blockyard.proto.v1 import inference_pb2, session_pb2
+from google.protobuf.message import Message
+
+P = TypeVar("P", bound=Message)
 
 
 # Not frozen, as one is made for each row of a step: a frozen dataclass takes three times as long to make.
@@ -52,6 +56,13 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnded:
+    """A phase of the request on the worker has ended. Only a request of which a trace is made gets it."""
+
+    phase: session_pb2.Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
     """The stream to the worker is down. No further output of the request can arrive on it."""
 
@@ -61,22 +72,25 @@ class Lost:
     """False if the worker is not known to have died: it was silent for too long, or ended the stream with status OK."""
 
 
-Event = Tokens | Refused | Pulled | Lost
+Reported = Tokens | Refused | Pulled | PhaseEnded
+"""A worker's report of a request."""
+Event = Reported | Lost
 Sink = Callable[[Event], None]
 
 
-def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused | Pulled]]:
-    """Return (handle, event) pairs: first the pulls, then the rows in order, then the failures. A handle is a request's
-    number on the stream.
+def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Reported]]:
+    """Return (handle, event) pairs: first pulls and phases, then the rows in order, then the failures. A handle is a
+    request's number on the stream.
 
     Raises ValueError for inconsistent columns.
     """
     details = _details(step)
     token_ids = list(step.token_ids)
     indexes = list(step.indexes) or [0] * len(step.handles)
-    events: list[tuple[int, Tokens | Refused | Pulled]] = [
+    events: list[tuple[int, Reported]] = [
         (report.handle, Pulled(report=_copied(report))) for report in step.pulls
     ]
+    events += [(phase.handle, PhaseEnded(phase=_copied(phase))) for phase in step.phases]
     end = 0
     for row, (handle, index, offset, count, finish, stop, cached) in enumerate(_rows(step, indexes)):
         start, end = end, end + count
@@ -96,10 +110,10 @@ def events_of(step: session_pb2.StepOutput) -> list[tuple[int, Tokens | Refused 
     return events + [(handle, Refused(reason=reason)) for handle, reason in failed]
 
 
-def _copied(report: session_pb2.PullReport) -> session_pb2.PullReport:
-    """Return a copy. The report itself would keep the whole message in memory."""
-    copy = session_pb2.PullReport()
-    copy.CopyFrom(report)
+def _copied(part: P) -> P:
+    """Return a copy. The part itself would keep the whole message in memory."""
+    copy = type(part)()
+    copy.CopyFrom(part)
     return copy
 
 
@@ -125,8 +139,7 @@ def _details(step: session_pb2.StepOutput) -> dict[int, session_pb2.RowDetails]:
     for detail in step.details:
         if detail.row in found:
             raise ValueError("a row has details twice")
-        found[detail.row] = session_pb2.RowDetails()
-        found[detail.row].CopyFrom(detail)
+        found[detail.row] = _copied(detail)
     return found
 
 

@@ -6,7 +6,7 @@ Owns the table alone. The link (link.py) owns the messages.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blockyard.router.cluster.events import Lost, Pulled, Refused, Sink, Tokens
+from blockyard.router.cluster.events import Lost, Refused, Reported, Sink, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class OpenRequests:
         del self._by_handle[handle]
         return True, None
 
-    def deal(self, handle: int, event: Tokens | Refused | Pulled) -> None:
+    def deal(self, handle: int, event: Reported) -> None:
         """Pass an event to the request's sink, and remove the request with its last output. A cancelled request has no
         sink.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from blockyard.router.admission.fair_queue import Ticket
-from blockyard.router.cluster.bookings import Placed
+from blockyard.router.cluster.bookings import Choice, Placed
 from blockyard.router.cluster.depths import NOTHING_CACHED, usable_cached_tokens
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
 from blockyard.router.dispatch.index_report import IndexWatch
@@ -360,7 +360,7 @@ class Placer:
         promised_tokens = usable_cached_tokens(
             promised.blocks + promised.host_blocks, prompt.tokens, block_size
         )
-        return self._fleet.view.placed(
+        placed = self._fleet.view.placed(
             chosen.address,
             names=prompt.names,
             prompt_tokens=prompt.tokens,
@@ -370,6 +370,8 @@ class Placer:
             pull=chosen.pull,
             is_split=placement.is_split,
         )
+        placed.choice = Choice(self._clock(), prompt.policy, chosen, len(placement.considered))
+        return placed
 
     def _send(self, placed: Placed, session_id: str) -> None:
         self._fleet.view.sent(placed)

@@ -24,7 +24,7 @@ from blockyard.router.generation.assembly import Assembly
 from blockyard.router.generation.client_buffer import Emit
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.joined_outputs import TokenChunk
-from blockyard.router.generation.metrics import RequestMeter, RouterMetrics
+from blockyard.router.generation.metrics import FINISHES, RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
@@ -158,6 +158,8 @@ async def generate(
     format in which the caller parses the outputs.
     """
     identity = await parts.placer.identity()
+    trace = record.progress.trace
+    tokenising_at = 0.0 if trace is None else parts.clock()
     prepared = await tokenise(
         parts,
         valid.prompt,
@@ -170,6 +172,8 @@ async def generate(
     check_context(prepared.num_tokens, identity.max_model_len)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
     record.prompt_tokens = prepared.num_tokens
+    if trace is not None:
+        trace.tokenising = tokenising_at, parts.clock()
     prompt_end = "" if parsed is None else _prompt_end(parts, prepared)
     structure = valid.sampling.structured_output
     if parsed is not None and structure is not None and structure.HasField("tool_calls"):
@@ -208,6 +212,8 @@ async def generate(
                 finish = delta.finish
                 if finish is not None:
                     meter.end(finish.reason)
+                    if trace is not None:
+                        trace.finish_reasons.append(FINISHES[finish.reason])
                 emit(delta)
                 return finish is not None
 

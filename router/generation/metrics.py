@@ -24,6 +24,13 @@ FINISHES = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASO
 """Names of finish reasons, in metrics and in OpenAI's API."""
 
 
+def outcome_of(error: BaseException) -> str:
+    """Return the outcome of a request that ended by this error: CANCELLED, or the reason that the client gets."""
+    # Over HTTP a vanished client shows as a failed write, over gRPC as a cancelled call.
+    is_cancelled = not isinstance(error, Exception) or is_gone(error)
+    return CANCELLED if is_cancelled else as_router_error(error).reason
+
+
 @dataclass(slots=True)
 class TenantCount:
     """Counts of one tenant."""
@@ -93,12 +100,8 @@ class RouterMetrics:
         try:
             with self._of_tenant(note):
                 yield note
-        except asyncio.CancelledError:
-            self.outcomes[CANCELLED] += 1
-            raise
-        except Exception as error:
-            # Over HTTP a vanished client shows as a failed write, over gRPC as a cancelled call.
-            self.outcomes[CANCELLED if is_gone(error) else as_router_error(error).reason] += 1
+        except (asyncio.CancelledError, Exception) as error:
+            self.outcomes[outcome_of(error)] += 1
             raise
         self.outcomes[OK] += 1
         self.whole.observe(self.clock() - arrival)

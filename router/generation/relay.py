@@ -22,7 +22,7 @@ from blockyard.proto.index.contract import Incarnation
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.bookings import Placed
-from blockyard.router.cluster.events import Event, Lost, Pulled, Refused, Tokens
+from blockyard.router.cluster.events import Event, Lost, PhaseEnded, Pulled, Refused, Tokens
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.placer import Placer
@@ -37,6 +37,7 @@ from blockyard.router.errors import (
 from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
 from blockyard.router.generation.losses import Losses, Quarantine, WorkerKey
 from blockyard.router.generation.pulls import Pull, Pulls
+from blockyard.router.generation.request_trace import AttemptEnd, AttemptTrace, RequestTrace
 from blockyard.router.placement.config import PolicyName
 from blockyard.router.placement.pulls import Holder, PullPlan
 
@@ -119,6 +120,8 @@ class Progress:
     """When it was first sent to a worker, on the relay's clock."""
     pull: Pull | None = None
     """Its last pull. None: no worker was to fetch blocks for it."""
+    trace: RequestTrace | None = None
+    """None: the request is not traced."""
 
 
 class Relay:
@@ -170,6 +173,8 @@ class Relay:
         while outputs.running:
             # Prompt log-probabilities need the whole prompt to be computed, so no cached block is usable.
             reusable = [] if outputs.wants_prompt_logprobs else names
+            if progress.trace is not None:
+                progress.trace.placing_at = self._clock()
             placed = await self._placer.place(
                 reusable,
                 generation.prompt_tokens + outputs.num_repeated,
@@ -215,6 +220,9 @@ class Relay:
         submit = self._submit(generation, outputs, placed)
         if self._placer.moves_preempted and progress.num_preemptions < MAX_PREEMPTIONS:
             submit.preemptions = progress.num_preemptions
+        if progress.trace is not None:
+            attempt.trace = self._traced(progress.trace, progress, placed, key[1], pull)
+            submit.wants_phases = True
         attempt.submit(submit)
         try:
             yield attempt
@@ -223,6 +231,26 @@ class Relay:
             attempt.cancel()
             self.pulls.end(pull)
             self._placer.ended(placed, busy=attempt.found_busy)
+            if attempt.trace is not None:
+                attempt.trace.over(self._clock(), attempt.end_of_trace, progress.num_generated)
+
+    def _traced(
+        self, trace: RequestTrace, progress: Progress, placed: Placed, incarnation: str, pull: Pull | None
+    ) -> AttemptTrace:
+        now = self._clock()
+        attempt = AttemptTrace(
+            placing_at=now if trace.placing_at is None else trace.placing_at,
+            placed=placed,
+            worker_id=progress.worker_id,
+            incarnation=incarnation,
+            sent_at=now,
+            pull=pull,
+            tokens_before=progress.num_generated,
+            clock=self._clock,
+        )
+        trace.placing_at = None
+        trace.attempts.append(attempt)
+        return attempt
 
     def _count_loss(
         self, generation: Generation, progress: Progress, losses: Losses, attempt: "_Attempt"
@@ -302,11 +330,13 @@ class _Attempt:
         self.saw_death = False
         self.has_failed = False
         self.was_preempted = False
+        self.was_drained = False
         self.was_handed_over = False
         """True if the worker gave the request back in the middle, and still has its blocks."""
         self.was_split = False
         """True if it did so because its placement was a split."""
         self.brought_tokens = False
+        self.trace: AttemptTrace | None = None
         self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
         """Why the attempt is over. None if no output runs any more."""
         self._link, self._placer = link, placer
@@ -327,6 +357,25 @@ class _Attempt:
     def cancel(self, index: int | None = None) -> None:
         """Cancel the whole request, or one output of it."""
         self._link.cancel(self._handle, index)
+
+    @property
+    def end_of_trace(self) -> AttemptEnd:
+        if self.was_lost:
+            return "lost"
+        if self.has_failed:
+            return "failed"
+        if self.was_preempted:
+            return "preempted"
+        if self.was_split:
+            return "split"
+        if self.was_drained:
+            return "draining"
+        if self.found_busy:
+            return "busy"
+        if not self._outputs.running:
+            return "finished"
+        is_down = self._end.done() and not self._end.cancelled() and isinstance(self._end.result(), Lost)
+        return "unreachable" if is_down else "stopped"
 
     async def until_over(self) -> None:
         """Wait until no output runs here any more. Note the cause if the others must be placed again.
@@ -369,6 +418,9 @@ class _Attempt:
             case Pulled():
                 self._placer.pull_ended(self._placed)
                 self._pulls.end(self._pull, event.report)
+            case PhaseEnded():
+                if self.trace is not None:
+                    self.trace.hear(event.phase)
             case _:
                 self._end.set_result(event)
 
@@ -385,6 +437,8 @@ class _Attempt:
 
     def _note_first(self, tokens: Tokens) -> None:
         self.brought_tokens = True
+        if self.trace is not None:
+            self.trace.note_first_token()
         self._pulls.answered(self._pull)
         self._placer.started(self._placed, cached_tokens=tokens.cached_tokens)
         if self._progress.cached_tokens is None:
@@ -395,6 +449,7 @@ class _Attempt:
             case session_pb2.REJECT_REASON_BUSY:
                 self.found_busy = True
             case session_pb2.REJECT_REASON_DRAINING:
+                self.was_drained = True
                 self.was_handed_over = self.brought_tokens
                 self._placer.draining(self._placed.address)
             case session_pb2.REJECT_REASON_PREEMPTED if self._may_move:

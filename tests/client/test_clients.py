@@ -22,6 +22,7 @@ from blockyard.router.client import (
     UnavailableError,
 )
 from blockyard.router.client.errors import from_rpc
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from .conftest import GOOD_SCRIPT, Fail, Hang, ScriptedRouter, delta, last, logprob, serve
 from .drivers import Connect, breakable
@@ -391,3 +392,16 @@ def test_the_client_imports_no_heavy_package() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+async def test_a_call_continues_the_callers_trace(
+    connect: Connect, router: ScriptedRouter, address: str
+) -> None:
+    driver = connect(address, token="secret")
+    parent = SpanContext(trace_id=7, span_id=5, is_remote=False, trace_flags=TraceFlags(1))
+    with use_span(NonRecordingSpan(parent)):
+        await driver.call("generate", "x")
+    assert router.metadata["traceparent"] == f"00-{7:032x}-{5:016x}-01"
+    await driver.call("generate", "x")
+    assert "traceparent" not in router.metadata
+    assert router.metadata["authorization"] == "Bearer secret"

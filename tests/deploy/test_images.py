@@ -68,7 +68,7 @@ def test_everything_that_pip_installs_is_pinned() -> None:
         words = shlex.split(command)
         assert words[words.index("--constraint") + 1] == "/build/requirements.lock"
         what = words[-1]
-        assert what in pinned or what == "/build[serve]"
+        assert what in pinned or what == "/build[serve,otel]"
 
 
 def test_it_does_not_run_as_root_and_starts_with_a_command_of_ours() -> None:

@@ -82,8 +82,8 @@ class Router:
 
 
 @asynccontextmanager
-async def running_router(**settings: Any) -> AsyncIterator[Router]:
-    server = RouterServer(config(**settings))
+async def running_router(*, tracer_provider: Any = None, **settings: Any) -> AsyncIterator[Router]:
+    server = RouterServer(config(**settings), tracer_provider=tracer_provider)
     address = await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:

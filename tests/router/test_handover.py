@@ -130,13 +130,23 @@ def worker(number: int, role: Role = "both", *, redis_url: str | None = None, **
 
 @asynccontextmanager
 async def cluster(
-    roles: tuple[Role, ...] = ("both", "both"), *, redis_url: str | None = None, **engine: Any
+    roles: tuple[Role, ...] = ("both", "both"),
+    *,
+    redis_url: str | None = None,
+    tracer_provider: Any = None,
+    http_port: int | None = None,
+    **engine: Any,
 ) -> AsyncIterator[Cluster]:
     workers = [worker(number, role, redis_url=redis_url, **engine) for number, role in enumerate(roles)]
     starts = [Starts() for _ in workers]
     async with (
         running_router(
-            lost_seconds=20.0, suspect_seconds=10.0, placement=NO_TIES, redis_url=redis_url
+            tracer_provider=tracer_provider,
+            http_port=http_port,
+            lost_seconds=20.0,
+            suspect_seconds=10.0,
+            placement=NO_TIES,
+            redis_url=redis_url,
         ) as router,
         AsyncClient(router.address) as client,
     ):

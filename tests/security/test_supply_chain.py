@@ -191,7 +191,7 @@ def test_make_takes_the_build_of_torch_that_is_asked_for_before_all_else(tmp_pat
         f"{tmp_path}/bin/uv pip install --python {tmp_path}/bin/python --torch-backend cpu -c requirements.lock torch"
     )
     lines = installing(tmp_path, "TORCH=cpu")
-    assert lines.index(backend) < next(i for i, line in enumerate(lines) if "[serve,plots,dev]" in line)
+    assert lines.index(backend) < next(i for i, line in enumerate(lines) if "[serve,otel,plots,dev]" in line)
     assert not any("--torch-backend" in line for line in installing(tmp_path))
 
 

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 from blockyard.proto.naming.marks import MAX_MARKS_BYTES
+from blockyard.proto.v1 import session_pb2
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.phases import Phase, PhaseKind
 from blockyard.worker.sequences.sequence import FinishReason, SequenceState, TokenLogprob
-from blockyard.worker.session.outbox import MAX_LOGPROBS_A_MESSAGE, Outbox
+from blockyard.worker.session.outbox import MAX_LOGPROBS_A_MESSAGE, MAX_PHASES, Outbox
 
 IDLE = EngineLoad(**dict.fromkeys(EngineLoad.__dataclass_fields__, 0))
 
@@ -202,3 +204,19 @@ def test_marks_of_arrivals_are_told_once_and_a_slow_router_gets_the_last() -> No
     marks = outbox.take(IDLE)[0].step.arrived_marks
     assert len(marks) == MAX_MARKS_BYTES
     assert marks.endswith(b"c" * 8 + b"d" * 8)
+
+
+def test_phases_go_out_once_before_the_rows_and_a_slow_router_hears_of_the_last_ones() -> None:
+    outbox = Outbox()
+    for kind in PhaseKind:
+        outbox.report_phase(3, Phase(kind, 0.5, 1.5, 2, 4))
+    (message,) = outbox.take(IDLE)
+    assert [phase.handle for phase in message.step.phases] == [3] * len(PhaseKind)
+    names = [session_pb2.PhaseKind.Name(phase.kind) for phase in message.step.phases]
+    assert names == [f"PHASE_KIND_{kind.name}" for kind in PhaseKind]
+    assert set(names) == set(session_pb2.PhaseKind.keys()) - {"PHASE_KIND_UNSPECIFIED"}
+    assert outbox.take(IDLE) == []
+    for number in range(2 * MAX_PHASES):
+        outbox.report_phase(number, Phase(PhaseKind.QUEUE, 0.0, 1.0, 0, 0))
+    (message,) = outbox.take(IDLE)
+    assert [phase.handle for phase in message.step.phases] == list(range(MAX_PHASES, 2 * MAX_PHASES))

@@ -2,14 +2,15 @@
 
 It is bounded however slowly the router reads. It holds one row for each output of its requests, one load, one pong and
 one drain state. For each request it holds at most one rejection and one report of a pull. Marks of prompts have a limit
-in bytes. Pure; one event loop owns it.
+in bytes, phases of requests one in number. Pure; one event loop owns it.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from blockyard.proto.naming.marks import MARK_BYTES, MAX_MARKS_BYTES, split_marks
-from blockyard.proto.v1 import inference_pb2
+from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import (
     Draining,
@@ -23,6 +24,7 @@ from blockyard.proto.v1.session_pb2 import (
 )
 from blockyard.worker.engine_types import EngineLoad, SequenceOutput
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.sequences.phases import Phase
 from blockyard.worker.sequences.sequence import FinishReason, TokenLogprob
 
 FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
@@ -30,6 +32,7 @@ MAX_LOGPROBS_A_MESSAGE = 500_000
 """About 6 MB. The logprobs of several long prompts in one message would exceed what a router takes. One row is never
 split."""
 MAX_DETAIL_CHARACTERS = 200
+MAX_PHASES = 1024
 
 _Key = tuple[int, int]
 """A request's handle (the router's number of it), and the index of one of its outputs."""
@@ -88,6 +91,7 @@ class Outbox:
         self._is_draining: bool | None = None
         self._arrived_marks = b""
         self._pulls: list[PullReport] = []
+        self._phases = deque[session_pb2.Phase](maxlen=MAX_PHASES)
         self._withdrawn_marks: dict[bytes, None] = {}
         self.last_handle = 0
         """Handle of the router's last request. The loads in messages count it."""
@@ -127,6 +131,19 @@ class Outbox:
         """Report a pull that has ended: one for each request at most."""
         self._pulls.append(report)
 
+    def report_phase(self, handle: int, phase: Phase) -> None:
+        """Report a phase that has ended. A slow router hears of the last ones alone."""
+        self._phases.append(
+            session_pb2.Phase(
+                handle=handle,
+                kind=f"PHASE_KIND_{phase.kind.name}",
+                began_seconds=phase.began_seconds,
+                ended_seconds=phase.ended_seconds,
+                steps=phase.steps,
+                tokens=phase.tokens,
+            )
+        )
+
     def reject(self, handle: int, reason: RejectReason, detail: str = "") -> None:
         detail = detail[:MAX_DETAIL_CHARACTERS]
         self._rejected.append(Rejected(handle=handle, reason=reason, detail=detail))
@@ -161,7 +178,7 @@ class Outbox:
             messages.append(ToRouter(pong=self._pong))
             self.reported = self._pong_load
         marks = self._arrived_marks or self._withdrawn_marks
-        if self._rows or self._failed or marks or self._pulls or load != self.reported:
+        if self._rows or self._failed or marks or self._pulls or self._phases or load != self.reported:
             self.reported = load
             steps = [_columns(rows) for rows in _portions(self._rows.items())]
             steps[-1].failed_handles.extend(self._failed)
@@ -171,10 +188,13 @@ class Outbox:
             steps[-1].arrived_marks = self._arrived_marks
             steps[-1].withdrawn_marks = b"".join(self._withdrawn_marks)
             steps[-1].pulls.extend(self._pulls)
+            # A router drops what comes after a request's last row.
+            steps[0].phases.extend(self._phases)
             messages += [ToRouter(step=step) for step in steps]
         self._rows, self._failed, self._rejected, self._pong = {}, {}, [], None
         self._is_draining, self._arrived_marks, self._withdrawn_marks = None, b"", {}
         self._pulls = []
+        self._phases.clear()
         return messages
 
 

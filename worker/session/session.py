@@ -44,6 +44,7 @@ from blockyard.worker.inspection.inspection import Inspection
 from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.phases import Phase
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.session.arrivals import Arrivals
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
@@ -229,6 +230,11 @@ class SessionService:
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
         """Queue a step's results for the routers. The engine's thread calls this."""
         news, begun = [], set[RequestId]()
+        phases = [
+            (route, phase)
+            for request_id, phase in result.phases
+            if (route := self._routes.get(request_id)) is not None
+        ]
         for output in result.outputs:
             route = self._routes.get(output.request_id)
             if route is None:
@@ -244,7 +250,7 @@ class SessionService:
             if output.is_last:
                 self._forget(route.link, route.handle, output.request_id)
         taken, self._taken = self._taken, []
-        self._on_loop(self._deliver, news, result, load, taken)
+        self._on_loop(self._deliver, news, phases, result, load, taken)
         if begun:
             self._engine.call(partial(self._hand_over_begun, begun))
 
@@ -261,6 +267,7 @@ class SessionService:
     def _deliver(
         self,
         news: list[tuple[Route, SequenceOutput]],
+        phases: list[tuple[Route, Phase]],
         result: StepResult,
         load: EngineLoad,
         taken: list[int],
@@ -270,6 +277,9 @@ class SessionService:
             self._arrivals.taken(tokens)
         for route, output in news:
             route.link.outbox.add(route.handle, output)
+            route.link.has_news.set()
+        for route, phase in phases:
+            route.link.outbox.report_phase(route.handle, phase)
             route.link.has_news.set()
         self._tell_load()
         if news or not (load.running or load.waiting):
@@ -318,7 +328,7 @@ class SessionService:
                 case "submit" if message.submit.sampling.HasField("structured_output"):
                     self._compile_first(link, message.submit)
                 case "submit":
-                    self._submit(link, message.submit)
+                    self._submit(link, message.submit, self._loop.time())
                 case "cancel":
                     self._take_cancel(link, message.cancel)
                 case "ping":
@@ -362,7 +372,7 @@ class SessionService:
             request,
             wanted,
             client=submit.client,
-            then=partial(self._submit, link, submit),
+            then=partial(self._submit, link, submit, self._loop.time()),
             refuse=refuse,
         )
 
@@ -375,15 +385,20 @@ class SessionService:
             raise Refused(RejectReason.REJECT_REASON_INVALID)
         return self._engine_request(submit)
 
-    def _submit(self, link: Link, submit: Submit, request: EngineRequest | None = None) -> None:
+    def _submit(
+        self, link: Link, submit: Submit, reached_at: float, request: EngineRequest | None = None
+    ) -> None:
         """Submit a request on the engine's thread, or reject it.
 
-        `request` is the checked content of `submit`. Where it is None, the engine's thread checks it.
+        `reached_at` is when it reached the worker, on the event loop's clock. `request` is the checked content of
+        `submit`. Where it is None, the engine's thread checks it.
         """
 
         def run(engine: Engine) -> None:
             try:
-                self._start(engine, link, submit, request, packed)
+                request_id = self._start(engine, link, submit, request, packed)
+                if submit.wants_phases:
+                    engine.watch(request_id, seconds_here=self._loop.time() - reached_at)
             except Refused as refused:
                 reason = refused.reason
             except Exception:
@@ -422,7 +437,7 @@ class SessionService:
 
     def _start(
         self, engine: Engine, link: Link, submit: Submit, request: EngineRequest | None, packed: bytes
-    ) -> None:
+    ) -> RequestId:
         if self.is_draining:
             raise Refused(RejectReason.REJECT_REASON_DRAINING)
         if len(engine.scheduler.waiting) >= self._max_waiting:
@@ -437,6 +452,7 @@ class SessionService:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
         link.requests[submit.handle] = request_id
         self._routes[request_id] = Route(link, submit.handle, submit.request_id, packed, submit.hands_over)
+        return request_id
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
         """Return the checked content of a submit. Raises Refused."""
