@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis.extra.numpy as arrays_of
 import numpy as np
 import pytest
+from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.security.tls import peer_contexts
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
@@ -128,8 +129,8 @@ def test_a_rank_that_cannot_load_fails_the_load_in_words() -> None:
         LLM(str(DEMO), **settings(tensor_parallel_size=3))
 
 
-def leader(**changes: Any) -> RankLeader:
-    config = EngineConfig(model=str(DEMO), engine="simulated", **settings(tensor_parallel_size=2, **changes))
+def leader(size: int = 2) -> RankLeader:
+    config = EngineConfig(model=str(DEMO), engine="simulated", **settings(tensor_parallel_size=size))
     return RankLeader(config, secret=SECRET, cluster="c")
 
 
@@ -139,12 +140,12 @@ def test_a_rank_without_the_secret_is_refused_and_one_with_it_joins_after_it() -
 
     def intrude() -> None:
         try:
-            run_rank(own.address, "another secret", "c")
+            run_rank(1, own.address, "another secret", "c")
         except Exception as error:
             errors.append(error)
         with socket.create_connection(("127.0.0.1", int(own.address.rpartition(":")[2]))) as plain:
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        run_rank(own.address, SECRET, "c")
+        run_rank(1, own.address, SECRET, "c")
 
     thread = threading.Thread(target=intrude)
     thread.start()
@@ -153,6 +154,105 @@ def test_a_rank_without_the_secret_is_refused_and_one_with_it_joins_after_it() -
     thread.join(END_SECONDS)
     assert not thread.is_alive()
     assert [type(error) for error in errors] == [LinkClosed]
+
+
+def joined(own: RankLeader, rank: int) -> Link:
+    """Return the other end of a link to rank 0, which has been told that this is `rank`."""
+    contexts = peer_contexts(None, secret=SECRET, cluster="c ranks")
+    assert contexts is not None
+    link = connected("127.0.0.1", int(own.address.rpartition(":")[2]), contexts, END_SECONDS)
+    link.send_json(Kind.HELLO, rank=rank, code=code_version())
+    return link
+
+
+def connect_with(own: RankLeader, *ranks: int) -> list[Link]:
+    """Connect rank 0 with links for these ranks, which come in this order."""
+    found: list[Link] = []
+
+    def come() -> None:
+        for rank in ranks:
+            found.append(joined(own, rank))
+            found[-1].expect(Kind.START, END_SECONDS)
+            found[-1].send_json(Kind.MAPPED, is_mapped=True)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    own.connect(END_SECONDS)
+    thread.join(END_SECONDS)
+    for link in found:
+        link.expect(Kind.GO, END_SECONDS)
+    return found
+
+
+def until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_ranks_keep_their_numbers_in_whatever_order_they_come(lost: int) -> None:
+    own, order = leader(4), [3, 1, 2]
+    links = connect_with(own, *order)
+    links[order.index(lost)].close()
+    until(lambda: own.lost)
+    assert own.lost is not None
+    assert own.lost.startswith(f"rank {lost} is lost")
+    own.close()
+
+
+@pytest.mark.parametrize("number", [1, 0, 3, "1", None])
+def test_a_rank_whose_number_is_not_due_is_refused_and_the_others_come(number: Any) -> None:
+    own = leader(3)
+    refused: list[bool] = []
+
+    def come() -> None:
+        first = joined(own, 1)
+        first.expect(Kind.START, END_SECONDS)
+        try:
+            joined(own, number).expect(Kind.START, END_SECONDS)
+        except LinkClosed:
+            refused.append(True)
+        for link in (first, joined(own, 2)):
+            if link is not first:
+                link.expect(Kind.START, END_SECONDS)
+            link.send_json(Kind.MAPPED, is_mapped=True)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    own.connect(END_SECONDS)
+    thread.join(END_SECONDS)
+    assert refused == [True]
+    own.close()
+
+
+def test_rank_0_waits_until_all_ranks_have_their_pools() -> None:
+    own = leader(3)
+    links = connect_with(own, 1, 2)
+    had_pools: list[int] = []
+
+    def allocate(link: Link) -> None:
+        had_pools.append(link.expect(Kind.POOLS, END_SECONDS).json("num_blocks"))
+        time.sleep(0.2)
+        had_pools.append(0)
+        link.send(Kind.READY)
+
+    threads = [threading.Thread(target=allocate, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    with own.allocating(10, 2):
+        pass
+    assert sorted(had_pools) == [0, 0, 10, 10]
+    own.close()
+
+
+def test_a_rank_without_memory_for_its_pool_fails_the_load_in_words() -> None:
+    own = leader(2)
+    (link,) = connect_with(own, 1)
+    with pytest.raises(RanksLost, match="rank 1: it has no memory"), own.allocating(10, 2):
+        link.send_json(Kind.FAILED, reason="it has no memory")
+    own.close()
 
 
 def test_without_a_secret_ranks_meet_on_loopback_alone() -> None:
@@ -172,14 +272,14 @@ def test_a_rank_notices_the_end_of_rank_0_without_its_goodbye() -> None:
 
     def join() -> None:
         try:
-            run_rank(own.address, SECRET, "c")
+            run_rank(1, own.address, SECRET, "c")
         except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=join)
     thread.start()
     own.connect(END_SECONDS)
-    for one in own._links:
+    for one in own._links.values():
         one.close()
     thread.join(END_SECONDS)
     assert [type(error) for error in errors] == [RanksLost]

@@ -35,21 +35,27 @@ class Kind(IntEnum):
     """The kinds of frames."""
 
     HELLO = 1
-    """The first frame of a rank: its code version, as JSON."""
+    """The first frame of a rank: its number and code version, as JSON."""
     START = 2
-    """The answer of rank 0: number, settings and names of shared memory."""
+    """The answer of rank 0: settings and names of shared memory."""
     MAPPED = 3
     """Whether the rank has mapped the shared memory."""
     GO = 4
     """All ranks have mapped the shared memory: load."""
-    READY = 5
-    """The rank has loaded its part of the model."""
-    PULSE = 6
-    STEP = 7
+    LOADED = 5
+    """The rank can take part in steps that measure its memory."""
+    MEASURED = 6
+    """The bytes that the rank has for its KV cache, where ranks measure them."""
+    POOLS = 7
+    """The blocks and host slots that every rank allocates."""
+    READY = 8
+    """The rank has its part of the model and its pools."""
+    PULSE = 9
+    STEP = 10
     """Arrays of a step (messages.py)."""
-    FAILED = 8
+    FAILED = 11
     """The reason why a rank cannot load its part, or take part in a step, as JSON."""
-    STOP = 9
+    STOP = 12
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
