@@ -1,8 +1,9 @@
 """Ranks: the processes that share one model, and how rank 0 runs a step on all of them.
 
 Rank 0 listens. Each other rank connects and tells its number, and both prove that they know the secret. Then rank 0
-gives it the settings and the names of the shared memory. The connection stays open, and both ends send pulses. So rank
-0 notices within milliseconds that a rank has ended, and within seconds that one is frozen. Either ends the worker.
+gives it the settings and the names of the shared memory. Ranks on several machines do without that memory. The
+connection stays open, and both ends send pulses. So rank 0 notices within milliseconds that a rank has ended, and
+within seconds that one is frozen or cut off. Either ends the worker.
 
     leader = RankLeader(config, secret=secret, cluster=cluster)
     leader.spawn()                               # or elsewhere: run_rank(1, leader.address, leader.secret, cluster)
@@ -30,14 +31,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch
-from blockyard.kernels.cpu.group import MAX_RANKS, MessageRing, RankLost
+from blockyard.kernels.cpu.group import MAX_RANKS, RankLost
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback, with_brackets, without_brackets
 from blockyard.proto.security.tls import peer_contexts
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.parallel.collective import Collective, RanksLost
-from blockyard.worker.parallel.exchange import Exchange, kernels_for
+from blockyard.worker.parallel.exchange import Exchange, Names, kernels_for
 from blockyard.worker.parallel.follower import Follower
 from blockyard.worker.parallel.link import Frame, Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
@@ -80,8 +81,6 @@ class RankLeader:
         self.secret = secret or secrets.token_hex(16)
         """The cluster's secret, or a random one if it has none. Every rank must know it."""
         self.cluster = cluster
-        self.uses_ring = True
-        """Whether steps may go through shared memory."""
         self.on_lost: Callable[[str], object] = lambda reason: None
         """Called once with the reason when a rank is lost after `connect`, on another thread."""
         self.lost: str | None = None
@@ -91,13 +90,12 @@ class RankLeader:
             self._listener = socket.create_server((without_brackets(host), 0), family=_family(host))
         except OSError as error:
             raise ValueError(f"cannot listen for ranks on {host}: {error}") from error
+        self._host = without_brackets(host)
         self.address = f"{with_brackets(host)}:{self._listener.getsockname()[1]}"
         self._links: dict[int, Link] = {}
         """Connections by the number of the rank."""
         self._watch: Watch | None = None
         self._exchange: Exchange
-        self._ring: MessageRing | None = None
-        """None: steps take the connections, which also reach other machines."""
         self._answers: dict[Kind, dict[int, Frame]] = defaultdict(dict)
         """The latest frame of each kind that each rank has sent."""
         self._changed = threading.Condition()
@@ -120,19 +118,15 @@ class RankLeader:
     def connect(self, seconds: float = CONNECT_SECONDS) -> Ranks:
         """Wait until all ranks have come, and return what rank 0 loads its engine with.
 
-        Raises ValueError where they do not come in time, or cannot share memory with this process.
+        Raises ValueError where they do not come in time, and RanksLost where one is lost again.
         """
         library = kernels_for(self.config)
+        self._exchange = Exchange(self.config, library, rank=0, size=self.size, tell=self._tell)
         try:
-            self._exchange = Exchange(self.config, library, rank=0, size=self.size)
             try:
-                if library is not None and self.uses_ring:
-                    self._ring = MessageRing(lambda: library, rank=0, size=self.size)
-                self._accept_all(time.monotonic() + seconds)
+                self._accept_all(self._exchange.make_memory(), time.monotonic() + seconds)
             finally:
-                self._exchange.unlink()
-                if self._ring is not None:
-                    self._ring.memory.unlink()
+                self._exchange.unlink_memory()
         except (LinkClosed, OSError) as error:
             self.close()
             raise ValueError(f"the ranks do not come together: {error}") from error
@@ -147,10 +141,13 @@ class RankLeader:
             longest_silence=lambda index: FROZEN_SECONDS if index + 1 in ready else LOADING_FROZEN_SECONDS,
         )
         self._watch.start()
-        self.collective = self._exchange.meet(on_failure=self._lose)
+        try:
+            self.collective = self._exchange.meet(host=self._host, on_failure=self._lose)
+        except RanksLost as error:
+            raise RanksLost(self.lost or str(error)) from error
         return self
 
-    def _accept_all(self, deadline: float) -> None:
+    def _accept_all(self, names: Names, deadline: float) -> None:
         context = _contexts(self.secret, self.cluster)
         self._listener.settimeout(POLL_SECONDS)
         while len(self._links) < self.size - 1:
@@ -160,7 +157,7 @@ class RankLeader:
             if time.monotonic() > deadline:
                 raise ValueError(f"{len(self._links) + 1} of {self.size} ranks have come in time")
             try:
-                self._greet(accepted(self._listener.accept()[0], context))
+                self._greet(accepted(self._listener.accept()[0], context), names)
             except TimeoutError:
                 continue
             except LinkClosed as error:
@@ -170,11 +167,14 @@ class RankLeader:
         links = self._links.values()
         mapped = [link.expect(Kind.MAPPED, ANSWER_SECONDS).json("is_mapped") for link in links]
         if not all(mapped):
-            raise ValueError("all ranks must be on one machine: one does not share memory with rank 0")
+            logger.warning(
+                "not all ranks share memory: steps and sums pass through the network, and are slower"
+            )
+            self._exchange.leave_memory()
         for link in links:
-            link.send(Kind.GO)
+            link.send_json(Kind.GO, share_memory=all(mapped))
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: Link, names: Names) -> None:
         """Check number and code of a rank, and give it the settings. Raises LinkClosed for a number that is taken, and
         ValueError for other code."""
         hello = link.expect(Kind.HELLO, ANSWER_SECONDS)
@@ -189,18 +189,27 @@ class RankLeader:
             Kind.START,
             size=self.size,
             config=asdict(self.config),
-            meeting=self._exchange.meeting,
-            ring=None if self._ring is None else self._ring.memory.name,
+            memory=names,
         )
         self._links[rank] = link
 
     def _take(self, rank: int, frame: Frame) -> None:
         if frame.kind is Kind.FAILED:
             self._lose(f"rank {rank}: {frame.json('reason')}")
-            return
-        with self._changed:
-            self._answers[frame.kind][rank] = frame
-            self._changed.notify_all()
+        elif frame.kind is Kind.STORE:
+            self._exchange.store.put(frame.json("key"), bytes.fromhex(frame.json("value")))
+            for other, link in self._links.items():
+                if other != rank:
+                    with contextlib.suppress(LinkClosed):  # It is noticed at that link.
+                        link.send(Kind.STORE, frame.data)
+        else:
+            with self._changed:
+                self._answers[frame.kind][rank] = frame
+                self._changed.notify_all()
+
+    def _tell(self, key: str, value: bytes) -> None:
+        for link in self._links.values():
+            link.send_json(Kind.STORE, key=key, value=value.hex())
 
     def _lose(self, reason: str) -> None:
         if self.lost is None:
@@ -243,8 +252,8 @@ class RankLeader:
             self._answers_of_all(Kind.LOADED)
         try:
             message = pack(arrays)
-            if self._ring is not None:
-                self._ring.send(message.data)
+            if self._exchange.ring is not None:
+                self._exchange.ring.send(message.data)
             else:
                 for link in self._links.values():
                     link.send(Kind.STEP, message.data.cast("B"))
@@ -271,8 +280,6 @@ class RankLeader:
         self._listener.close()
         if self._watch is not None:
             self._exchange.end()
-            if self._ring is not None:
-                self._ring.abort()
         for link in self._links.values():
             link.close()
         for child in self._children:
@@ -310,21 +317,12 @@ class _Rank:
         link.send_json(Kind.HELLO, rank=rank, code=code_version())
         start = link.expect(Kind.START, CONNECT_SECONDS)
         self._config = EngineConfig(**start.json("config"))
-        self._ring: MessageRing | None = None
-        library = kernels_for(self._config)
-        size, ring = int(start.json("size")), start.json("ring")
-        try:
-            self._exchange = Exchange(
-                self._config, library, rank=rank, size=size, meeting=start.json("meeting")
-            )
-            if ring is not None and library is not None:
-                self._ring = MessageRing(lambda: library, rank=rank, size=size, name=ring)
-        except OSError:
-            link.send_json(Kind.MAPPED, is_mapped=False)
-            raise
-        link.send_json(Kind.MAPPED, is_mapped=True)
-        link.expect(Kind.GO, CONNECT_SECONDS)
-        self._steps = queue.SimpleQueue[bytes | None]()
+        library, size = kernels_for(self._config), int(start.json("size"))
+        self._exchange = Exchange(self._config, library, rank=rank, size=size, tell=self._tell)
+        link.send_json(Kind.MAPPED, is_mapped=self._exchange.map_memory(start.json("memory")))
+        if not link.expect(Kind.GO, CONNECT_SECONDS).json("share_memory"):
+            self._exchange.leave_memory()
+        self._steps = queue.SimpleQueue[bytearray | None]()
         """Steps that came by the link. None ends them."""
         self._pools = queue.SimpleQueue[Frame | None]()
         """The sizes of the pools. None in their place ends this rank."""
@@ -355,7 +353,8 @@ class _Rank:
     def _load(self) -> Follower:
         """Load the part. Raises ValueError where that is not possible, and tells rank 0 the reason."""
         try:
-            return load_follower(self._config, self._exchange.meet(on_failure=self._fail), self)
+            collective = self._exchange.meet(host=self._link.local_host, on_failure=self._fail)
+            return load_follower(self._config, collective, self)
         except (RankLost, LinkClosed, RanksLost):
             raise
         except Exception as error:
@@ -366,6 +365,10 @@ class _Rank:
     def _fail(self, reason: str) -> None:
         """Tell rank 0 why this rank can go on no more."""
         self._link.send_json(Kind.FAILED, reason=reason)
+
+    def _tell(self, key: str, value: bytes) -> None:
+        """Tell rank 0 a value, which tells it the others."""
+        self._link.send_json(Kind.STORE, key=key, value=value.hex())
 
     def pool_sizes(self) -> tuple[int, int]:
         frame = self._pools.get()
@@ -380,8 +383,8 @@ class _Rank:
         self._link.send_json(Kind.MEASURED, budget_bytes=budget_bytes)
 
     def next_step(self) -> StepArrays:
-        if self._ring is not None:
-            return unpack(self._ring.receive())
+        if self._exchange.ring is not None:
+            return unpack(self._exchange.ring.receive())
         message = self._steps.get()
         if message is None:
             raise LinkClosed("no more steps come")
@@ -392,6 +395,8 @@ class _Rank:
             self._steps.put(frame.data)
         elif frame.kind is Kind.POOLS:
             self._pools.put(frame)
+        elif frame.kind is Kind.STORE:
+            self._exchange.store.put(frame.json("key"), bytes.fromhex(frame.json("value")))
         elif frame.kind is Kind.STOP:
             self._has_stopped = True
             self._end()
@@ -403,8 +408,6 @@ class _Rank:
 
     def _end(self) -> None:
         self._exchange.end()
-        if self._ring is not None:
-            self._ring.abort()
         self._steps.put(None)
         self._pools.put(None)
 

@@ -1,5 +1,7 @@
 """Ranks that are processes: they come together by a secret, compute the tokens of one process, and end together."""
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,13 +21,13 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
 from blockyard.worker.parallel import link as links
 from blockyard.worker.parallel.collective import RanksLost
-from blockyard.worker.parallel.link import Kind, Link, LinkClosed, accepted, connected
+from blockyard.worker.parallel.exchange import Exchange
+from blockyard.worker.parallel.link import DEAD_SECONDS, Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.parallel.watch import Watch
 from blockyard.worker.ranks import RankLeader, run_rank
 from blockyard.worker.sequences.sampling_params import SamplingParams
-from blockyard.worker.startup.loading import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,18 +101,41 @@ def test_ranks_of_any_number_give_the_tokens_of_one_process(
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
 
 
-def test_steps_that_take_the_connection_give_the_same_tokens(
-    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_no_memory_give_the_same_tokens(
+    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Machines without shared memory exchange steps in this way."""
+    """Steps and sums take the network, as between machines."""
+    make_memory = Exchange.make_memory
 
-    class Remote(RankLeader):
-        def connect(self, seconds: float = 300.0) -> Ranks:
-            self.uses_ring = False
-            return super().connect(seconds)
+    def elsewhere(own: Exchange) -> list[str | None]:
+        return [name and f"blockyard-{'0' * 32}" for name in make_memory(own)]
 
-    monkeypatch.setattr("blockyard.worker.ranks.RankLeader", Remote)
-    assert tokens(tensor_parallel_size=2) == expected
+    monkeypatch.setattr(Exchange, "make_memory", elsewhere)
+    assert tokens(tensor_parallel_size=size) == expected
+    assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
+
+
+def test_a_rank_at_the_far_end_of_a_link_computes_the_same_and_the_cut_of_the_link_ends_both(
+    expected: list[tuple[int, ...]],
+) -> None:
+    """The far end has a network and a /dev/shm of its own (far_rank.py)."""
+    isolated = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+    needed = "ip link add a0 type veth peer name b0 && mount -t tmpfs none /dev/shm"
+    if any(shutil.which(program) is None for program in ("unshare", "ip", "mount")):
+        pytest.skip("unshare, ip and mount are needed")
+    tried = subprocess.run([*isolated, "sh", "-c", needed], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no virtual link can be made: {tried.stderr.strip()[:100]}")
+    command = [*isolated, sys.executable, "-m", f"{__package__}.far_rank"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert [tuple(answer) for answer in told["tokens"]] == expected
+    assert told["reason"].startswith("rank 1 is lost: it is silent for 2")
+
+    assert told["noticed"] < END_SECONDS
+    assert told["far_ended"] < END_SECONDS + DEAD_SECONDS
 
 
 def test_a_model_that_one_process_has_no_memory_for_is_served_by_two() -> None:
@@ -358,13 +383,14 @@ def test_a_rank_that_is_silent_for_too_long_is_lost_and_one_that_sends_pulses_is
 
 GLOO_RANK = """
 import sys
-from pathlib import Path
 import torch
+import torch.distributed as dist
 from blockyard.worker.parallel.collective import RanksLost
-from blockyard.worker.parallel.torch_collective import TorchCollective
+from blockyard.worker.parallel.torch_collective import TorchCollective, gloo_group
 
 rank, size, failures = int(sys.argv[1]), int(sys.argv[2]), []
-ranks = TorchCollective("gloo", rank=rank, size=size, meeting_file=Path(sys.argv[3]), on_failure=failures.append)
+group = gloo_group(dist.FileStore(sys.argv[3], size), rank, size, "127.0.0.1")
+ranks = TorchCollective(group, rank=rank, size=size, on_failure=failures.append)
 with ranks.step(1):
     x = torch.full((5,), float(rank + 1))
     ranks.all_reduce(x)
