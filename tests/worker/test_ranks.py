@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis.extra.numpy as arrays_of
 import numpy as np
 import pytest
+from blockyard.kernels.cpu.extension import load_extension
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.security.tls import peer_contexts
 from blockyard.worker.config import EngineConfig
@@ -114,6 +115,17 @@ def test_ranks_that_share_no_memory_give_the_same_tokens(
     monkeypatch.setattr(Exchange, "make_memory", elsewhere)
     assert tokens(tensor_parallel_size=size) == expected
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_ranks_of_which_one_lacks_the_kernels_share_no_memory(has_kernels: bool) -> None:
+    """On GPUs they are not needed. Then steps take the connections."""
+    config = EngineConfig(model=str(DEMO), **settings(tensor_parallel_size=2))
+    library = load_extension() if has_kernels else None
+    exchange = Exchange(config, library, rank=1, size=2, tell=lambda key, value: None)
+    name = f"blockyard-{'0' * 32}"
+    assert not exchange.map_memory([None, None] if has_kernels else [name, None])
+    assert exchange.ring is None
 
 
 def test_a_rank_at_the_far_end_of_a_link_computes_the_same_and_the_cut_of_the_link_ends_both(

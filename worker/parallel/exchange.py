@@ -58,7 +58,9 @@ class Exchange:
         return [None if part is None else part.memory.name for part in (self.ring, self._group)]
 
     def map_memory(self, names: Names) -> bool:
-        """Map what rank 0 has made. Return False where that is on another machine."""
+        """Map what rank 0 has made. Return False where that is on another machine, or one of both lacks the kernels."""
+        if any(names) != (self._library is not None):
+            return False
         try:
             self._map(names)
         except OSError:
