@@ -56,7 +56,9 @@ class RankActor:
         # Imported here, because processes that only name this class to Ray would load torch with it.
         ranks = importlib.import_module("blockyard.worker.ranks")
         # Ray ends this process with rank 0's, but notices nothing while its control service is away.
-        ranks.run_rank(leader_address, secret, self._config.cluster, on_loss=lambda _: os._exit(1))
+        ranks.run_rank(
+            self._rank, leader_address, secret, self._config.cluster, on_loss=lambda _: os._exit(1)
+        )
 
 
 class RankActors:

@@ -36,8 +36,6 @@ class Hardware:
     num_gpus: float
     node_gpus: tuple[float, ...]
     """GPUs of the same nodes."""
-    node_hosts: tuple[str, ...]
-    """Addresses of the same nodes. Nodes on one machine have the same."""
 
 
 def namespace(cluster: str) -> str:
@@ -211,7 +209,6 @@ def hardware() -> Hardware:
         node_cpus=tuple(node["Resources"]["CPU"] for node in nodes),
         num_gpus=sum(node["Resources"].get("GPU", 0.0) for node in living),
         node_gpus=tuple(node["Resources"].get("GPU", 0.0) for node in nodes),
-        node_hosts=tuple(node["NodeManagerAddress"] for node in nodes),
     )
 
 

@@ -21,7 +21,6 @@ from blockyard.deploy.settings.setting import masked
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
 from blockyard.deploy.views.quantities import counted
-from blockyard.proto.security.loopback import LOOPBACK
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -163,9 +162,7 @@ def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardw
     """
     if options.address is None:
         node_cpus, num_gpus = preflight.local_hardware(options)
-        return on_ray.Hardware(
-            node_cpus=node_cpus, num_gpus=num_gpus, node_gpus=(num_gpus,), node_hosts=(LOOPBACK,)
-        ), 0
+        return on_ray.Hardware(node_cpus=node_cpus, num_gpus=num_gpus, node_gpus=(num_gpus,)), 0
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
     try:
         with on_ray.driver(asked):
@@ -174,7 +171,7 @@ def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardw
             return on_ray.hardware(), preflight.other_hosts()
     except RuntimeError as error:
         findings.append(_failure("ray", str(error)))
-        return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=(), node_hosts=()), 0
+        return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=()), 0
 
 
 def _other_code() -> Iterator[Finding]:

@@ -93,7 +93,10 @@ def wait_until_all_serve(report: Report) -> Serving:
 
 def split_over_nodes(workers: str) -> str:
     """Return the warning for workers that no node can hold with all their ranks."""
-    return f"no node has room for all ranks of {workers}: the ranks are on several nodes of one machine"
+    return (
+        f"no node has room for all ranks of {workers}: the ranks are on several nodes. What they exchange is not "
+        "encrypted where these are several machines"
+    )
 
 
 def next_stage(stage: str, replicas: Sequence["Replica"], *, is_compiling: bool) -> str:

@@ -5,7 +5,6 @@ choice of nodes, which is Ray's.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -96,22 +95,8 @@ def rooms(hardware: "Hardware", shape: Shape) -> list[int]:
 
 
 def shape_on(options: "UpOptions", hardware: "Hardware") -> Shape:
-    """Return the shape for this hardware.
-
-    Raise ClusterStartError if it cannot hold the workers, or only with the ranks of a worker on several machines, where
-    they cannot exchange tensors.
-    """
-    shape = shape_of(options, hardware.node_cpus, hardware.num_gpus)
-    of_machine = Counter[str]()
-    for host, room in zip(hardware.node_hosts, rooms(hardware, shape), strict=True):
-        of_machine[host] += room
-    num_whole = sum(whole_workers(of_machine.values(), shape))
-    if num_whole < shape.num_workers and shape.num_ranks > 1:
-        raise ClusterStartError(
-            f"all {shape.num_ranks} ranks of a worker must be on one machine, and there is room for {num_whole} of "
-            f"{counted(shape.num_workers, 'such worker')} (--workers, --tensor-parallel-size, --cpus-per-worker)"
-        )
-    return shape
+    """Return the shape for this hardware. Raise ClusterStartError if it cannot hold the workers."""
+    return shape_of(options, hardware.node_cpus, hardware.num_gpus)
 
 
 def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int, bool]:

@@ -46,7 +46,7 @@ async def place(spec: ClusterSpec, worker: str) -> Any:
     if await asyncio.to_thread(group.wait, ONE_NODE_SECONDS):
         return group
     logger.warning(
-        "no node has room for all %d ranks of %s: they may be on several nodes, which must be on one machine",
+        "no node has room for all %d ranks of %s: they may be on several nodes, and exchange more slowly there",
         spec.num_ranks,
         worker,
     )

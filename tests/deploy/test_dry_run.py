@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from blockyard.deploy.cli import main
 from blockyard.deploy.lifecycle import preflight
-from blockyard.deploy.lifecycle.driver import Hardware
 from blockyard.deploy.lifecycle.preflight import (
     check_reachable,
     check_weights,
@@ -21,7 +20,7 @@ from blockyard.deploy.lifecycle.preflight import (
     pool_of,
 )
 from blockyard.deploy.lifecycle.serving import ClusterStartError
-from blockyard.deploy.lifecycle.shape import room_on, shape_of, shape_on, whole_workers
+from blockyard.deploy.lifecycle.shape import room_on, shape_of, whole_workers
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import identify
 from blockyard.deploy.settings import size
@@ -269,27 +268,6 @@ def test_the_ranks_of_all_workers_fit_on_the_nodes(
     assert all(workers * num_ranks <= room for workers, room in zip(whole, rooms, strict=True))
     free = [room - workers * num_ranks for workers, room in zip(whole, rooms, strict=True)]
     assert sum(whole) == num_workers or all(room < num_ranks for room in free), "none is split without need"
-
-
-@pytest.mark.parametrize(
-    ("hosts", "gpus", "fits"),
-    [
-        (("a", "b"), (2.0, 2.0), True),
-        (("a", "b"), (3.0, 1.0), False),
-        (("a", "a"), (3.0, 1.0), True),
-        (("a", "b"), (4.0, 0.0), True),
-    ],
-)
-def test_the_ranks_of_a_worker_must_be_on_one_machine(
-    hosts: tuple[str, str], gpus: tuple[float, float], fits: bool
-) -> None:
-    hardware = Hardware(node_cpus=(8.0, 8.0), num_gpus=sum(gpus), node_gpus=gpus, node_hosts=hosts)
-    wanted = UpOptions(engine=EngineConfig(model="demo", tensor_parallel_size=2), cpus_per_worker=2.0)
-    if fits:
-        assert shape_on(wanted, hardware).num_workers == 2
-    else:
-        with pytest.raises(ClusterStartError, match="must be on one machine, and there is room for 1 of 2"):
-            shape_on(wanted, hardware)
 
 
 def test_by_default_all_gpus_are_shared_out_among_workers_of_several() -> None:

@@ -25,7 +25,7 @@ PATIENT_SECONDS = 300.0
 """Deadline of each stream: ranks that share a busy core wait for one another in every layer."""
 LOST_SECONDS = 30.0
 """Far above the bounds of 0.3 s and 3 s, and below the 60 s after which a rank that waits in vain would give up."""
-RANK = re.compile(r"a rank is process (\d+)")
+RANK = re.compile(r"rank 1 is process (\d+)")
 LOADED = "rank 1 of 2 has loaded its part"
 
 

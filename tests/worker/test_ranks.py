@@ -1,11 +1,13 @@
 """Ranks that are processes: they come together by a secret, compute the tokens of one process, and end together."""
 
+import json
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,20 @@ from typing import Any
 import hypothesis.extra.numpy as arrays_of
 import numpy as np
 import pytest
+from blockyard.kernels.cpu.extension import load_extension
+from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.security.tls import peer_contexts
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
 from blockyard.worker.parallel import link as links
 from blockyard.worker.parallel.collective import RanksLost
-from blockyard.worker.parallel.link import Kind, Link, LinkClosed, accepted, connected
+from blockyard.worker.parallel.exchange import Exchange
+from blockyard.worker.parallel.link import DEAD_SECONDS, Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.parallel.watch import Watch
 from blockyard.worker.ranks import RankLeader, run_rank
 from blockyard.worker.sequences.sampling_params import SamplingParams
-from blockyard.worker.startup.loading import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,18 +102,52 @@ def test_ranks_of_any_number_give_the_tokens_of_one_process(
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
 
 
-def test_steps_that_take_the_connection_give_the_same_tokens(
-    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_no_memory_give_the_same_tokens(
+    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Machines without shared memory exchange steps in this way."""
+    """Steps and sums take the network, as between machines."""
+    make_memory = Exchange.make_memory
 
-    class Remote(RankLeader):
-        def connect(self, seconds: float = 300.0) -> Ranks:
-            self.uses_ring = False
-            return super().connect(seconds)
+    def elsewhere(own: Exchange) -> list[str | None]:
+        return [name and f"blockyard-{'0' * 32}" for name in make_memory(own)]
 
-    monkeypatch.setattr("blockyard.worker.ranks.RankLeader", Remote)
-    assert tokens(tensor_parallel_size=2) == expected
+    monkeypatch.setattr(Exchange, "make_memory", elsewhere)
+    assert tokens(tensor_parallel_size=size) == expected
+    assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_ranks_of_which_one_lacks_the_kernels_share_no_memory(has_kernels: bool) -> None:
+    """On GPUs they are not needed. Then steps take the connections."""
+    config = EngineConfig(model=str(DEMO), **settings(tensor_parallel_size=2))
+    library = load_extension() if has_kernels else None
+    exchange = Exchange(config, library, rank=1, size=2, tell=lambda key, value: None)
+    name = f"blockyard-{'0' * 32}"
+    assert not exchange.map_memory([None, None] if has_kernels else [name, None])
+    assert exchange.ring is None
+
+
+def test_a_rank_at_the_far_end_of_a_link_computes_the_same_and_the_cut_of_the_link_ends_both(
+    expected: list[tuple[int, ...]],
+) -> None:
+    """The far end has a network and a /dev/shm of its own (far_rank.py)."""
+    isolated = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+    needed = "ip link add a0 type veth peer name b0 && mount -t tmpfs none /dev/shm"
+    if any(shutil.which(program) is None for program in ("unshare", "ip", "mount")):
+        pytest.skip("unshare, ip and mount are needed")
+    tried = subprocess.run([*isolated, "sh", "-c", needed], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no virtual link can be made: {tried.stderr.strip()[:100]}")
+    command = [*isolated, sys.executable, "-m", f"{__package__}.far_rank"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert [tuple(answer) for answer in told["tokens"]] == expected
+    assert told["reason"].startswith("rank 1 is lost: it is silent for 2")
+
+    assert told["noticed"] < END_SECONDS
+    assert told["far_ended"] < END_SECONDS + DEAD_SECONDS
 
 
 def test_a_model_that_one_process_has_no_memory_for_is_served_by_two() -> None:
@@ -128,8 +166,8 @@ def test_a_rank_that_cannot_load_fails_the_load_in_words() -> None:
         LLM(str(DEMO), **settings(tensor_parallel_size=3))
 
 
-def leader(**changes: Any) -> RankLeader:
-    config = EngineConfig(model=str(DEMO), engine="simulated", **settings(tensor_parallel_size=2, **changes))
+def leader(size: int = 2) -> RankLeader:
+    config = EngineConfig(model=str(DEMO), engine="simulated", **settings(tensor_parallel_size=size))
     return RankLeader(config, secret=SECRET, cluster="c")
 
 
@@ -139,12 +177,12 @@ def test_a_rank_without_the_secret_is_refused_and_one_with_it_joins_after_it() -
 
     def intrude() -> None:
         try:
-            run_rank(own.address, "another secret", "c")
+            run_rank(1, own.address, "another secret", "c")
         except Exception as error:
             errors.append(error)
         with socket.create_connection(("127.0.0.1", int(own.address.rpartition(":")[2]))) as plain:
             plain.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        run_rank(own.address, SECRET, "c")
+        run_rank(1, own.address, SECRET, "c")
 
     thread = threading.Thread(target=intrude)
     thread.start()
@@ -153,6 +191,105 @@ def test_a_rank_without_the_secret_is_refused_and_one_with_it_joins_after_it() -
     thread.join(END_SECONDS)
     assert not thread.is_alive()
     assert [type(error) for error in errors] == [LinkClosed]
+
+
+def joined(own: RankLeader, rank: int) -> Link:
+    """Return the other end of a link to rank 0, which has been told that this is `rank`."""
+    contexts = peer_contexts(None, secret=SECRET, cluster="c ranks")
+    assert contexts is not None
+    link = connected("127.0.0.1", int(own.address.rpartition(":")[2]), contexts, END_SECONDS)
+    link.send_json(Kind.HELLO, rank=rank, code=code_version())
+    return link
+
+
+def connect_with(own: RankLeader, *ranks: int) -> list[Link]:
+    """Connect rank 0 with links for these ranks, which come in this order."""
+    found: list[Link] = []
+
+    def come() -> None:
+        for rank in ranks:
+            found.append(joined(own, rank))
+            found[-1].expect(Kind.START, END_SECONDS)
+            found[-1].send_json(Kind.MAPPED, is_mapped=True)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    own.connect(END_SECONDS)
+    thread.join(END_SECONDS)
+    for link in found:
+        link.expect(Kind.GO, END_SECONDS)
+    return found
+
+
+def until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_ranks_keep_their_numbers_in_whatever_order_they_come(lost: int) -> None:
+    own, order = leader(4), [3, 1, 2]
+    links = connect_with(own, *order)
+    links[order.index(lost)].close()
+    until(lambda: own.lost)
+    assert own.lost is not None
+    assert own.lost.startswith(f"rank {lost} is lost")
+    own.close()
+
+
+@pytest.mark.parametrize("number", [1, 0, 3, "1", None])
+def test_a_rank_whose_number_is_not_due_is_refused_and_the_others_come(number: Any) -> None:
+    own = leader(3)
+    refused: list[bool] = []
+
+    def come() -> None:
+        first = joined(own, 1)
+        first.expect(Kind.START, END_SECONDS)
+        try:
+            joined(own, number).expect(Kind.START, END_SECONDS)
+        except LinkClosed:
+            refused.append(True)
+        for link in (first, joined(own, 2)):
+            if link is not first:
+                link.expect(Kind.START, END_SECONDS)
+            link.send_json(Kind.MAPPED, is_mapped=True)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    own.connect(END_SECONDS)
+    thread.join(END_SECONDS)
+    assert refused == [True]
+    own.close()
+
+
+def test_rank_0_waits_until_all_ranks_have_their_pools() -> None:
+    own = leader(3)
+    links = connect_with(own, 1, 2)
+    had_pools: list[int] = []
+
+    def allocate(link: Link) -> None:
+        had_pools.append(link.expect(Kind.POOLS, END_SECONDS).json("num_blocks"))
+        time.sleep(0.2)
+        had_pools.append(0)
+        link.send(Kind.READY)
+
+    threads = [threading.Thread(target=allocate, args=(link,)) for link in links]
+    for thread in threads:
+        thread.start()
+    with own.allocating(10, 2):
+        pass
+    assert sorted(had_pools) == [0, 0, 10, 10]
+    own.close()
+
+
+def test_a_rank_without_memory_for_its_pool_fails_the_load_in_words() -> None:
+    own = leader(2)
+    (link,) = connect_with(own, 1)
+    with pytest.raises(RanksLost, match="rank 1: it has no memory"), own.allocating(10, 2):
+        link.send_json(Kind.FAILED, reason="it has no memory")
+    own.close()
 
 
 def test_without_a_secret_ranks_meet_on_loopback_alone() -> None:
@@ -172,14 +309,14 @@ def test_a_rank_notices_the_end_of_rank_0_without_its_goodbye() -> None:
 
     def join() -> None:
         try:
-            run_rank(own.address, SECRET, "c")
+            run_rank(1, own.address, SECRET, "c")
         except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=join)
     thread.start()
     own.connect(END_SECONDS)
-    for one in own._links:
+    for one in own._links.values():
         one.close()
     thread.join(END_SECONDS)
     assert [type(error) for error in errors] == [RanksLost]
@@ -258,13 +395,14 @@ def test_a_rank_that_is_silent_for_too_long_is_lost_and_one_that_sends_pulses_is
 
 GLOO_RANK = """
 import sys
-from pathlib import Path
 import torch
+import torch.distributed as dist
 from blockyard.worker.parallel.collective import RanksLost
-from blockyard.worker.parallel.torch_collective import TorchCollective
+from blockyard.worker.parallel.torch_collective import TorchCollective, gloo_group
 
 rank, size, failures = int(sys.argv[1]), int(sys.argv[2]), []
-ranks = TorchCollective("gloo", rank=rank, size=size, meeting_file=Path(sys.argv[3]), on_failure=failures.append)
+group = gloo_group(dist.FileStore(sys.argv[3], size), rank, size, "127.0.0.1")
+ranks = TorchCollective(group, rank=rank, size=size, on_failure=failures.append)
 with ranks.step(1):
     x = torch.full((5,), float(rank + 1))
     ranks.all_reduce(x)

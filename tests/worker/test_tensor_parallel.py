@@ -4,6 +4,7 @@ test_engine_tokens.py runs on several ranks too: preemption, swap, forks, prefix
 """
 
 import re
+import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.llm import LLM
+from blockyard.worker.memory.host_blocks import STAGING_BYTES
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.weights import random_weights
@@ -364,3 +366,59 @@ def test_a_worker_of_several_ranks_computes_its_own_kind_of_blocks() -> None:
     (whole, _, whole_bytes), (divided, num_ranks, part_bytes) = found
     assert whole != divided, "sums are rounded in another order"
     assert (num_ranks, part_bytes) == (2, whole_bytes // 2)
+
+
+class Paper:
+    """Implements `Meter` for a rank with this much memory in all, of which nothing is taken."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def taken(self) -> tuple[int, int]:
+        return 0, self.total
+
+    def reserved(self) -> int:
+        return 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def forget_peak(self) -> None:
+        pass
+
+    def peak(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("poorest", range(3))
+def test_the_rank_with_the_least_memory_decides_the_size_of_all_pools(
+    poorest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks measure it in the same two steps, as on GPUs."""
+
+    def meter(_: torch.device) -> Paper:
+        name = threading.current_thread().name
+        rank = int(name.removeprefix("rank ")) if name.startswith("rank ") else 0
+        return Paper(STAGING_BYTES + 2**21 + (0 if rank == poorest else 2**21))
+
+    monkeypatch.setattr(loading, "known_budget", lambda config, device: None)
+    monkeypatch.setattr(loading, "CudaMeter", meter)
+    checkpoint, followers = shared_checkpoint("LlamaForCausalLM"), list[Follower]()
+    config = config_of(
+        checkpoint,
+        gpu_memory_utilization=1.0,
+        enforce_eager=True,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        swap_space_gib=0.0,
+    )
+    with ranks(config, 4, followers) as group:
+        loaded = loading.load_engine(config, group)
+        runner = loaded.runner
+        assert isinstance(runner, TorchRunner)
+        partials = runner.split_bounds.partial_bytes(4, runner.config.head_dim)
+        assert loaded.kv_size.num_blocks == (2**21 - partials) // loaded.kv_size.block_bytes
+        pools = [runner.kv_pools, *(follower._part.kv_pools for follower in followers)]
+        assert {len(pool[0]) for pool in pools} == {loaded.kv_size.num_blocks}
+        request_id = submit(loaded.engine, prompt_of(37), 8)
+        assert_greedy(checkpoint, prompt_of(37), run(loaded.engine)[request_id][0])

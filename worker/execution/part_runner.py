@@ -98,7 +98,7 @@ class PartRunner:
         """Make what a subclass needs beside this. Called once, when everything else is there."""
 
     def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
-        """Replace the pools. The blocks in them are lost."""
+        """Replace the pools. The blocks in them are lost. Call it before any graph is captured."""
         self.kv_pools.clear()
         self.host_blocks, self._blocks_N2KPD = None, torch.empty(0)
         config, stored = self.part, self._stored_dtype
@@ -174,8 +174,6 @@ class PartRunner:
 
     def compute(self, arrays: StepArrays) -> None:
         """Compute this part of a step, together with rank 0."""
-        if len(arrays.pool_sizes):
-            self.allocate_pools(*arrays.pool_sizes.tolist())
         self._moves.make(_moves_of(arrays))
         if not len(arrays.query_R):
             self._agree()

@@ -34,7 +34,6 @@ from blockyard.worker.parallel.step_arrays import (
     LOGITS,
     NO_PAIRS,
     NO_SAMPLE,
-    NONE,
     Integers,
     StepArrays,
 )
@@ -117,11 +116,6 @@ class TorchRunner(PartRunner):
         self.gathers_all_logits = False
         """Whether rank 0 gathers the logits of rows that take the largest too. The tokens are the same."""
 
-    def allocate_pools(self, num_blocks: int, num_host_slots: int) -> None:
-        """Replace the pools. The blocks in them are lost. Call it before any graph is captured."""
-        self._unsent_pool_sizes: Integers = np.array([num_blocks, num_host_slots])
-        super().allocate_pools(num_blocks, num_host_slots)
-
     def execute(self, plan: StepPlan) -> StepTokens:
         return self.start(plan).result()
 
@@ -140,14 +134,12 @@ class TorchRunner(PartRunner):
         sent = replace(
             arrays,
             numbers=np.array([self._num_started, plan.step]),
-            pool_sizes=self._unsent_pool_sizes,
             to_host_M2=_pairs(plan.to_host),
             from_host_M2=_pairs(plan.from_host),
             copies_M2=_pairs(plan.copies),
             samples_R=np.array([self._needs(row) for row in plan.rows], dtype=np.int64),
         )
         self.lead(sent)
-        self._unsent_pool_sizes = NONE
         return sent
 
     def _needs(self, row: ScheduledRow) -> int:

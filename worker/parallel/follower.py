@@ -18,6 +18,26 @@ class Part(Protocol):
         ...
 
 
+class Leader(Protocol):
+    """Rank 0, as another rank sees it while it loads. Each call raises LinkClosed or RankLost once rank 0 has ended."""
+
+    def pool_sizes(self) -> tuple[int, int]:
+        """Wait for the numbers of blocks and host slots that every rank allocates, and return them."""
+        ...
+
+    def has_loaded(self) -> None:
+        """Tell it that this rank can take part in steps that measure its memory."""
+        ...
+
+    def next_step(self) -> StepArrays:
+        """Wait for the next step, and return it."""
+        ...
+
+    def has_measured(self, budget_bytes: int) -> None:
+        """Tell it how many bytes this rank has for its KV cache."""
+        ...
+
+
 class Follower:
     """One rank's part of a model, and its place among the ranks. Not thread-safe."""
 

@@ -21,6 +21,8 @@ from blockyard.proto.security.tls import SESSION_NAME
 MAX_FRAME_BYTES = 256 * 2**20
 SEND_SECONDS = 10.0
 """Longest wait for a rank that takes nothing."""
+DEAD_SECONDS = 10.0
+"""Time after which the kernel ends a connection whose other end acknowledges nothing: its machine is cut off."""
 HANDSHAKE_SECONDS = 10.0
 """Longest wait of rank 0 for a peer that has connected: it accepts one at a time."""
 _HEADER = struct.Struct("<BI")
@@ -35,21 +37,29 @@ class Kind(IntEnum):
     """The kinds of frames."""
 
     HELLO = 1
-    """The first frame of a rank: its code version, as JSON."""
+    """The first frame of a rank: its number and code version, as JSON."""
     START = 2
-    """The answer of rank 0: number, settings and names of shared memory."""
+    """The answer of rank 0: settings and names of shared memory."""
     MAPPED = 3
     """Whether the rank has mapped the shared memory."""
     GO = 4
-    """All ranks have mapped the shared memory: load."""
-    READY = 5
-    """The rank has loaded its part of the model."""
-    PULSE = 6
-    STEP = 7
+    """Whether all ranks have mapped the shared memory: load."""
+    LOADED = 5
+    """The rank can take part in steps that measure its memory."""
+    MEASURED = 6
+    """The bytes that the rank has for its KV cache, where ranks measure them."""
+    POOLS = 7
+    """The blocks and host slots that every rank allocates."""
+    READY = 8
+    """The rank has its part of the model and its pools."""
+    PULSE = 9
+    STEP = 10
     """Arrays of a step (messages.py)."""
-    FAILED = 8
+    FAILED = 11
     """The reason why a rank cannot load its part, or take part in a step, as JSON."""
-    STOP = 9
+    STOP = 12
+    STORE = 13
+    """A value that a rank tells all others while they meet (link_store.py), as JSON."""
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -57,7 +67,7 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 
 class Frame(NamedTuple):
     kind: Kind
-    data: bytes
+    data: bytearray
 
     def json(self, key: str) -> Any:
         """Return the value of a key. Raises LinkClosed where there is none."""
@@ -72,6 +82,9 @@ class Link:
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_SECONDS * 1000))
+        self.local_host: str = sock.getsockname()[0]
+        """The address of this end."""
         sock.setblocking(False)
         self._socket = sock
         self._sending = Lock()
@@ -84,7 +97,7 @@ class Link:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, kind: Kind, data: bytes | memoryview = b"") -> None:
+    def send(self, kind: Kind, data: bytes | bytearray | memoryview = b"") -> None:
         """Send a frame. Raises LinkClosed where the other end is gone, or takes nothing for SEND_SECONDS."""
         with self._sending:
             self._send(kind, data)
@@ -97,7 +110,7 @@ class Link:
             finally:
                 self._sending.release()
 
-    def _send(self, kind: Kind, data: bytes | memoryview) -> None:
+    def _send(self, kind: Kind, data: bytes | bytearray | memoryview) -> None:
         left = memoryview(b"".join([_HEADER.pack(kind, len(data)), data]))
         deadline = time.monotonic() + SEND_SECONDS
         while left:
@@ -139,7 +152,7 @@ class Link:
             end = _HEADER.size + length
             if len(self._unread) < end:
                 return
-            data = bytes(self._unread[_HEADER.size : end])
+            data = self._unread[_HEADER.size : end]
             del self._unread[:end]
             yield Frame(Kind(kind), data)
 

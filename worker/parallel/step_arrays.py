@@ -30,7 +30,7 @@ def _no_pairs() -> Integers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepArrays:
-    """One step, or a part of one that is run again. The order of work: pools, moves, rows.
+    """One step, or a part of one that is run again. The order of work: moves, rows.
 
     Nothing changes it. It is not frozen, because each step makes one, and that would take twice as long.
     """
@@ -38,8 +38,6 @@ class StepArrays:
     numbers: Integers = field(default_factory=_none)
     """Two: the number of this execution, which rises by one with each, and the number of the plan's step. The latter is
     the same where a step is run again."""
-    pool_sizes: Integers = field(default_factory=_none)
-    """Blocks and host slots of pools to allocate now. Empty for the pools that are there."""
     to_host_M2: Integers = field(default_factory=_no_pairs)
     from_host_M2: Integers = field(default_factory=_no_pairs)
     copies_M2: Integers = field(default_factory=_no_pairs)

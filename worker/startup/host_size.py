@@ -18,12 +18,15 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def size_host_memory(config: EngineConfig, device: torch.device, block_bytes: int) -> HostSize:
-    """Return how many blocks host memory is to hold. Raises ValueError for more than the machine has memory for.
+    """Return how many blocks each rank's host memory is to hold. Raises ValueError for more than the machine has
+    memory for, which all ranks share.
 
     The simulated engine is not refused: its blocks take no memory.
     """
     takes_memory = config.engine == "model"
     available = available_bytes() if takes_memory else None
+    if available is not None:
+        available //= config.tensor_parallel_size
     size = host_size(
         swap_bytes=_swap_bytes(config, device, available),
         cache_bytes=int(config.host_cache_gib * GIB),

@@ -4,13 +4,14 @@ up."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
@@ -26,7 +27,7 @@ from blockyard.worker.model.config import ModelConfig, load_config, resolve_mode
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
 from blockyard.worker.parallel.collective import Alone, Collective
-from blockyard.worker.parallel.follower import Follower
+from blockyard.worker.parallel.follower import Follower, Leader
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
@@ -48,16 +49,41 @@ logger = logging.getLogger(__name__)
 AnyPartRunner = TypeVar("AnyPartRunner", bound=PartRunner)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks of a worker, as rank 0 sees them."""
+class Ranks(Protocol):
+    """The ranks of a worker, as rank 0 sees them. Each call raises RanksLost where another rank has failed."""
 
-    collective: Collective
-    lead: Callable[[StepArrays], None]
-    """Sends a step to all other ranks."""
+    @property
+    def collective(self) -> Collective: ...
+
+    def lead(self, arrays: StepArrays) -> None:
+        """Send a step to all other ranks, once they have loaded their parts."""
+        ...
+
+    def budgets(self) -> list[int]:
+        """Return the bytes that each other rank has for its KV cache, once it has measured them."""
+        ...
+
+    def allocating(self, num_blocks: int, num_host_slots: int) -> AbstractContextManager[object]:
+        """Let all other ranks allocate pools of these sizes meanwhile. At the end they are ready for steps."""
+        ...
 
 
-ALONE = Ranks(collective=Alone(), lead=lambda arrays: None)
+class _Alone:
+    """Implements `Ranks` for a worker of one rank."""
+
+    collective = Alone()
+
+    def lead(self, arrays: StepArrays) -> None:
+        pass
+
+    def budgets(self) -> list[int]:
+        return []
+
+    def allocating(self, num_blocks: int, num_host_slots: int) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+ALONE: Ranks = _Alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +167,19 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     )
 
 
-def load_follower(config: EngineConfig, collective: Collective) -> Follower:
-    """Load the part of a rank other than 0. Its pools are allocated in its first step. Raises ValueError as
-    `load_engine` does."""
+def load_follower(config: EngineConfig, collective: Collective, leader: Leader) -> Follower:
+    """Load the part of a rank other than 0, with its pools. Raises ValueError as `load_engine` does."""
     path, device = resolve_model(config.model), _resolve_device(config)
-    return Follower(_create(PartRunner, config, path, device, collective), collective)
+    if known_budget(config, device) is not None:
+        sizes = leader.pool_sizes()
+        return Follower(_create(PartRunner, config, path, device, collective, *sizes), collective)
+    part = _create(PartRunner, config, path, device, collective)
+    follower = Follower(part, collective)
+    leader.has_loaded()
+    meter = CudaMeter(device)
+    leader.has_measured(measured_budget(part, config, meter, lambda: follower.run(leader.next_step())))
+    part.allocate_pools(*leader.pool_sizes())
+    return follower
 
 
 def _load_runner(
@@ -158,12 +192,14 @@ def _load_runner(
     ranks: Ranks,
 ) -> tuple[TorchRunner | SimulatedRunner, KVSize, HostSize]:
     """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
-    before it."""
+    before it. All ranks have pools of one size, which the rank with the least memory decides."""
     budget = known_budget(config, device)
     measured: TorchRunner | None = None
     if budget is None:
         measured = _make_torch_runner(config, path, device, ranks, num_blocks=1, num_host_slots=0)
-        budget = measured_budget(measured, config, CudaMeter(device))
+        largest = partial(measured.run_largest_step, config.max_num_batched_tokens, config.max_num_seqs)
+        own = measured_budget(measured, config, CudaMeter(device), largest)
+        budget = min([own, *ranks.budgets()])
     kv_size = size_pool(config, divide(model, size=ranks.collective.size).config, dtype, budget)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
@@ -171,11 +207,14 @@ def _load_runner(
     host_size = size_host_memory(config, device, kv_size.block_bytes)
     logger.info(host_size.describe())
     runner: TorchRunner | SimulatedRunner
-    if measured is None:
-        runner = _make_runner(config, model, path, device, kv_size.num_blocks, host_size.num_blocks, ranks)
-    else:
-        runner = measured
-        runner.allocate_pools(kv_size.num_blocks, host_size.num_blocks)
+    with ranks.allocating(kv_size.num_blocks, host_size.num_blocks):
+        if measured is None:
+            runner = _make_runner(
+                config, model, path, device, kv_size.num_blocks, host_size.num_blocks, ranks
+            )
+        else:
+            runner = measured
+            runner.allocate_pools(kv_size.num_blocks, host_size.num_blocks)
     runner.warm_up()
     _capture_graphs(config, runner, max_model_len)
     return runner, kv_size, host_size

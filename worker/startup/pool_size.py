@@ -1,10 +1,11 @@
 """Pool size: how many blocks a worker's pool has, from its settings or from a measured step on its GPU."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder, shared_sizes
 from blockyard.worker.memory.gpu_memory import Meter, measure
 from blockyard.worker.memory.host_blocks import STAGING_BYTES
@@ -22,14 +23,16 @@ def known_budget(config: EngineConfig, device: torch.device) -> int | None:
     return CPU_KV_CACHE_BYTES if device.type == "cpu" else None
 
 
-def measured_budget(runner: TorchRunner, config: EngineConfig, meter: Meter) -> int:
-    """Run the largest step, and return the bytes that it and the graphs leave for the KV cache.
+def measured_budget(
+    part: PartRunner, config: EngineConfig, meter: Meter, largest_step: Callable[[], object]
+) -> int:
+    """Run the largest step twice, and return the bytes that it and the graphs leave for this rank's KV cache.
 
     Raises ValueError where they leave none.
     """
     num_tokens, num_sequences = config.max_num_batched_tokens, config.max_num_seqs
-    use = measure(meter, lambda: runner.run_largest_step(num_tokens, num_sequences))
-    later = STAGING_BYTES + runner.split_bounds.partial_bytes(num_sequences, runner.config.head_dim)
+    use = measure(meter, largest_step)
+    later = STAGING_BYTES + part.split_bounds.partial_bytes(num_sequences, part.config.head_dim)
     if not config.enforce_eager:
         # All graphs share one memory for their tensors. The largest one decides its size.
         rows = ladder(num_sequences)
