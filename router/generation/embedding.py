@@ -26,4 +26,5 @@ def sized(packed: bytes, dimensions: int | None, pooling: Pooling) -> Embedding:
     first = whole[:dimensions]
     if not pooling.normalizes:
         return first
-    return first / np.float32(max(float(np.linalg.norm(first.astype(np.float64))), LEAST_LENGTH))
+    length = max(float(np.linalg.norm(first.astype(np.float64))), LEAST_LENGTH)
+    return (first / length).astype(np.float32)

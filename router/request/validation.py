@@ -168,6 +168,7 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             _check_text(text, facts=facts, max_model_len=max_model_len)
             return TextPrompt(text)
         case "chat":
+            assert not isinstance(message, inference_pb2.EmbedRequest), "it has no such field"
             chat = _valid_chat(message.chat)
             _check_text(*chat.texts(), facts=facts, max_model_len=max_model_len)
             return chat
