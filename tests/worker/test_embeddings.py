@@ -251,8 +251,9 @@ def test_any_batch_takes_each_uncached_token_once_and_ends_with_its_last_chunk(
         load = engine.load()
     assert sorted(outputs) == list(range(len(lengths)))
     assert all(output.embedding for output in outputs.values())
-    assert load.step_decodes == 0 or load.generated_tokens == 0
+    assert load.generated_tokens == 0
     assert load.prompt_tokens == sum(lengths)
+    assert load.step_prompt_tokens + load.step_decodes == sum(lengths) - load.cached_tokens
     assert load.used_blocks == 0
 
 
