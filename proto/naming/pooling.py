@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 MODULES_FILE = "modules.json"
-POOLING_FILES = (MODULES_FILE, "*/config.json")
+TEXT_FILE = "sentence_bert_config.json"
+POOLING_FILES = (MODULES_FILE, TEXT_FILE, "*/config.json")
 """Files that say how a model pools, beside its config.json."""
 _LAST_TOKEN = "lasttoken"
 _MODE_PREFIX = "pooling_mode_"
@@ -43,24 +44,29 @@ def read_pooling(folder: Path) -> Pooling | None:
         )
     if modules[0].get("path"):
         raise ValueError(f"{file}: the transformer must lie in the folder itself")
-    _check_last_token(folder / str(modules[1].get("path")) / "config.json")
+    _check_text(folder / TEXT_FILE)
+    place = str(modules[1].get("path"))
+    if place in ("", ".", "..") or Path(place).name != place:
+        raise ValueError(f"{file}: the settings of Pooling must lie in a folder of the model's")
+    _check_last_token(folder / place / "config.json")
     return Pooling(normalizes=len(kinds) > 2)
+
+
+def _check_text(file: Path) -> None:
+    settings = _read_json(file) if file.is_file() else {}
+    if isinstance(settings, dict) and settings.get("do_lower_case"):
+        raise ValueError(f"{file}: texts in lower case are not supported")
 
 
 def _check_last_token(file: Path) -> None:
     config = _read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object")
+    # Newer versions write the mode or a list of modes, older ones a flag for each.
     named = config.get("pooling_mode")
-    modes = (
-        [named]
-        if named is not None
-        else [
-            key.removeprefix(_MODE_PREFIX)
-            for key, value in config.items()
-            if key.startswith(_MODE_PREFIX) and value
-        ]
-    )
+    flags = [key for key, value in config.items() if key.startswith(_MODE_PREFIX) and value]
+    modes = [flag.removeprefix(_MODE_PREFIX) for flag in flags] if named is None else named
+    modes = modes if isinstance(modes, list) else [modes]
     if modes != [_LAST_TOKEN]:
         raise ValueError(f"{file} pools by {modes}: supported is {_LAST_TOKEN!r} alone")
 

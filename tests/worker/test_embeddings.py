@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from blockyard.proto.naming.block_hash import chain, root_name
+from blockyard.proto.naming.pooling import Pooling
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest, SequenceOutput
@@ -290,6 +291,8 @@ def test_an_embedding_takes_nothing_that_needs_tokens(wrong: dict[str, Any]) -> 
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, "mean_tokens"),
         ("1_Pooling/config.json", {"pooling_mode_lasttoken": False}, "lasttoken"),
         ("1_Pooling/config.json", {"pooling_mode": "cls"}, "cls"),
+        ("1_Pooling/config.json", {"pooling_mode": ["lasttoken", "mean"]}, "mean"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "lower case"),
         ("config.json", {"is_causal": False}, "is_causal"),
         ("config.json", {"architectures": ["BertModel"]}, "BertModel"),
     ],
@@ -299,9 +302,28 @@ def test_what_pools_in_another_way_is_refused_by_name(
 ) -> None:
     folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM")
     path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | change))
     with pytest.raises(ValueError, match=error):
         load_config(folder)
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", ["lasttoken"]])
+def test_newer_files_name_the_mode(tmp_path: Path, mode: Any) -> None:
+    folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM", normalizes=False)
+    file = folder / "1_Pooling" / "config.json"
+    file.write_text(json.dumps({"embedding_dimension": 64, "pooling_mode": mode}))
+    assert load_config(folder).pooling == Pooling(normalizes=False)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '[{"type": 5}]', "[" * 10000])
+def test_broken_files_are_a_value_error(tmp_path: Path, text: str) -> None:
+    folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    for name in ("modules.json", "1_Pooling/config.json"):
+        before = (folder / name).read_text()
+        (folder / name).write_text(text)
+        with pytest.raises(ValueError, match=name.rpartition("/")[2]):
+            load_config(folder)
+        (folder / name).write_text(before)
 
 
 def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
@@ -310,6 +332,16 @@ def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
     modules[2]["type"] = "sentence_transformers.models.Dense"
     (folder / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match="Dense"):
+        load_config(folder)
+
+
+@pytest.mark.parametrize("place", ["", ".", "..", "../other", "/etc", "1_Pooling/deeper"])
+def test_settings_outside_the_folder_are_not_read(tmp_path: Path, place: str) -> None:
+    folder = make_embedding_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = place
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match="must lie in a folder"):
         load_config(folder)
 
 
