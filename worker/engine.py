@@ -69,13 +69,14 @@ class Engine:
         mixed_step_seconds: float | None = None,
         swap_blocks_per_second: float = 0.0,
         overlap_steps: bool = False,
+        embeds: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ageing_seconds` of waiting make up for one step of priority.
 
         `mixed_step_seconds` is the time that prompts may add to a step that decodes, as estimated from earlier steps.
         With None only the token budget limits them. With `overlap_steps` each step starts during the one before it
-        (execution/steps.py), and its tokens come with the next `step`.
+        (execution/steps.py), and its tokens come with the next `step`. A model that `embeds` generates nothing.
         """
         self.mixed_steps = MixedStepController(
             target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens
@@ -87,6 +88,8 @@ class Engine:
         self.runner = runner
         self.bytes_per_block = bytes_per_block
         self._ageing_seconds = ageing_seconds
+        self.embeds = embeds
+        """Whether it takes requests for embeddings, and no others."""
         self._clock = clock
         self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
         self._requests: dict[RequestId, _Request] = {}
@@ -113,8 +116,13 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestId:
         """Queue a request, and return its id.
 
-        Raises CapacityError where it can never fit, ValueError for an empty prompt or continuations that do not fit it.
+        Raises CapacityError where it can never fit, ValueError for an empty prompt, continuations that do not fit it,
+        or a model that does not do what the request asks.
         """
+        if request.sampling.embeds != self.embeds:
+            raise ValueError(
+                "the model embeds, and generates nothing" if self.embeds else "the model does not embed"
+            )
         if not 0 < request.prompt_length <= len(request.token_ids):
             raise ValueError(
                 f"a prompt of {request.prompt_length} tokens: it must have from 1 to the {len(request.token_ids)} given"
@@ -296,6 +304,8 @@ class Engine:
         match update:
             case BeamsUpdate():
                 return self._beam_outputs(update)
+            case SequenceUpdate(token=None) if update.embedding:
+                return [self._embedding(update)]
             case SequenceUpdate(token=None):
                 state, has_no_choice = update.sequence.state, update.has_no_choice
                 return [self._unanswered(request_id, state=state, has_no_choice=has_no_choice)]
@@ -323,6 +333,20 @@ class Engine:
             logprobs=update.logprobs,
             prompt_logprobs=prompt_logprobs,
             is_last=sequence.is_over and self._end_output(sequence.request_id),
+        )
+
+    def _embedding(self, update: SequenceUpdate) -> SequenceOutput:
+        sequence = update.sequence
+        self._count_prompt(sequence)
+        return SequenceOutput(
+            request_id=sequence.request_id,
+            token_ids=(),
+            token_offset=0,
+            cached_tokens=sequence.cached_tokens or 0,
+            state=sequence.state,
+            finish_reason=sequence.finish_reason,
+            embedding=update.embedding,
+            is_last=self._end_output(sequence.request_id),
         )
 
     def _count_prompt(self, sequence: Sequence) -> None:

@@ -1,5 +1,6 @@
 """Engine types: requests to an engine, and its results. Plain values."""
 
+import struct
 from dataclasses import dataclass
 
 from blockyard.worker.cache.prefix_cache import CacheChanges
@@ -49,8 +50,9 @@ class EngineRequest:
 class SequenceOutput:
     """One step's result for one output of a request.
 
-    A result without tokens ends the whole request early: its outputs get no more than they have so far. Do not change a
-    result. It is not frozen, because each step makes one for each sequence, and freezing is most of that cost.
+    A result without tokens or embedding ends the whole request early: its outputs get no more than they have so far.
+    Do not change a result. It is not frozen, because each step makes one for each sequence, and freezing is most of
+    that cost.
     """
 
     request_id: RequestId
@@ -75,8 +77,15 @@ class SequenceOutput:
     cumulative_logprob: float | None = None
     """Set for a beam."""
     beam_score: float | None = None
+    embedding: bytes = b""
+    """The prompt's embedding, which ends the request: float32, little-endian."""
     is_last: bool = False
     """Whether the request gets no more results."""
+
+
+def unpack_embedding(packed: bytes) -> tuple[float, ...]:
+    """Return the numbers of a result's embedding."""
+    return struct.unpack(f"<{len(packed) // 4}f", packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.proto.text import load_tokenizer
 from blockyard.worker.completions import Completion, GrowingOutput
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.engine_types import EngineRequest, SequenceOutput
+from blockyard.worker.engine_types import EngineRequest, SequenceOutput, unpack_embedding
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -100,6 +100,27 @@ class LLM:
             for request_id in answers:
                 self._engine.cancel(request_id)
         return [answer.completion() for answer in answers.values()]
+
+    def embed(self, prompts: str | Sequence[str | Sequence[int]]) -> list[tuple[float, ...]]:
+        """Return the embeddings of all prompts (texts, or token ids), in their order.
+
+        Raises ValueError for a model that generates, an empty prompt, or one that can never fit.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = SamplingParams(max_tokens=0, embeds=True)
+        embeddings: dict[RequestId, tuple[float, ...]] = {}
+        try:
+            for text in texts:
+                embeddings[self._engine.submit(self._request(text, sampling, None))] = ()
+            while self._engine.has_work:
+                for output in self._engine.step().outputs:
+                    if not output.embedding:
+                        raise RuntimeError("the engine failed on this prompt; its log says why")
+                    embeddings[output.request_id] = unpack_embedding(output.embedding)
+        finally:
+            for request_id in embeddings:
+                self._engine.cancel(request_id)
+        return list(embeddings.values())
 
     def _complete(self, sampling: SamplingParams, stop: Sequence[str], ignore_eos: bool) -> SamplingParams:
         """Check the sampling, and return it with the end-of-sequence tokens that apply. Raises ValueError."""

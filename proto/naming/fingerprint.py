@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from blockyard.proto.naming.pooling import MODULES_FILE
 from blockyard.proto.naming.shard_digests import file_digest, identity
 
 SCHEME = b"blockyard-fingerprint-2"
@@ -38,7 +39,7 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: str) -> str:
-    """Return a hexadecimal digest that is equal for workers with interchangeable KV blocks and tokens.
+    """Return a hexadecimal digest that is equal for workers with interchangeable KV blocks and results.
 
     The seed counts only if it draws the weights (`load_format` "random"), the shards only if they are read. Raises
     ValueError for a folder without config.json, or for a shard that is not safetensors or changes meanwhile.
@@ -49,6 +50,8 @@ def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: s
         raise ValueError(f"{folder} is no model folder: it has no config.json")
     fields = [b"model", config_file.read_bytes(), tokenizer_fingerprint(folder).encode()]
     fields += [dtype.encode(), load_format.encode()]
+    if (modules := folder / MODULES_FILE).is_file():
+        fields.append(modules.read_bytes())
     if load_format == "random":
         fields.append(str(seed).encode())
     else:

@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/blockyard.v1.InferenceService/Embed',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/blockyard.v1.InferenceService/Tokenize',
                 request_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -80,6 +85,13 @@ class InferenceServiceServicer:
 
     def GenerateStream(self, request, context):
         """Streams deltas as they are sampled. The last message of each output carries `finish`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the embedding of a text. UNIMPLEMENTED where the model generates, as Generate is where it embeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -202,6 +219,33 @@ class InferenceService:
             '/blockyard.v1.InferenceService/GenerateStream',
             blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.InferenceService/Embed',
+            blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

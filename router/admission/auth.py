@@ -73,7 +73,7 @@ OPEN = None
 METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
     **_methods(
         "blockyard.v1.InferenceService",
-        ("Generate", "GenerateStream", "Tokenize", "Detokenize", "ListModels", "Abort"),
+        ("Generate", "GenerateStream", "Embed", "Tokenize", "Detokenize", "ListModels", "Abort"),
         _USERS,
     ),
     **_methods(

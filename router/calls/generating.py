@@ -81,7 +81,7 @@ class Calls:
     @asynccontextmanager
     async def deltas(
         self,
-        request: inference_pb2.GenerateRequest,
+        request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
         context: CallContext,
         *,
         waits: bool = False,
@@ -159,7 +159,8 @@ class Calls:
         """Charge the call in the ledger and to its limits per minute. `held` ends the charges. Raises Overloaded or
         RateLimited."""
         outputs = valid.sampling.num_sequences
-        generated_tokens = outputs * (valid.sampling.max_tokens or self.parts.max_model_len)
+        max_tokens = valid.sampling.max_tokens
+        generated_tokens = outputs * (self.parts.max_model_len if max_tokens is None else max_tokens)
         while True:
             charged = self.bounds.charged(
                 caller, valid.estimated_tokens, outputs=outputs, generated_tokens=generated_tokens

@@ -23,7 +23,7 @@ from blockyard.router.client.errors import (
     TimedOutError,
     UnavailableError,
 )
-from blockyard.router.client.results import Completion, Delta, Finish, Output, TokenLogprob
+from blockyard.router.client.results import Completion, Delta, Embedding, Finish, Output, TokenLogprob
 from blockyard.router.client.sync import Client
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "Embedding",
     "FieldViolation",
     "Finish",
     "InvalidRequestError",

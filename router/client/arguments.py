@@ -132,6 +132,23 @@ class GenerateArguments(ChatArguments, total=False):
     return_prompt_token_ids: bool | None
 
 
+class EmbedArguments(TypedDict, total=False):
+    """Keyword arguments of embed(). None or absent means the server's default."""
+
+    prompt_token_ids: Sequence[int] | None
+    model: str | None
+    dimensions: int | None
+    """Numbers of the embedding: its first ones, at length 1 again. Default: all that the model makes."""
+    truncate_prompt_tokens: int | None
+    """Keep only this many tokens at the end of the prompt. -1: as many as the context holds."""
+    priority: int | None
+    session_id: str | None
+    cache_salt: str | None
+    public_prefix: bool | None
+    request_id: str | None
+    policy: str | None
+
+
 class PromptArguments(ChatArguments, total=False):
     """Keyword arguments of lookup_prefix() and pull_prefix(): those that give a prompt."""
 
@@ -155,6 +172,13 @@ def generate_request(prompt: str | None, arguments: GenerateArguments) -> infere
     request = _prompt_request(inference_pb2.GenerateRequest, prompt, given, _BESIDE_PROMPT)
     request.sampling.CopyFrom(sampling)
     return request
+
+
+def embed_request(prompt: str | None, arguments: EmbedArguments) -> inference_pb2.EmbedRequest:
+    """Build an EmbedRequest from embed()'s arguments. Raises as generate_request does."""
+    given = _given(arguments, EmbedArguments.__optional_keys__, beside=("prompt", "timeout_seconds"))
+    beside = EmbedArguments.__optional_keys__ - {"prompt_token_ids"}
+    return _prompt_request(inference_pb2.EmbedRequest, prompt, given, sorted(beside))
 
 
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:

@@ -10,10 +10,12 @@ from typing import Generic, TypeVar
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client.arguments import (
     ChatArguments,
+    EmbedArguments,
     GenerateArguments,
     Messages,
     PlacementArguments,
     PromptArguments,
+    embed_request,
     generate_request,
     lookup_request,
     message_of,
@@ -56,6 +58,10 @@ def generate_stream(prompt: str | None, arguments: GenerateArguments) -> Generat
         response_type=inference_pb2.GenerateStreamResponse,
         num_outputs=max(request.sampling.n, 1),
     )
+
+
+def embed(prompt: str | None, arguments: EmbedArguments) -> Call[inference_pb2.EmbedResponse]:
+    return _inference("Embed", embed_request(prompt, arguments), inference_pb2.EmbedResponse)
 
 
 def tokenize(

@@ -1,4 +1,4 @@
-"""Results of the clients: deltas of a stream, whole outputs, and completions (all outputs of a request).
+"""Results of the clients: deltas of a stream, whole outputs, completions (all outputs of a request) and embeddings.
 
 Pure values. stream_check.py checks that no token is lost or doubled.
 """
@@ -6,6 +6,8 @@ Pure values. stream_check.py checks that no token is lost or doubled.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from blockyard.proto.v1 import inference_pb2
 
 FinishReason = Literal["stop", "length", "unspecified"]
 
@@ -89,6 +91,34 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt's tokens as the model received them, if asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The embedding of a text, with the request's token counts and times."""
+
+    request_id: str
+    values: tuple[float, ...]
+    """The numbers of the embedding. They are float32."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV the worker reused."""
+    total_seconds: float
+    worker_id: str
+    migrations: int = 0
+    """How often the request's worker was lost or failed, and the request continued elsewhere."""
+
+
+def embedding(response: inference_pb2.EmbedResponse) -> Embedding:
+    return Embedding(
+        request_id=response.request_id,
+        values=tuple(response.embedding),
+        prompt_tokens=response.usage.prompt_tokens,
+        cached_tokens=response.usage.cached_tokens,
+        total_seconds=response.timing.total_seconds,
+        worker_id=response.worker_id,
+        migrations=response.migrations,
+    )
 
 
 def completion(deltas: Sequence[Delta]) -> Completion:

@@ -13,6 +13,7 @@ from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.client import requests
 from blockyard.router.client.arguments import (
     ChatArguments,
+    EmbedArguments,
     GenerateArguments,
     Messages,
     PlacementArguments,
@@ -21,7 +22,7 @@ from blockyard.router.client.arguments import (
 from blockyard.router.client.connection import Connection, TlsOptions
 from blockyard.router.client.errors import BlockyardError, from_rpc
 from blockyard.router.client.requests import Call, GenerateCall, Response
-from blockyard.router.client.results import Completion, Delta, completion
+from blockyard.router.client.results import Completion, Delta, Embedding, completion, embedding
 from blockyard.router.client.retry import (
     DEFAULT_CONNECT_SECONDS,
     DEFAULT_TIMEOUT_SECONDS,
@@ -109,6 +110,19 @@ class Client:
         """
         call = requests.generate_stream(prompt, arguments)
         return self._deltas(call, Attempts(self._config, timeout_seconds))
+
+    def embed(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        **arguments: Unpack[EmbedArguments],
+    ) -> Embedding:
+        """Return the embedding of a text. Raises InvalidRequestError (UNSUPPORTED) where the model generates.
+
+        An instruction, where the model wants one, is a part of the text.
+        """
+        return embedding(self._unary(requests.embed(prompt, arguments), timeout_seconds))
 
     def tokenize(
         self,

@@ -36,6 +36,8 @@ class Tokens:
     cumulative_logprob: float | None = None
     """Set for a finished beam."""
     beam_score: float | None = None
+    embedding: bytes = b""
+    """The prompt's embedding, which ends a request for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,4 +159,5 @@ def _with_details(tokens: Tokens, detail: session_pb2.RowDetails) -> Tokens:
         prompt_logprobs=tuple(detail.prompt_logprobs),
         cumulative_logprob=detail.cumulative_logprob if detail.HasField("cumulative_logprob") else None,
         beam_score=detail.beam_score if detail.HasField("beam_score") else None,
+        embedding=detail.embedding,
     )

@@ -102,6 +102,7 @@ class _OutputAssembly:
             prompt_logprobs=chunk.prompt_logprobs,
             prompt_tokens=self._record.prompt_tokens,
             cached_tokens=self._record.progress.cached_tokens or 0,
+            embedding=chunk.embedding,
         )
 
     def _finish(self, chunk: TokenChunk, piece: Piece) -> inference_pb2.Finish | None:

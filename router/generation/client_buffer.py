@@ -34,6 +34,8 @@ class Delta:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the first worker reused. 0 while unknown."""
+    embedding: bytes = b""
+    """The prompt's embedding as the worker made it, with the only delta of a request for it."""
 
     def merge(self, later: "Delta") -> None:
         """Append the delta that directly follows this one in the same output."""

@@ -35,6 +35,7 @@ from blockyard.router.request.validation import (
     check_prompt_report,
     kept_tokens,
     most_encoded_tokens,
+    valid_embedding,
     valid_generation,
 )
 from blockyard.router.tokenizing.model_facts import ModelFacts
@@ -99,10 +100,12 @@ async def tokenise(
     block_size: int,
     client: str,
     keep_last: int | None = None,
+    room_tokens: int = 1,
 ) -> Prepared:
     """Tokenize a prompt, name its blocks, and set the charge to its number of tokens. Raises RouterErrors.
 
-    Waiting clients take turns by the name `client`. Only the last `keep_last` tokens of a longer prompt are kept.
+    Waiting clients take turns by the name `client`. Only the last `keep_last` tokens of a longer prompt are kept. It
+    must leave `room_tokens` of the context.
     """
     max_tokens = most_encoded_tokens(parts.max_model_len)
     try:
@@ -115,7 +118,7 @@ async def tokenise(
             keep_last=keep_last,
         )
     except PromptTooLong:
-        most = parts.max_model_len - 1
+        most = parts.max_model_len - room_tokens
         raise ContextLengthExceeded(
             f"input: more than {max_tokens} tokens do not fit a context of {parts.max_model_len}",
             violations=(FieldViolation(field="input", description=f"at most {most} tokens"),),
@@ -132,11 +135,15 @@ async def tokenise(
     return prepared
 
 
-def admit(parts: RouterParts, message: inference_pb2.GenerateRequest) -> ValidGeneration:
+def admit(
+    parts: RouterParts, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest
+) -> ValidGeneration:
     """Add the tokens of `bad_words` to the message, and return the checked request.
 
     Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported.
     """
+    if isinstance(message, inference_pb2.EmbedRequest):
+        return valid_embedding(message, parts.facts, max_model_len=parts.max_model_len)
     tokenizer = parts.tokenizing.tokenizer
     ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
     return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
@@ -168,8 +175,9 @@ async def generate(
         block_size=identity.block_size,
         client=record.client,
         keep_last=kept_tokens(valid, identity.max_model_len),
+        room_tokens=valid.least_room_tokens,
     )
-    check_context(prepared.num_tokens, identity.max_model_len)
+    check_context(prepared.num_tokens, identity.max_model_len, valid.least_room_tokens)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
     record.prompt_tokens = prepared.num_tokens
     if trace is not None:

@@ -38,6 +38,8 @@ class TokenChunk:
     """One per token, if requested."""
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     """With the first chunk of output 0, if requested."""
+    embedding: bytes = b""
+    """The prompt's embedding, with the only chunk of a request for it."""
 
 
 class Outputs:
@@ -49,6 +51,7 @@ class Outputs:
         self.num_tokens = 0
         """Number of tokens of all outputs together."""
         self._is_beams = sampling.beam_width > 0
+        self._embeds = sampling.embeds
         self._wants_logprobs = sampling.HasField("logprobs")
         self.wants_prompt_logprobs = sampling.HasField("prompt_logprobs")
         """True if the client wants prompt log-probabilities and they have not arrived."""
@@ -61,15 +64,17 @@ class Outputs:
     @property
     def may_split(self) -> bool:
         """Return whether one worker may begin the request and another continue it. Beams would begin again, and so
-        would outputs of which one has tokens and another has none."""
-        return not self._is_beams and not self.num_tokens
+        would outputs of which one has tokens and another has none. An embedding ends where it begins."""
+        return not self._is_beams and not self._embeds and not self.num_tokens
 
     def follows(self, tokens: Tokens) -> bool:
-        """Return False if these tokens leave a gap after the known ones or lack log-probabilities: a fault of the
-        worker."""
+        """Return False if these tokens leave a gap after the known ones, or lack log-probabilities or the embedding: a
+        fault of the worker."""
         if tokens.index not in self._running:
             return True
         has_logprobs = bool(tokens.logprobs) or not tokens.token_ids or not self._wants_logprobs
+        if self._embeds and not tokens.embedding:
+            return False
         return has_logprobs and tokens.offset <= len(self._tokens[tokens.index])
 
     def take(self, tokens: Tokens) -> TokenChunk | None:
@@ -92,6 +97,7 @@ class Outputs:
             index=tokens.index,
             logprobs=tokens.logprobs[num_known:],
             prompt_logprobs=self._prompt_logprobs(tokens),
+            embedding=tokens.embedding,
         )
 
     def end(self, index: int) -> None:

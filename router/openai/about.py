@@ -68,11 +68,13 @@ class AboutRoutes:
         return Response(body=self._chat_page, headers=self._chat_headers)
 
     def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
-        """Return a model as OpenAI's JSON, with `max_model_len` as vLLM adds it. `created` is the router's start."""
+        """Return a model as OpenAI's JSON, with `max_model_len` as vLLM adds it, and the size of its embeddings if it
+        has any. `created` is the router's start."""
         return {
             "id": model.id,
             "object": "model",
             "created": self._about.started,
             "owned_by": "blockyard",
             "max_model_len": model.max_model_len,
+            **({"embedding_size": model.embedding_size} if model.embedding_size else {}),
         }

@@ -94,7 +94,14 @@ class Completions:
     @asynccontextmanager
     async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[Run]:
         """Yield the function that runs all prompts, with each prompt before its outputs if the call wants an echo."""
-        async with outputs(self._calls, wanted, call) as run:
+        async with outputs(
+            self._calls,
+            wanted.requests,
+            call,
+            outputs_a_prompt=wanted.outputs_a_prompt,
+            sequences_a_prompt=wanted.sequences_a_prompt,
+            parsed=None if wanted.reading is None else wanted.reading.format,
+        ) as run:
             if wanted.echo is None:
                 yield run
                 return

@@ -16,6 +16,7 @@ from blockyard.proto.limits import RANGES
 from blockyard.router.openai import tokens
 from blockyard.router.openai.requests import chat as chat_request
 from blockyard.router.openai.requests import completion as completion_request
+from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.fields import Fields, object_schema
 
 MODELS = "/v1/models"
@@ -51,6 +52,9 @@ PATHS: Mapping[str, Described] = {
     ),
     "/v1/completions": Described(
         verb="POST", says="Continues prompts.", fields=completion_request.FIELDS, required=("prompt",)
+    ),
+    "/v1/embeddings": Described(
+        verb="POST", says="Embeds texts.", fields=embedding_request.FIELDS, required=("input",)
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),

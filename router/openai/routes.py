@@ -18,6 +18,7 @@ from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
 from blockyard.router.openai.http.call import (
     CallNotes,
@@ -34,6 +35,7 @@ from blockyard.router.openai.http.json_response import error_response, json_resp
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
 from blockyard.router.openai.openapi import MODELS, PATHS
+from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
@@ -62,9 +64,9 @@ class Routes:
         self._completions = Completions(calls)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls.parts, about)
-        generates, lists, tokenizes, detokenizes = (
+        generates, embeds, lists, tokenizes, detokenizes = (
             f"/blockyard.v1.InferenceService/{name}"
-            for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
+            for name in ("GenerateStream", "Embed", "ListModels", "Tokenize", "Detokenize")
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
@@ -72,6 +74,7 @@ class Routes:
                 generates, self._generating(partial(chat_wanted, answers=calls.parts.answers))
             ),
             "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            "/v1/embeddings": _Route(embeds, self._embedding),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -145,6 +148,14 @@ class Routes:
             return await self._completions.answer(wanted, call, notes.request_id, events)
 
         return handle
+
+    async def _embedding(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
+        await self._arrivals.take()
+        call, body = await self._read(request)
+        notes.names = embedding_request.NAMES
+        wanted = embedding_request.embeddings_wanted(body)
+        notes.ignored = wanted.ignored
+        return await embeddings(self._calls, wanted, call, notes.request_id)
 
     def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:

@@ -4,7 +4,7 @@ Owns defaults. Takes valid messages only (sampling_checks.py).
 """
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.tokenizing.model_facts import ModelFacts, SamplingDefaults
@@ -49,6 +49,8 @@ class SamplingRequest:
     length_penalty: float
     early_stopping: inference_pb2.EarlyStopping
     structured_output: inference_pb2.StructuredOutput | None
+    embeds: bool = False
+    """Whether the request wants the prompt's embedding, and no token."""
 
     @property
     def num_sequences(self) -> int:
@@ -88,6 +90,7 @@ class SamplingRequest:
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             structured_output=self.structured_output,
+            embeds=self.embeds,
         )
 
 
@@ -141,3 +144,7 @@ def is_greedy(message: inference_pb2.SamplingParams) -> bool:
 def _temperature(message: inference_pb2.SamplingParams, defaults: SamplingDefaults) -> float:
     temperature = message.temperature if message.HasField("temperature") else defaults.temperature
     return 0.0 if message.beam_width or temperature < GREEDY_BELOW else temperature
+
+
+EMBEDDING = replace(parse_sampling(inference_pb2.SamplingParams(max_tokens=0, seed=0)), embeds=True)
+"""Sampling parameters of a request for an embedding, which samples nothing."""

@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import get_args
+from typing import TypedDict, get_args
 
 from blockyard.proto.limits import MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.naming import headers
@@ -25,7 +25,7 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.placement.config import PolicyName
-from blockyard.router.request.sampling import SamplingRequest, parse_sampling
+from blockyard.router.request.sampling import EMBEDDING, SamplingRequest, parse_sampling
 from blockyard.router.request.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.request.structured_output import is_deeper_than, parse_json
 from blockyard.router.tokenizing.model_facts import ModelFacts
@@ -57,6 +57,7 @@ TOP_LOGPROB_BYTES = 14
 
 PromptMessage = (
     inference_pb2.GenerateRequest
+    | inference_pb2.EmbedRequest
     | inference_pb2.TokenizeRequest
     | cluster_pb2.LookupPrefixRequest
     | admin_pb2.PullPrefixRequest
@@ -82,7 +83,12 @@ class ValidGeneration:
     """Placement policy of the request. None: the router's own."""
     truncate_prompt_tokens: int | None
     """Number of last tokens of the prompt to keep. -1: as many as leave room for the output. None: all."""
-    return_prompt_token_ids: bool
+    return_prompt_token_ids: bool = False
+
+    @property
+    def least_room_tokens(self) -> int:
+        """Return the room of the context that the prompt must leave."""
+        return 0 if self.sampling.embeds else 1
 
 
 def valid_generation(
@@ -93,29 +99,45 @@ def valid_generation(
     Raises InvalidRequest with all violations, ContextLengthExceeded, UnknownModel or Unsupported.
     """
     check_model(message, facts)
+    if facts.pooling is not None:
+        raise Unsupported.of("model", "is an embedding model, which generates no text")
     if message.HasField("lora_name"):
         raise Unsupported.of("lora_name", "is not supported yet")
     violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
     prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
     return ValidGeneration(
-        request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
+        **_common(message),
         prompt=prompt,
         estimated_tokens=prompt_estimate(prompt),
         sampling=parse_sampling(message.sampling, facts.sampling_defaults),
-        cache_salt=message.cache_salt,
-        priority=message.priority,
-        session_id=message.session_id,
-        public_prefix=message.public_prefix,
-        policy=_POLICIES.get(message.policy),
-        truncate_prompt_tokens=(
-            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
-        ),
         return_prompt_token_ids=message.return_prompt_token_ids,
     )
 
 
+def valid_embedding(
+    message: inference_pb2.EmbedRequest, facts: ModelFacts, *, max_model_len: int
+) -> ValidGeneration:
+    """Check a request for an embedding and return it. Raises as `valid_generation` does."""
+    check_model(message, facts)
+    if facts.pooling is None:
+        raise Unsupported.of("model", "generates text, and is no embedding model")
+    violations = _field_violations(message)
+    if message.HasField("dimensions") and not 1 <= message.dimensions <= facts.embedding_size:
+        description = f"must be from 1 to {facts.embedding_size}"
+        violations.append(FieldViolation(field="dimensions", description=description))
+    prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
+    return ValidGeneration(
+        **_common(message), prompt=prompt, estimated_tokens=prompt_estimate(prompt), sampling=EMBEDDING
+    )
+
+
 def check_model(
-    message: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
+    message: (
+        inference_pb2.GenerateRequest
+        | inference_pb2.EmbedRequest
+        | inference_pb2.TokenizeRequest
+        | inference_pb2.DetokenizeRequest
+    ),
     facts: ModelFacts,
 ) -> None:
     """Raise UnknownModel if the request names a model that is not served. Without a name it means the served one."""
@@ -146,16 +168,20 @@ def valid_prompt(message: PromptMessage, facts: ModelFacts, *, max_model_len: in
             _check_text(text, facts=facts, max_model_len=max_model_len)
             return TextPrompt(text)
         case "chat":
+            assert not isinstance(message, inference_pb2.EmbedRequest), "it has no such field"
             chat = _valid_chat(message.chat)
             _check_text(*chat.texts(), facts=facts, max_model_len=max_model_len)
             return chat
         case "prompt_token_ids":
             assert not isinstance(message, inference_pb2.TokenizeRequest), "it has no such field"
-            is_cut = isinstance(message, inference_pb2.GenerateRequest) and message.HasField(
-                "truncate_prompt_tokens"
-            )
+            embeds = isinstance(message, inference_pb2.EmbedRequest)
+            is_cut = isinstance(
+                message, inference_pb2.GenerateRequest | inference_pb2.EmbedRequest
+            ) and message.HasField("truncate_prompt_tokens")
             most_tokens = most_encoded_tokens(max_model_len) if is_cut else max_model_len
-            return _valid_token_ids(message.prompt_token_ids, facts, most_tokens)
+            return _valid_token_ids(
+                message.prompt_token_ids, facts, most_tokens, room_tokens=0 if embeds else 1
+            )
         case _:
             raise InvalidRequest.of("input", "one of prompt, chat and prompt_token_ids is required")
 
@@ -206,7 +232,7 @@ def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
     """Return how many of the prompt's last tokens to keep, or None for all. Raises InvalidRequest."""
     if valid.truncate_prompt_tokens != -1:
         return valid.truncate_prompt_tokens
-    kept = max_model_len - (valid.sampling.max_tokens or 1)
+    kept = max_model_len - max(valid.sampling.max_tokens or 0, valid.least_room_tokens)
     if kept < 1:
         raise InvalidRequest.of(
             "truncate_prompt_tokens", "-1 needs a max_tokens that leaves room for a prompt"
@@ -214,12 +240,14 @@ def kept_tokens(valid: ValidGeneration, max_model_len: int) -> int | None:
     return kept
 
 
-def check_context(prompt_tokens: int, max_model_len: int) -> None:
-    """Check that the prompt leaves room for one token. Raises ContextLengthExceeded."""
-    if prompt_tokens >= max_model_len:
+def check_context(prompt_tokens: int, max_model_len: int, room_tokens: int = 1) -> None:
+    """Check that the prompt leaves room for so many tokens. Raises ContextLengthExceeded."""
+    most_tokens = max_model_len - room_tokens
+    if prompt_tokens > most_tokens:
+        why = " that needs room for output" if room_tokens else ""
         raise ContextLengthExceeded(
-            f"input: {prompt_tokens} tokens do not fit a context of {max_model_len} that needs room for output",
-            violations=(FieldViolation(field="input", description=f"at most {max_model_len - 1} tokens"),),
+            f"input: {prompt_tokens} tokens do not fit a context of {max_model_len}{why}",
+            violations=(FieldViolation(field="input", description=f"at most {most_tokens} tokens"),),
         )
 
 
@@ -394,18 +422,22 @@ def _continuation_problem(chat: inference_pb2.Chat) -> str | None:
     return None if chat.messages[-1].role == "assistant" else "needs a last message of the role assistant"
 
 
-def _valid_token_ids(tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int) -> TokenPrompt:
+def _valid_token_ids(
+    tokens: inference_pb2.TokenIds, facts: ModelFacts, most_tokens: int, *, room_tokens: int
+) -> TokenPrompt:
     if not tokens.ids:
         raise InvalidRequest.of("prompt_token_ids", "must not be empty")
     # The length first: millions of ids are not even read.
-    check_context(len(tokens.ids), most_tokens)
+    check_context(len(tokens.ids), most_tokens, room_tokens)
     token_ids = list(tokens.ids)  # Once: iterating over a message's field takes three times as long.
     if max(token_ids) >= facts.vocab_size:
         raise InvalidRequest.of("prompt_token_ids", f"each must be below {facts.vocab_size}")
     return TokenPrompt(token_ids)
 
 
-def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
+def _field_violations(
+    message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
+) -> list[FieldViolation]:
     violations = [
         *_id_violations(
             ("request_id", message.HasField("request_id"), message.request_id),
@@ -426,6 +458,34 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         description = f"must be one of {', '.join(_POLICIES)}"
         violations.append(FieldViolation(field="policy", description=description))
     return violations
+
+
+class _Common(TypedDict):
+    """Fields of a checked request that any kind of request has."""
+
+    request_id: str
+    cache_salt: str
+    priority: int
+    session_id: str
+    public_prefix: bool
+    policy: PolicyName | None
+    truncate_prompt_tokens: int | None
+
+
+def _common(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> _Common:
+    return {
+        "request_id": message.request_id
+        if message.HasField("request_id")
+        else f"req-{secrets.token_hex(12)}",
+        "cache_salt": message.cache_salt,
+        "priority": message.priority,
+        "session_id": message.session_id,
+        "public_prefix": message.public_prefix,
+        "policy": _POLICIES.get(message.policy),
+        "truncate_prompt_tokens": (
+            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        ),
+    }
 
 
 def _id_violations(*given: tuple[str, bool, str]) -> list[FieldViolation]:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from blockyard.proto.naming.pooling import Pooling
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.client_buffer import Delta, Run
+from blockyard.router.generation.embedding import only_delta, sized
 
 
 def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStreamResponse:
@@ -19,6 +21,23 @@ def stream_response(request_id: str, delta: Delta) -> inference_pb2.GenerateStre
             prompt_token_ids=delta.prompt_token_ids,
         ),
         finish=delta.finish,
+    )
+
+
+async def embed_response(
+    request_id: str, run: Run, dimensions: int | None, pooling: Pooling
+) -> inference_pb2.EmbedResponse:
+    """Run a request for an embedding and return the response."""
+    delta = await only_delta(run)
+    finish = delta.finish
+    assert finish is not None, "an embedding ends its request"
+    return inference_pb2.EmbedResponse(
+        request_id=request_id,
+        embedding=sized(delta.embedding, dimensions, pooling),
+        usage=finish.usage,
+        timing=finish.timing,
+        worker_id=finish.worker_id,
+        migrations=finish.migrations,
     )
 
 

@@ -9,7 +9,7 @@ from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.generation import RouterParts
-from blockyard.router.services.delta_messages import gathered, stream_response
+from blockyard.router.services.delta_messages import embed_response, gathered, stream_response
 from blockyard.router.services.interceptor import Context, write
 
 
@@ -33,6 +33,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         async with self._calls.deltas(request, context) as (request_id, run):
             return await gathered(request_id, run)
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        async with self._calls.deltas(request, context) as (request_id, run):
+            pooling = self._parts.facts.pooling
+            assert pooling is not None, "a model that generates has been refused"
+            dimensions = request.dimensions if request.HasField("dimensions") else None
+            return await embed_response(request_id, run, dimensions, pooling)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -67,6 +76,7 @@ def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             block_size=model.block_size,
+            embedding_size=model.embedding_size,
         )
         for name in parts.facts.names
     ]
@@ -80,4 +90,5 @@ def model_message(parts: RouterParts) -> inference_pb2.Model:
         max_model_len=parts.max_model_len,
         vocab_size=parts.facts.vocab_size,
         block_size=identity.block_size if identity else 0,
+        embedding_size=parts.facts.embedding_size,
     )

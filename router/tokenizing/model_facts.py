@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from blockyard.proto.naming.pooling import Pooling, read_pooling
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +51,10 @@ class ModelFacts:
     longest_token_bytes: int
     """Upper bound of the bytes of text that one token stands for."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    pooling: Pooling | None = None
+    """How an embedding follows from hidden states. None: the model generates."""
+    embedding_size: int = 0
+    """Numbers in an embedding. 0: the model generates."""
 
     @property
     def name(self) -> str:
@@ -70,8 +76,9 @@ def read_facts(
     """Read the facts from a model's folder.
 
     `generation_config="none"` ignores the model's sampling defaults. Its end-of-text ids count either way. Raises
-    ValueError for a folder without a readable config.json.
+    ValueError for a folder without a readable config.json, and for an embedding model that is not supported.
     """
+    pooling = read_pooling(folder)
     config = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
@@ -90,6 +97,8 @@ def read_facts(
         sampling_defaults=(
             read_sampling_defaults(generation) if generation_config == "auto" else SamplingDefaults()
         ),
+        pooling=pooling,
+        embedding_size=0 if pooling is None else _positive(config, "hidden_size"),
     )
 
 

@@ -128,6 +128,19 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer, cluster_pb2_gr
         assert request.WhichOneof("input") == "chat"
         return inference_pb2.TokenizeResponse(token_ids=[len(m.content) for m in request.chat.messages])
 
+    async def Embed(self, request, context):
+        values = [float(token_id) for token_id in request.prompt_token_ids.ids] or [
+            float(len(request.prompt))
+        ]
+        return inference_pb2.EmbedResponse(
+            request_id=request.request_id,
+            embedding=values[: request.dimensions or None],
+            usage=inference_pb2.Usage(prompt_tokens=7, cached_tokens=4),
+            timing=inference_pb2.Timing(total_seconds=0.5),
+            worker_id="w1",
+            migrations=2,
+        )
+
     async def Detokenize(self, request, context):
         return inference_pb2.DetokenizeResponse(text=",".join(map(str, request.token_ids)))
 

@@ -12,6 +12,7 @@ from blockyard.router.client import (
     AsyncClient,
     Client,
     Completion,
+    Embedding,
     FieldViolation,
     InvalidRequestError,
     LostTokensError,
@@ -70,6 +71,25 @@ async def test_arguments_and_token_reach_the_server(
     assert (request.request_id, request.cache_salt, request.HasField("model")) == ("mine", "s", False)
     assert router.metadata["authorization"] == "Bearer secret"
     assert router.metadata["blockyard-tenant"] == "research"
+
+
+async def test_embed_sends_its_arguments_and_returns_numbers(connect: Connect, address: str) -> None:
+    driver = connect(address)
+    assert await driver.call("embed", "abc", request_id="r", timeout_seconds=5.0) == Embedding(
+        request_id="r",
+        values=(3.0,),
+        prompt_tokens=7,
+        cached_tokens=4,
+        total_seconds=0.5,
+        worker_id="w1",
+        migrations=2,
+    )
+    assert (await driver.call("embed", prompt_token_ids=[4, 5, 6], dimensions=2)).values == (4.0, 5.0)
+    for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}):
+        with pytest.raises(ValueError, match="exactly one"):
+            await driver.call("embed", **wrong)
+    with pytest.raises(TypeError, match="temperature"):
+        await driver.call("embed", "a", temperature=0)
 
 
 async def test_the_other_calls_return_plain_values(connect: Connect, address: str) -> None:

@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[Code]] = {
         Code.DEADLINE_EXCEEDED,
         Code.CANCELLED,
     },
+    "Embed": {Code.NOT_FOUND},
     "Tokenize": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
     "Detokenize": {Code.NOT_FOUND},
     "Abort": {Code.NOT_FOUND},
@@ -178,6 +179,8 @@ def good(random: Random, method: MethodDescriptor) -> Message:
         case "Generate" | "GenerateStream":
             sampling = {"max_tokens": 4, **random.choice(SAMPLINGS)}
             return inference_pb2.GenerateRequest(**random.choice(inputs), sampling=sampling)
+        case "Embed":
+            return inference_pb2.EmbedRequest(**random.choice(inputs[::2]))
         case "Tokenize":
             return inference_pb2.TokenizeRequest(**random.choice(inputs[:2]))
         case "Detokenize":

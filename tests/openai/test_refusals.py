@@ -224,7 +224,7 @@ async def test_an_unknown_model_is_told_by_its_name_on_every_route(
 
 
 async def test_paths_and_verbs_that_there_are_not(gateway: Gateway) -> None:
-    assert (await gateway.get("/v1/embeddings")).status == 404
+    assert (await gateway.get("/v1/moderations")).status == 404
     assert (await gateway.get("/v1")).error["code"] == "route_not_found"
     wrong = await gateway.get(CHAT)
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")

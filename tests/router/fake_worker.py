@@ -5,6 +5,7 @@ wherever and however often it is placed. Only the router's unit tests use it.
 """
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,16 @@ def expected_tokens(seed: int, count: int, index: int = 0) -> list[int]:
 def expected_logprob(token_id: int) -> float:
     """Exact in a float32."""
     return -(token_id % 64) / 16
+
+
+def expected_embedding(token_ids: Sequence[int], size: int) -> list[float]:
+    """Return the embedding of length 1 that every worker makes of a prompt. Each number is exact in a float32."""
+    values = [0.0] * size
+    values[sum(token_ids) % size], values[(sum(token_ids) + 1) % size] = (
+        -0.6000000238418579,
+        0.800000011920929,
+    )
+    return values
 
 
 def token_logprobs(token_ids: Sequence[int], num_top: int) -> list[inference_pb2.TokenLogprob]:
@@ -82,6 +93,8 @@ class Script:
     """Never gets a token."""
     omit_logprobs: bool = False
     """Leaves out what was asked for."""
+    omit_embedding: bool = False
+    embedding_size: int = 64
     tokens: tuple[int, ...] = ()
     """Tokens of each output, in place of those that every worker generates."""
     pull_report: session_pb2.PullReport | None = None
@@ -327,6 +340,9 @@ class FakeWorker(EngineServiceServicer):
             report = session_pb2.PullReport(handle=submit.handle)
             report.MergeFrom(script.pull_report)
             stream.send(step=session_pb2.StepOutput(pulls=[report]))
+        if submit.sampling.embeds:
+            await self._embed(stream, submit, script)
+            return
         rows = _rows(submit, script)
         while rows:
             await asyncio.sleep(script.step_seconds)
@@ -353,6 +369,27 @@ class FakeWorker(EngineServiceServicer):
             if not rows:
                 stream.tasks.pop(submit.handle, None)
             stream.send(step=step)
+
+    async def _embed(self, stream: _Stream, submit: session_pb2.Submit, script: Script) -> None:
+        await asyncio.sleep(script.step_seconds)
+        stream.tasks.pop(submit.handle, None)
+        if script.die_after is not None:
+            stream.outgoing.put_nowait(None)
+            return
+        embedding = expected_embedding(unpack_tokens(submit.token_ids), script.embedding_size)
+        packed = b"" if script.omit_embedding else struct.pack(f"<{len(embedding)}f", *embedding)
+        stream.send(
+            step=session_pb2.StepOutput(
+                load=self.report(),
+                handles=[submit.handle],
+                token_offsets=[0],
+                token_counts=[0],
+                finish_reasons=[inference_pb2.FINISH_REASON_STOP],
+                stop_tokens=[0],
+                cached_tokens=[16],
+                details=[session_pb2.RowDetails(row=0, embedding=packed)],
+            )
+        )
 
     def _step(self, submit: session_pb2.Submit, script: Script, rows: list["_Row"]) -> session_pb2.StepOutput:
         step = session_pb2.StepOutput(load=self.report())

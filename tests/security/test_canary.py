@@ -38,8 +38,9 @@ SENTENCE = f"The {CANARY} sings. " * 6
 LONG = {"max_tokens": 300, "ignore_eos": True}
 LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
 ACTS = ("blockyard.v1.AdminService",)
-CARRY_TEXT = {"Generate", "GenerateStream", "Tokenize", "Detokenize", "Abort", "PullPrefix"}
-"""Methods whose answer is the text itself. An Abort ends a request, and no prefix can be pulled here."""
+CARRY_TEXT = {"Generate", "GenerateStream", "Embed", "Tokenize", "Detokenize", "Abort", "PullPrefix"}
+"""Methods whose answer is the text itself. An Abort ends a request, no prefix can be pulled here, and no text
+embedded."""
 FIELDS = {
     "worker_id": "worker-1",
     "page_size": 1000,

@@ -5,6 +5,7 @@ token then leads the second by a clear gap.
 """
 
 import functools
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -71,6 +73,52 @@ def make_checkpoint(folder: Path, architecture: str, *, seed: int = 0, **overrid
     """Write a tiny random model to `folder`."""
     make_model(architecture, seed=seed, **overrides).save_pretrained(folder)
     return folder
+
+
+def make_embedding_checkpoint(
+    folder: Path, architecture: str, *, normalizes: bool = True, is_bare: bool = True, **overrides: Any
+) -> Path:
+    """Write a tiny random embedding model to `folder`, as sentence-transformers does. With `is_bare` its tensors are
+    named without `model.`, and it has no head."""
+    model = make_model(architecture, **overrides)
+    (model.model if is_bare else model).save_pretrained(folder)
+    pool_by_last_token(folder, normalizes=normalizes)
+    return folder
+
+
+def pool_by_last_token(folder: Path, *, normalizes: bool = True) -> None:
+    """Write the files of sentence-transformers that make a checkpoint an embedding model."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": paths[index],
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    pooling = {"word_embedding_dimension": TINY["hidden_size"], "include_prompt": True}
+    pooling |= {
+        f"pooling_mode_{mode}": mode == "lasttoken" for mode in ("cls_token", "mean_tokens", "lasttoken")
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def reference_embedding(folder: Path, tokens: list[int], *, normalizes: bool = True) -> torch.Tensor:
+    """Return the last token's hidden state behind the last norm, as transformers computes it in fp32."""
+    with torch.inference_mode():
+        hidden_H: torch.Tensor = _bare_model(folder)(torch.tensor([tokens])).last_hidden_state[0, -1]
+    return torch.nn.functional.normalize(hidden_H, dim=-1) if normalizes else hidden_H
+
+
+@functools.cache
+def _bare_model(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
 
 
 @functools.cache

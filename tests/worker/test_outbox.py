@@ -129,6 +129,25 @@ def test_a_beam_brings_all_its_tokens_and_its_score_even_where_that_is_0() -> No
     assert found == [(0, 0.0, 0.0), (1, -2.0, -6.0)]
 
 
+def test_an_embedding_is_a_row_without_tokens_that_ends() -> None:
+    outbox = Outbox()
+    outbox.add(1, output(None, 0, FinishReason.STOP, embedding=b"\0" * 256))
+    (message,) = outbox.take(IDLE)
+    assert (list(message.step.handles), list(message.step.token_counts)) == ([1], [0])
+    assert list(message.step.finish_reasons) == [1]
+    assert message.step.details[0].embedding == b"\0" * 256
+    assert not message.step.failed_handles
+
+
+def test_large_embeddings_go_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox()
+    for handle in range(400):
+        outbox.add(handle, output(None, 0, FinishReason.STOP, embedding=b"\0" * 2**16))
+    messages = outbox.take(IDLE)
+    assert [handle for message in messages for handle in message.step.handles] == list(range(400))
+    assert max(message.ByteSize() for message in messages) < 8 * 2**20
+
+
 def test_tokens_that_wait_go_out_before_their_request_fails() -> None:
     outbox = Outbox()
     outbox.add(1, output(5, 0, index=1))

@@ -238,7 +238,9 @@ class BlockTables:
     def note_scheduled(self, sequence: Sequence) -> None:
         """Name the full blocks and update `plain_until`, after positions were scheduled and their blocks taken."""
         self.name_full_blocks(sequence)
-        sequence.plain_until = len(sequence.block_table) * self.block_size - 1
+        # A plain row samples, and an embedding's does not.
+        is_never_plain = sequence.sampling.embeds
+        sequence.plain_until = 0 if is_never_plain else len(sequence.block_table) * self.block_size - 1
 
     def name_full_blocks(self, sequence: Sequence) -> None:
         """Give each unnamed block its name once its last token is scheduled and known."""

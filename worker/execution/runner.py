@@ -19,7 +19,7 @@ from blockyard.kernels.cpu.recording import NotRecordable
 from blockyard.kernels.torch.nucleus import NucleusSearch
 from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.part_runner import PartRunner, scored
-from blockyard.worker.execution.started_step import Chunks, StartedStep
+from blockyard.worker.execution.started_step import Chunks, Embeddings, StartedStep
 from blockyard.worker.execution.step_graphs import DecodeGraphs, GraphSizes
 from blockyard.worker.execution.step_inputs import InputRows, StepInputs, UnknownToken
 from blockyard.worker.execution.warm_up_rows import (
@@ -174,7 +174,19 @@ class TorchRunner(PartRunner):
             apply_masks = None if masks is None else masks.apply
             drawing = self._draw(sampling, self._rows_of(hidden_QH, last), arrays, apply_masks)
         self._newest = NewestTokens.none() if drawing is None else NewestTokens(sampling, drawing.tokens_SN)
-        return StartedStep(rows=rows, drawing=drawing, chunks=chunks, prompt_logprobs=scores)
+        embeddings = self._embeddings(rows, inputs, hidden_QH)
+        return StartedStep(
+            rows=rows, drawing=drawing, chunks=chunks, prompt_logprobs=scores, embeddings=embeddings
+        )
+
+    def _embeddings(
+        self, rows: Sequence[ScheduledRow], inputs: StepInputs, hidden_QH: torch.Tensor
+    ) -> Embeddings | None:
+        pooling = self.config.pooling
+        if pooling is None:
+            return None
+        last = {index: inputs.last_R[index] for index, row in enumerate(rows) if row.embeds}
+        return Embeddings.pool(last, hidden_QH, pooling) if last else None
 
     def _draw(
         self,

@@ -1,6 +1,6 @@
 """Started step: a step of a torch runner that has begun, and its results on the host.
 
-Shapes: Q positions that get logits, L chunks of prompts, H hidden size.
+Shapes: Q positions whose hidden states are wanted, L chunks of prompts, E embeddings, H hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+from blockyard.proto.naming.pooling import Pooling
 from blockyard.worker.memory.transfers import Readback, upload
 from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.sampler import Drawing
@@ -41,6 +42,25 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Embeddings:
+    """Rows whose last position gives a prompt's embedding, and the embeddings."""
+
+    rows: tuple[int, ...]
+    values: Readback
+
+    @classmethod
+    def pool(cls, last_positions: Mapping[int, int], hidden_QH: torch.Tensor, pooling: Pooling) -> Self:
+        """Make embeddings of hidden states. `last_positions` gives the index of each in Q, by index of the row."""
+        last_EH = hidden_QH[upload(list(last_positions.values()), hidden_QH.device)].float()
+        pooled_EH = torch.nn.functional.normalize(last_EH, dim=-1) if pooling.normalizes else last_EH
+        return cls(rows=tuple(last_positions), values=Readback(pooled_EH))
+
+    def by_row(self) -> dict[int, bytes]:
+        values_EH = self.values.wait().numpy().astype("<f4", copy=False)
+        return {row: values_H.tobytes() for row, values_H in zip(self.rows, values_EH, strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartedStep:
     """A step that has begun, with its results on their way to the host. Implements `PendingStep`."""
 
@@ -48,12 +68,16 @@ class StartedStep:
     drawing: Drawing | DividedDrawing | None
     chunks: Chunks | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
+    embeddings: Embeddings | None = None
 
     @torch.inference_mode()
     def result(self) -> StepTokens:
         sampled = StepTokens(tokens=[]) if self.drawing is None else self.drawing.result()
         spoilt = frozenset[int]() if self.chunks is None else self.chunks.spoilt()
-        return _by_row_of_plan(self.rows, sampled, self.prompt_logprobs, spoilt)
+        step = _by_row_of_plan(self.rows, sampled, self.prompt_logprobs, spoilt)
+        for row, embedding in ({} if self.embeddings is None else self.embeddings.by_row()).items():
+            step.extras[row] = RowExtras(embedding=embedding)
+        return step
 
 
 def _by_row_of_plan(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from blockyard.proto.naming import model_files
+from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
 from blockyard.worker.model.layer_windows import read_layer_windows
 from blockyard.worker.model.rope import (
     RopeScaling,
@@ -31,7 +32,7 @@ checked."""
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
-HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json")
+HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json", *POOLING_FILES)
 """Files that say whether a model can be run, without its weights."""
 
 
@@ -65,6 +66,8 @@ class ModelConfig:
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+    pooling: Pooling | None = None
+    """How an embedding follows from hidden states. None: the model generates."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -83,7 +86,8 @@ def _load_config(folder: Path) -> ModelConfig:
     raw = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
-    architecture = _architecture(raw)
+    pooling = read_pooling(folder)
+    architecture = _architecture(raw, is_bare=pooling is not None)
     _refuse_unsupported(raw, architecture)
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers")
@@ -109,7 +113,8 @@ def _load_config(folder: Path) -> ModelConfig:
         attention_bias=has_bias or architecture == "Qwen2ForCausalLM",
         attention_out_bias=has_bias and architecture != "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        # An embedding model has no head of its own, and uses none.
+        tie_word_embeddings=pooling is not None or bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
         # An id beyond the logits is never sampled, so it ends nothing.
         eos_token_ids=frozenset(
@@ -118,6 +123,7 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+        pooling=pooling,
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -146,16 +152,25 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(raw: dict[str, Any]) -> str:
+def _architecture(raw: dict[str, Any], *, is_bare: bool) -> str:
+    """Return the architecture. With `is_bare` the checkpoint may lack a head, and name the model without it."""
     named = raw.get("architectures") or []
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
+    headed = [
+        str(name).removesuffix("Model") + "ForCausalLM" for name in named if str(name).endswith("Model")
+    ]
+    found = headed or named if is_bare else named
+    if len(found) != 1 or found[0] not in ARCHITECTURES:
         raise UnsupportedModelError(f"architectures={named} is not one of {', '.join(ARCHITECTURES)}")
-    return str(named[0])
+    return str(found[0])
 
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     _refuse_unless(raw, "hidden_act", ("silu", None), "the decoder computes SiLU only")
     _refuse_unless(raw, "quantization_config", (None,), "quantised checkpoints are not supported")
+    _refuse_unless(raw, "is_causal", (True, None), "the decoder attends to earlier tokens only")
+    _refuse_unless(
+        raw, "use_bidirectional_attention", (False, None), "the decoder attends to earlier tokens only"
+    )
     _refuse_unless(raw, "mlp_bias", (False, None), "the decoder has no bias in its MLP")
     for key in ("num_experts", "num_local_experts"):
         _refuse_unless(raw, key, (None, 0), "mixtures of experts are not supported")

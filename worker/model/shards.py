@@ -24,7 +24,8 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
     """
     missing = tensor_shapes(config)
     for file in shard_files(folder):
-        for name, shape, dtype in _read_header(file):
+        for stored_name, shape, dtype in _read_header(file):
+            name = full_name(stored_name, config)
             if is_redundant(name, config):
                 continue
             wanted = missing.pop(name, None)
@@ -99,6 +100,13 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, or a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def full_name(name: str, config: ModelConfig) -> str:
+    """Return the name of a stored tensor in a model with a head. An embedding model may be stored without its
+    `model.`."""
+    is_full = config.pooling is None or name.startswith(("model.", "lm_head."))
+    return name if is_full else f"model.{name}"
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
-from blockyard.worker.model.shards import check_shards, is_redundant, shard_files
+from blockyard.worker.model.shards import check_shards, full_name, is_redundant, shard_files
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
@@ -186,10 +186,11 @@ def _read_shard(file: Path, part: ModelPart) -> Iterator[tuple[str, torch.Tensor
     """Yield the tensors that the part needs, and of each its slice alone."""
     try:
         with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118, the reader is no mapping
+            for stored in shard.keys():  # noqa: SIM118, the reader is no mapping
+                name = full_name(stored, part.whole)
                 place = part.place(name)
                 if place is None or is_redundant(name, part.whole):
                     continue
-                yield name, shard.get_tensor(name) if part.size == 1 else shard.get_slice(name)[place]
+                yield name, shard.get_tensor(stored) if part.size == 1 else shard.get_slice(stored)[place]
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error

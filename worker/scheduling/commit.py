@@ -21,10 +21,12 @@ class SequenceUpdate(NamedTuple):
 
     sequence: Sequence
     token: int | None
-    """None: the sequence has failed."""
+    """None: the sequence has failed, or has an embedding."""
     logprobs: tuple[TokenLogprob, ...] = ()
     has_no_choice: bool = False
     """Whether the sequence failed because the request's own limits forbid every token."""
+    embedding: bytes = b""
+    """The prompt's embedding, which ends the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,10 @@ class StepCommit:
         self._tables.confirm(sequence, row.start)
         if sequence.group is None and row.samples and sequence.num_outputs == 1:
             return [self._take_token(sequence, token, extras.logprobs)]
+        if extras.embedding:
+            sequence.finish_reason = FinishReason.STOP
+            self._queues.leave(sequence, SequenceState.FINISHED)
+            return [SequenceUpdate(sequence, None, embedding=extras.embedding)]
         if not row.samples:
             return []
         if sequence.group is not None:

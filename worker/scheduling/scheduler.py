@@ -141,7 +141,7 @@ class Scheduler:
         longest = sequence.prompt_length + sequence.sampling.max_tokens
         if longest > self.config.max_model_len:
             raise CapacityError(f"{longest} tokens asked for, {self.config.max_model_len} fit the context")
-        if sequence.num_generated >= sequence.sampling.max_tokens:
+        if sequence.num_generated >= sequence.sampling.max_results:
             raise CapacityError("nothing is left to generate")
         if sequence.sampling.beam_width:
             sequence.group = BeamGroup(sequence)
@@ -244,7 +244,7 @@ class Scheduler:
         if group is not None and group.waits(sequence):
             return 0
         known = len(sequence.tokens)
-        if known - sequence.prompt_length + in_flight >= sequence.sampling.max_tokens:
+        if known - sequence.prompt_length + in_flight >= sequence.sampling.max_results:
             return 0
         return known + in_flight - sequence.num_scheduled
 
@@ -292,7 +292,7 @@ class Scheduler:
         start = sequence.num_scheduled
         end = sequence.num_scheduled = start + num_tokens
         sequence.num_in_flight += 1
-        samples = end >= len(sequence.tokens)
+        samples = end >= len(sequence.tokens) and not sequence.sampling.embeds
         rows[sequence.sequence_id] = ScheduledRow(sequence, start, num_tokens, samples, is_plain)
 
     def _preempt(self, victim: Victim) -> None:

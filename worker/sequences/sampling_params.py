@@ -57,6 +57,8 @@ class SamplingParams:
     """Number of most probable tokens to report beside each sampled one. 0: only its own. None: no logprobs."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which is then computed whole."""
+    embeds: bool = False
+    """Return the prompt's embedding, and no token: `max_tokens` is 0. The prompt's last token is always computed."""
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():
@@ -67,11 +69,14 @@ class SamplingParams:
         _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         for _, bias in self.logit_bias:
             _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        reports = self.logprobs is not None or self.prompt_logprobs is not None
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
-        if self.max_tokens < 1:
+        if self.embeds and (self.max_tokens or self.n > 1 or self.beam_width or reports):
+            raise ValueError("an embedding takes no max_tokens, outputs, beams or logprobs")
+        if self.max_tokens < 1 and not self.embeds:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(
@@ -83,9 +88,13 @@ class SamplingParams:
             raise ValueError(f"beam_width must be 0 or at least n {self.n}, not {self.beam_width}")
         filters = self.top_k or self.top_p < 1.0 or self.min_p
         chooses = self.logit_bias or self.allowed_token_ids or self.bad_token_ids or self.penalises
-        reports = self.logprobs is not None or self.prompt_logprobs is not None
         if self.beam_width and (filters or chooses or reports):
             raise ValueError("a beam search takes no filters, penalties, biases, token lists or logprobs")
+
+    @property
+    def max_results(self) -> int:
+        """Most results of an output: its tokens, or one embedding."""
+        return 1 if self.embeds else self.max_tokens
 
     @property
     def takes_largest(self) -> bool:

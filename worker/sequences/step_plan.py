@@ -43,6 +43,11 @@ class ScheduledRow(NamedTuple):
         return self.sequence.num_outputs if self.samples else 0
 
     @property
+    def embeds(self) -> bool:
+        """Whether the last position's hidden state gives the prompt's embedding."""
+        return self.sequence.sampling.embeds and self.end == self.sequence.prompt_length
+
+    @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
@@ -83,6 +88,8 @@ class RowExtras:
     """One for each token of the row (n where it forks), if the request wants logprobs."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Logprobs of the prompt's tokens at positions start + 1 to end, as far as they are in the prompt."""
+    embedding: bytes = b""
+    """The prompt's embedding in its last chunk, if the request wants it: float32, little-endian."""
     candidates: tuple[tuple[int, float], ...] = ()
     """Most probable next tokens of a beam and their logprobs, in order."""
 

@@ -31,6 +31,7 @@ FINISH_REASONS = {None: 0, FinishReason.STOP: 1, FinishReason.LENGTH: 2}
 MAX_LOGPROBS_A_MESSAGE = 500_000
 """About 6 MB. The logprobs of several long prompts in one message would exceed what a router takes. One row is never
 split."""
+LOGPROB_BYTES = 12
 MAX_DETAIL_CHARACTERS = 200
 MAX_PHASES = 1024
 
@@ -51,6 +52,7 @@ class _Row:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cumulative_logprob: float | None = None
     beam_score: float | None = None
+    embedding: bytes = b""
 
     def add(self, output: SequenceOutput) -> None:
         self.token_ids += output.token_ids
@@ -60,14 +62,17 @@ class _Row:
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.cumulative_logprob, self.beam_score = output.cumulative_logprob, output.beam_score
+        self.embedding = output.embedding
 
     @property
     def num_logprobs(self) -> int:
-        return sum(1 + len(logprob.top) for logprob in (*self.logprobs, *self.prompt_logprobs))
+        """Return how many logprobs take as much room in a message as this row does."""
+        num_logprobs = sum(1 + len(logprob.top) for logprob in (*self.logprobs, *self.prompt_logprobs))
+        return num_logprobs + len(self.embedding) // LOGPROB_BYTES
 
     @property
     def has_details(self) -> bool:
-        return bool(self.logprobs or self.prompt_logprobs) or self.beam_score is not None
+        return bool(self.logprobs or self.prompt_logprobs or self.embedding) or self.beam_score is not None
 
     def details(self, number: int) -> RowDetails:
         return RowDetails(
@@ -76,6 +81,7 @@ class _Row:
             prompt_logprobs=[_logprob_message(logprob) for logprob in self.prompt_logprobs],
             cumulative_logprob=self.cumulative_logprob,
             beam_score=self.beam_score,
+            embedding=self.embedding,
         )
 
 
@@ -100,7 +106,7 @@ class Outbox:
 
     def add(self, handle: int, output: SequenceOutput) -> None:
         """Merge a step's results of one output into what waits. Tokens are sent before their request's failure."""
-        if not output.token_ids:
+        if not (output.token_ids or output.embedding):
             self.fail(handle, _failure(output))
             return
         row = self._rows.setdefault((handle, output.index), _Row(token_offset=output.token_offset))

@@ -240,7 +240,7 @@ class SessionService:
             if route is None:
                 continue
             news.append((route, output))
-            if output.token_ids:
+            if output.token_ids or output.embedding:
                 route.marks = b""
                 if route.hands_over:
                     begun.add(output.request_id)

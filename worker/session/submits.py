@@ -162,6 +162,7 @@ def _sampling(sampling: EngineSampling) -> SamplingParams:
         early_stopping=_EARLY_STOPPING[sampling.early_stopping],
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        embeds=sampling.embeds,
     )
 
 

@@ -7,6 +7,7 @@ candidate of a beam is half as probable as the one before.
 """
 
 import math
+import struct
 import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -50,10 +51,12 @@ class SimulatedRunner:
         vocab_size: int,
         prefill_tokens_per_second: float,
         step_seconds: float,
+        embedding_size: int = 1,
         sleep: Callable[[float], None] = time.sleep,
         fault: SimulatedFault | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._embedding_size = embedding_size
         self._prefill_rate = prefill_tokens_per_second
         self._step_seconds = step_seconds
         self._sleep = sleep
@@ -126,6 +129,15 @@ class SimulatedRunner:
             logprobs=() if sampling.logprobs is None else self._logprobs(tokens, sampling.logprobs),
             prompt_logprobs=self._logprobs(prompt, sampling.prompt_logprobs or 0),
             candidates=self._candidates(row, tokens[0]) if sampling.beam_width and tokens else (),
+            embedding=self._embedding(row) if row.embeds else b"",
+        )
+
+    def _embedding(self, row: ScheduledRow) -> bytes:
+        """Return a vector of length 1 that has one number other than 0. The prompt's tokens decide which."""
+        digest = blake2b(row.sequence.tokens.tobytes(), digest_size=8).digest()
+        place = int.from_bytes(digest, "little") % self._embedding_size
+        return struct.pack(
+            f"<{self._embedding_size}f", *(float(i == place) for i in range(self._embedding_size))
         )
 
     def _logprobs(self, tokens: list[int], num_top: int) -> tuple[TokenLogprob, ...]:

@@ -145,7 +145,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
-    engine, masks = _make_engine(config, scheduling, runner, kv_size), _give_masks(runner, model.vocab_size)
+    engine = _make_engine(config, scheduling, runner, kv_size, embeds=model.pooling is not None)
+    masks = _give_masks(runner, model.vocab_size)
     if masks is not None:
         engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
     return LoadedEngine(
@@ -275,7 +276,7 @@ def _scheduling(
 
 
 def _make_engine(
-    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize
+    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize, *, embeds: bool
 ) -> Engine:
     """Make the engine. In deterministic mode too, measured time decides the chunks: its tokens do not depend on
     them."""
@@ -288,6 +289,7 @@ def _make_engine(
         mixed_step_seconds=config.mixed_step_seconds or None,
         swap_blocks_per_second=_swap_rate(runner),
         overlap_steps=_overlaps(config, runner),
+        embeds=embeds,
     )
 
 
@@ -343,6 +345,7 @@ def _make_runner(
         case "simulated":
             return SimulatedRunner(
                 vocab_size=model.vocab_size,
+                embedding_size=model.hidden_size,
                 prefill_tokens_per_second=config.simulated_prefill_tokens_per_second,
                 step_seconds=config.simulated_step_seconds,
                 fault=SimulatedFault.parse(config.simulated_fault) if config.simulated_fault else None,

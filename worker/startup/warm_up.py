@@ -31,16 +31,17 @@ def try_out(engine: Engine) -> None:
 def _run_one(engine: Engine) -> None:
     room = engine.scheduler.config.max_model_len - TRIAL_NEW_TOKENS
     prompt_length = max(1, min(TRIAL_PROMPT_TOKENS, room))
+    sampling = SamplingParams(temperature=0.0, max_tokens=min(TRIAL_NEW_TOKENS, max(1, room)))
     engine.submit(
         EngineRequest(
             token_ids=[0] * prompt_length,
             prompt_length=prompt_length,
             names=[_ROOT],
-            sampling=SamplingParams(temperature=0.0, max_tokens=min(TRIAL_NEW_TOKENS, max(1, room))),
+            sampling=SamplingParams(max_tokens=0, embeds=True) if engine.embeds else sampling,
         )
     )
-    num_tokens = 0
+    has_result = False
     while engine.has_work:
-        num_tokens += sum(len(output.token_ids) for output in engine.step().outputs)
-    if not num_tokens:
+        has_result |= any(output.token_ids or output.embedding for output in engine.step().outputs)
+    if not has_result:
         raise ValueError("the engine failed on its first request; its log says why")

@@ -9,32 +9,42 @@ work by then. Does not own the work of a request (calls/generating.py).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls.bounds import CallContext
 from blockyard.router.calls.generating import Calls
 from blockyard.router.generation.client_buffer import Delta, Emit, Run
-from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.parsing.formats import AnswerFormat
 
 
 @asynccontextmanager
-async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIterator[Run]:
+async def outputs(
+    calls: Calls,
+    requests: Sequence[inference_pb2.GenerateRequest | inference_pb2.EmbedRequest],
+    context: CallContext,
+    *,
+    outputs_a_prompt: int = 1,
+    sequences_a_prompt: int = 1,
+    parsed: AnswerFormat | None = None,
+) -> AsyncIterator[Run]:
     """Yield the function that runs the call's prompts and emits their deltas.
 
-    It raises what `Calls.deltas` raises, in a group for several prompts. For one prompt, a refusal comes at once.
+    `sequences_a_prompt` are the outputs or beams that a prompt runs at once. It raises what `Calls.deltas` raises, in a
+    group for several prompts. For one prompt, a refusal comes at once.
     """
-    if len(wanted.requests) == 1:
-        parsed = None if wanted.reading is None else wanted.reading.format
-        async with calls.deltas(wanted.requests[0], context, parsed=parsed) as (_, run):
+    if len(requests) == 1:
+        async with calls.deltas(requests[0], context, parsed=parsed) as (_, run):
             yield run
         return
 
     async def run_all(emit: Emit) -> None:
-        permits = asyncio.Semaphore(max(calls.outputs_a_call // wanted.sequences_a_prompt, 1))
+        permits = asyncio.Semaphore(max(calls.outputs_a_call // sequences_a_prompt, 1))
 
-        async def run_one(request: inference_pb2.GenerateRequest, first_index: int) -> None:
+        async def run_one(
+            request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, first_index: int
+        ) -> None:
             def emit_shifted(delta: Delta) -> None:
                 delta.index += first_index
                 emit(delta)
@@ -43,7 +53,7 @@ async def outputs(calls: Calls, wanted: Wanted, context: CallContext) -> AsyncIt
                 await run(emit_shifted)
 
         async with asyncio.TaskGroup() as tasks:
-            for number, request in enumerate(wanted.requests):
-                tasks.create_task(run_one(request, number * wanted.outputs_a_prompt))
+            for number, request in enumerate(requests):
+                tasks.create_task(run_one(request, number * outputs_a_prompt))
 
     yield run_all

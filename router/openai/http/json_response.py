@@ -17,8 +17,15 @@ def encoded(value: Any) -> bytes:
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return json_body_response(encoded(value), status=status, headers=headers)
+
+
+def json_body_response(
+    body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with a body that is encoded already."""
     return Response(
-        body=encoded(value), status=status, headers=headers, content_type="application/json", charset="utf-8"
+        body=body, status=status, headers=headers, content_type="application/json", charset="utf-8"
     )
 
 

@@ -3,8 +3,6 @@
 A prompt is text or token ids.
 """
 
-from typing import Any
-
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.echo import Echo
@@ -12,14 +10,12 @@ from blockyard.router.openai.requests.fields import (
     UINT32,
     Body,
     Fields,
-    Kind,
     boolean,
     given,
     integer,
     refuse_others,
-    text,
-    token_ids,
 )
+from blockyard.router.openai.requests.prompts import prompts_kind, with_prompts
 from blockyard.router.openai.requests.sampling import SHARED, generate_request, num_outputs
 from blockyard.router.openai.requests.unsupported import UNSUPPORTED, refuse_unsupported
 from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answering, field_names
@@ -29,11 +25,6 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of max_tokens for this route."""
 MAX_PROMPTS = 64
 """Most prompts of one call. Each is charged, placed and counted like a call of its own."""
-MAX_FANOUT_BYTES = 5 * 1024 * 1024
-"""Bound on the size of all other fields, times the number of prompts: each prompt gets a copy before admission.
-
-It leaves room for 64 of the largest schemas.
-"""
 
 
 def completion_wanted(body: Body) -> Wanted:
@@ -48,10 +39,7 @@ def completion_wanted(body: Body) -> Wanted:
     if num_top is not None:
         template.sampling.logprobs = num_top
     echo = _with_echo(template) if given(body, "echo", FIELDS["echo"]) else None
-    prompts = _PROMPT("prompt", body.get("prompt"))
-    if len(prompts) * template.ByteSize() > MAX_FANOUT_BYTES:
-        raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
-    requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
+    requests = with_prompts(template, "prompt", _PROMPT("prompt", body.get("prompt")))
     names = field_names(body, NAMES)
     return Wanted(route="completions", requests=requests, answering=wanted, names=names, echo=echo)
 
@@ -70,37 +58,7 @@ def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
     return echo
 
 
-def _with_prompt(
-    template: inference_pb2.GenerateRequest, prompt: str | list[int]
-) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest()
-    request.CopyFrom(template)
-    if isinstance(prompt, str):
-        request.prompt = prompt
-    else:
-        request.prompt_token_ids.ids.extend(prompt)
-    return request
-
-
-def _read_prompts(name: str, prompt: Any) -> list[str | list[int]]:
-    if not isinstance(prompt, list):
-        return [text(name, prompt)]
-    if prompt and type(prompt[0]) is int:
-        return [token_ids(name, prompt)]
-    if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidRequest.of(name, f"must have 1 to {MAX_PROMPTS} prompts")
-    return [_one(f"{name}[{number}]", item) for number, item in enumerate(prompt)]
-
-
-def _one(path: str, value: Any) -> str | list[int]:
-    return token_ids(path, value) if isinstance(value, list) else text(path, value)
-
-
-_ONE = [text.schema, token_ids.schema]
-_PROMPT = Kind(
-    _read_prompts,
-    {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}, "minItems": 1, "maxItems": MAX_PROMPTS}]},
-).said(f"A text, token ids, or up to {MAX_PROMPTS} of either.")
+_PROMPT = prompts_kind(MAX_PROMPTS)
 FIELDS: Fields = {
     "prompt": _PROMPT,
     **SHARED,

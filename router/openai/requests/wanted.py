@@ -16,6 +16,7 @@ from blockyard.router.openai.requests.fields import (
     object_schema,
     refuse_others,
 )
+from blockyard.router.openai.requests.prompts import set_ids
 from blockyard.router.openai.requests.sampling import num_outputs
 from blockyard.router.openai.requests.structures import STRUCTURES
 from blockyard.router.openai.requests.unsupported import ignored_hints
@@ -87,9 +88,8 @@ class Wanted:
         ]
 
     def named(self, request_id: str) -> None:
-        """Set the request ids: the call's id, with a number appended if there are several."""
-        for number, request in enumerate(self.requests):
-            request.request_id = request_id if len(self.requests) == 1 else f"{request_id}-{number}"
+        """Set the ids of the requests, from the call's id."""
+        set_ids(self.requests, request_id)
 
 
 def field_names(body: Body, names: Mapping[str, str]) -> Mapping[str, str]:

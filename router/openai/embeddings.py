@@ -1,0 +1,54 @@
+"""Embeddings: answers a checked call of /v1/embeddings. Each input is a request of its own."""
+
+import asyncio
+from base64 import b64encode
+from typing import Any
+
+from aiohttp.web import Response
+from blockyard.proto.runtime.logs import REQUEST_ID
+from blockyard.router.calls.generating import Calls
+from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.generation.embedding import Embedding, sized
+from blockyard.router.openai.answers.outputs import outputs
+from blockyard.router.openai.http.call import HttpCall
+from blockyard.router.openai.http.json_response import encoded, json_body_response
+from blockyard.router.openai.requests.embedding import WantedEmbeddings
+from blockyard.router.openai.requests.prompts import set_ids
+
+
+async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, request_id: str) -> Response:
+    """Run one call and answer it. Raises RouterErrors, also in groups."""
+    set_ids(wanted.requests, request_id)
+    REQUEST_ID.set(request_id)
+    found: dict[int, Delta] = {}
+
+    def take(delta: Delta) -> None:
+        found[delta.index] = delta
+
+    async with outputs(calls, wanted.requests, call) as run:
+        await run(take)
+    facts = calls.parts.facts
+    assert facts.pooling is not None, "a model that generates has been refused"
+    items = []
+    for index in range(len(found)):
+        embedding = sized(found[index].embedding, wanted.dimensions, facts.pooling)
+        value = _base64(embedding) if wanted.is_base64 else embedding.tolist()
+        items.append(encoded({"object": "embedding", "index": index, "embedding": value}))
+        # A call may have 2048 embeddings of thousands of numbers. Other calls take their turns between them.
+        await asyncio.sleep(0)
+    head = encoded({"object": "list", "model": facts.name, "usage": _usage(list(found.values()))})
+    return json_body_response(head[:-1] + b',"data":[' + b",".join(items) + b"]}")
+
+
+def _base64(embedding: Embedding) -> str:
+    return b64encode(embedding.astype("<f4", copy=False).tobytes()).decode()
+
+
+def _usage(deltas: list[Delta]) -> dict[str, Any]:
+    tokens = sum(delta.prompt_tokens for delta in deltas)
+    cached_tokens = sum(delta.cached_tokens for delta in deltas)
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
