@@ -16,7 +16,7 @@ from blockyard.router.openai.requests.wanted import Wanted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What every answer of a call says about the call itself."""
+    """Facts about the call that its answer has."""
 
     request_id: str
     model: str
