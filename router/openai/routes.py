@@ -5,8 +5,9 @@ table (admission/auth.py) has all permissions. Does not own what a route does (c
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,13 +37,20 @@ from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute, e
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
-from blockyard.router.openai.openapi import MODELS, PATHS
+from blockyard.router.openai.openapi import INPUT_ITEMS, MODELS, PATHS, RESPONSE, RESPONSES
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
+from blockyard.router.openai.responses.stored import Responses
 from blockyard.router.openai.tokens import detokenized, tokenized
 
 MODEL = f"{MODELS}/{{model}}"
+_PATTERNS = {
+    MODEL: re.compile(f"{MODELS}/.*"),
+    RESPONSE: re.compile(f"{RESPONSES}/[^/]+"),
+    INPUT_ITEMS: re.compile(f"{RESPONSES}/[^/]+/input_items"),
+}
+"""Paths with a name in them. That of a model may have slashes."""
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 Ask = Callable[[Body, HttpCall], Awaitable[Asked]]
 """Checks the body of a call that generates."""
@@ -55,6 +63,8 @@ class _Route:
     handler: Handler
     error_body: ErrorBody = error_body
     """Form of its errors."""
+    also: Mapping[str, Handler] = field(default_factory=dict)
+    """Handlers of other verbs, by verb."""
 
 
 class Routes:
@@ -67,6 +77,7 @@ class Routes:
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
         texts = TokenTexts(calls.parts.tokenizing.tokenizer)
+        responses = Responses(calls)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls.parts, about)
         generates, lists, tokenizes, detokenizes = (
@@ -84,6 +95,9 @@ class Routes:
             "/v1/completions": _Route(
                 generates, self._generating(chat_asked("completions", completion_wanted, texts))
             ),
+            RESPONSES: _Route(generates, self._generating(responses.asked)),
+            RESPONSE: _Route(generates, responses.get, also={"DELETE": responses.delete}),
+            INPUT_ITEMS: _Route(generates, responses.input_items),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -133,15 +147,18 @@ class Routes:
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
             raise NoSuchRoute("no such path: /openapi.json lists all")
-        verb = PATHS[path].verb
-        if request.method != verb:
-            raise MethodNotAllowed(f"this path allows only {verb}", metadata={"allow": verb})
-        return await self._routes[path].handler(request, notes)
+        route, described = self._routes[path], PATHS[path]
+        handler = route.handler if request.method == described.verb else route.also.get(request.method)
+        if handler is None:
+            allowed = ", ".join(described.verbs)
+            raise MethodNotAllowed(f"this path allows only {allowed}", metadata={"allow": allowed})
+        return await handler(request, notes)
 
     def _path(self, path: str) -> str | None:
         """Return the path as in the table of routes, or None if it is not there."""
-        known = MODEL if path.startswith(f"{MODELS}/") else path
-        return known if known in self._routes else None
+        if path in self._routes and "{" not in path:
+            return path
+        return next((known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
 
     def _generating(self, ask: Ask) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
