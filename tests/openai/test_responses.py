@@ -2,16 +2,18 @@
 streamed."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from .rig import FakeWorker, Gateway
-from .test_tools import ARGUMENTS, CALL, prompt_of, says
+from .rig import FakeWorker, Gateway, Script, running_gateway, served_by, worker_of_model
+from .test_tools import ARGUMENTS, CALL, TEMPLATE, prompt_of, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -176,3 +178,93 @@ async def test_what_cannot_be_honoured_is_refused_by_its_name_in_the_body(
     assert answer.status == 400
     assert answer.error["param"] == param, answer.error
     assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def thinking() -> AsyncIterator[tuple[Gateway, FakeWorker]]:
+    """A router of a model that reasons."""
+    async with (
+        running_gateway(chat_template=TEMPLATE) as gateway,
+        served_by(gateway, worker_of_model("t")) as worker,
+    ):
+        yield gateway, worker
+
+
+async def test_reasoning_is_an_item_before_the_text_and_comes_back_with_its_call(
+    thinking: tuple[Gateway, FakeWorker],
+) -> None:
+    gateway, worker = thinking
+    says(worker, f"I must look.</think>\n\nI look.\n{CALL}")
+    events = await events_of(gateway, tools=[WEATHER])
+    assert [(item["type"], item["text"]) for item in told(events)] == [
+        ("reasoning", "I must look."),
+        ("message", "I look."),
+        ("function_call", ARGUMENTS),
+    ]
+    response = events[-1]["response"]
+    usage = response["usage"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    call = response["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Mild."}
+    turns = [{"role": "user", "content": "hello"}, *response["output"], result]
+    says(worker, "Good.</think>It is mild.")
+    async with gateway.client() as client:
+        last = await client.responses.create(model="demo", input=turns, tools=[WEATHER])  # type: ignore[arg-type,list-item]
+    assert [item.type for item in last.output] == ["reasoning", "message"]
+    assert last.output_text == "It is mild."
+    assert "assistant\n<think>I must look.</think>I look.<|im_end|>" in prompt_of(worker), (
+        "one message of the assistant"
+    )
+    assert "<|im_start|>tool get_weather\nMild.<|im_end|>" in prompt_of(worker)
+
+
+async def test_reasoning_is_turned_off_where_the_template_can(thinking: tuple[Gateway, FakeWorker]) -> None:
+    gateway, worker = thinking
+    says(worker, "Hello.")
+    asked = {"model": "demo", "input": "x", "reasoning": {"effort": "none", "summary": "auto"}}
+    answer = await gateway.post({**asked, "text": {"verbosity": "low"}, "user": "ann"}, RESPONSES)
+    assert [item["type"] for item in json.loads(answer.body)["output"]] == ["message"]
+    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
+    assert answer.headers["blockyard-ignored"] == "reasoning.summary, text.verbosity, user"
+
+
+async def test_a_stream_that_breaks_says_so_in_both_of_openais_ways(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = lambda submit: Script(fail_after=4)
+    *before, error, failed = await events_of(gateway)
+    assert told(before)[0]["text"], "what came before is told"
+    assert (error["type"], error["code"]) == ("error", "engine_failed")
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert failed["response"]["id"] == before[0]["response"]["id"]
+
+
+async def test_a_refusal_before_the_first_event_has_its_own_status(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    answer = await gateway.post(
+        {"model": "demo", "input": "x", "max_output_tokens": 10**6, "stream": True}, RESPONSES
+    )
+    assert (answer.status, answer.error["param"]) == (400, "max_output_tokens")
+
+
+async def test_a_path_names_all_of_its_verbs(gateway: Gateway, worker: FakeWorker) -> None:
+    answer = await gateway.get(f"{RESPONSES}/resp_1", "PUT")
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, DELETE")
+    for path in (f"{RESPONSES}/", f"{RESPONSES}/resp_1/cancel", f"{RESPONSES}/a/b/input_items"):
+        assert (await gateway.get(path)).status == 404
+
+
+async def test_fields_of_ours_mean_what_they_mean_in_a_chat(gateway: Gateway, worker: FakeWorker) -> None:
+    says(worker, "Hello.")
+    ours = {"top_k": 7, "seed": 3, "regex": "[a-z]+", "session_id": "s", "stop": ["x"], "min_tokens": 2}
+    answer = await gateway.post({"model": "demo", "input": "x", "max_output_tokens": 9, **ours}, RESPONSES)
+    assert answer.status == 200, answer.body
+    sampling = worker.submits[-1].sampling
+    assert (sampling.top_k, sampling.seed, sampling.max_tokens, sampling.min_tokens) == (7, 3, 9, 2)
+    assert sampling.structured_output.regex == "[a-z]+"
+    both = await gateway.post(
+        {"input": "x", "regex": "a", "text": {"format": {"type": "json_object"}}}, RESPONSES
+    )
+    assert (both.status, both.error["param"]) == (400, "regex")

@@ -31,7 +31,7 @@ class House:
     clients: list[AsyncOpenAI]
     """One for each router, of the tenant acme."""
     stranger: AsyncOpenAI
-    """Of the tenant bravo, at the second router."""
+    """The client of a user of the tenant bravo, at the second router."""
 
     def says(self, text: str) -> None:
         for worker in self.workers:

@@ -21,7 +21,8 @@ PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc
 _TEXTS = ("input_text", "output_text")
 _KNOWN: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
-    "function_call": ("call_id", "name", "arguments"),
+    # OpenAI's Python client adds what it has parsed.
+    "function_call": ("call_id", "name", "arguments", "parsed_arguments"),
     "function_call_output": ("call_id", "output", "name"),
     "reasoning": ("summary", "content", "encrypted_content"),
 }

@@ -61,7 +61,7 @@ class _OpenItem:
                 self._name, self._part = "function_call_arguments", ""
         if self._part:
             self._place["content_index"] = 0
-        logprobs = {"logprobs": []} if self._kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
         self._template = writer.template(f"response.{self._name}.delta", {**self._place, **logprobs})
 
     def begun(self) -> bytes:
@@ -161,5 +161,5 @@ class OutputItems:
 
 
 def _text_part(kind: str, text: str) -> dict[str, Any]:
-    extra = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
     return {"type": kind, "text": text, **extra}

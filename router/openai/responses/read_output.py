@@ -1,5 +1,6 @@
 """Read output: a tally that also parses the one output of a response, delta by delta, and counts its reasoning."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
@@ -18,6 +19,7 @@ class ReadOutput(Tally):
     def __init__(self, wanted: Wanted, writer: EventWriter) -> None:
         super().__init__(wanted.outputs_a_prompt)
         self._reading = wanted.reading
+        self._reads_reasoning = wanted.reading is not None and wanted.reading.reads_reasoning
         self._writer = writer
         self._output: ParsedOutput | None = None
         self._items: OutputItems | None = None
@@ -41,7 +43,7 @@ class ReadOutput(Tally):
             self._items = OutputItems(self._output, self._writer)
         events = self._output.push(delta.text, is_last=delta.finish is not None)
         self._unread_tokens += len(delta.token_ids)
-        if events:
+        if events and self._reads_reasoning:
             self._reasoning_tokens += self._unread_tokens * _share_of_reasoning(events)
             self._unread_tokens = 0
         self.told = self._items.take(events)
@@ -63,7 +65,7 @@ class ReadOutput(Tally):
         }
 
 
-def _share_of_reasoning(events: list[Event] | tuple[Event, ...]) -> float:
+def _share_of_reasoning(events: Sequence[Event]) -> float:
     """Return the share of reasoning in the text of one delta. Of a single token it is 0 or 1."""
     thought = sum(len(event.text) for event in events if isinstance(event, Thought))
     said = sum(
