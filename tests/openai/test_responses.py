@@ -243,10 +243,9 @@ async def test_a_stream_that_breaks_says_so_in_both_of_openais_ways(
 async def test_a_refusal_before_the_first_event_has_its_own_status(
     gateway: Gateway, worker: FakeWorker
 ) -> None:
-    answer = await gateway.post(
-        {"model": "demo", "input": "x", "max_output_tokens": 10**6, "stream": True}, RESPONSES
-    )
-    assert (answer.status, answer.error["param"]) == (400, "max_output_tokens")
+    body = {"model": "demo", "input": "x", "temperature": 9, "stream": True}
+    answer = await gateway.post(body, RESPONSES)
+    assert (answer.status, answer.error["param"]) == (400, "temperature")
 
 
 async def test_a_path_names_all_of_its_verbs(gateway: Gateway, worker: FakeWorker) -> None:
@@ -258,11 +257,11 @@ async def test_a_path_names_all_of_its_verbs(gateway: Gateway, worker: FakeWorke
 
 async def test_fields_of_ours_mean_what_they_mean_in_a_chat(gateway: Gateway, worker: FakeWorker) -> None:
     says(worker, "Hello.")
-    ours = {"top_k": 7, "seed": 3, "regex": "[a-z]+", "session_id": "s", "stop": ["x"], "min_tokens": 2}
+    ours = {"top_k": 7, "seed": 3, "regex": "[a-z]+", "session_id": "s", "stop": ["x"]}
     answer = await gateway.post({"model": "demo", "input": "x", "max_output_tokens": 9, **ours}, RESPONSES)
     assert answer.status == 200, answer.body
     sampling = worker.submits[-1].sampling
-    assert (sampling.top_k, sampling.seed, sampling.max_tokens, sampling.min_tokens) == (7, 3, 9, 2)
+    assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (7, 3, 9)
     assert sampling.structured_output.regex == "[a-z]+"
     both = await gateway.post(
         {"input": "x", "regex": "a", "text": {"format": {"type": "json_object"}}}, RESPONSES
