@@ -132,18 +132,33 @@ def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> No
     assert read_input("input", items) == items, "what is listed can be sent back"
 
 
+KEYS = (
+    *(
+        "type",
+        "role",
+        "content",
+        "id",
+        "call_id",
+        "name",
+        "arguments",
+        "output",
+        "summary",
+        "text",
+        "tools",
+        "mode",
+    ),
+    *("format", "schema", "strict", "description", "parameters", "effort", "verbosity"),
+)
 JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
     | st.text(max_size=4)
-    | st.sampled_from(["message", "reasoning", "function", "\ud800"]),
+    | st.sampled_from(["message", "reasoning", "function", "json_object", "json_schema", "\ud800"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                ["type", "role", "content", "id", "call_id", "name", "arguments", "output", "summary", "text"]
-            ),
+            st.sampled_from(KEYS),
             inner,
         )
     ),

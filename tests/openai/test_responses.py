@@ -243,7 +243,7 @@ async def test_a_stream_that_breaks_says_so_in_both_of_openais_ways(
 async def test_a_refusal_before_the_first_event_has_its_own_status(
     gateway: Gateway, worker: FakeWorker
 ) -> None:
-    body = {"model": "demo", "input": "x", "temperature": 9, "stream": True}
+    body = {"model": "demo", "input": "x", "temperature": -1, "stream": True}
     answer = await gateway.post(body, RESPONSES)
     assert (answer.status, answer.error["param"]) == (400, "temperature")
 

@@ -94,13 +94,9 @@ def chat_messages(given: Iterable[Item]) -> list[dict[str, Any]]:
 
 def _item(path: str, value: Any) -> Item:
     given = mapping(path, value)
-    kind = given.get("type", "message")
+    kind = text(f"{path}.type", given.get("type", "message"))
     if kind not in _KNOWN:
-        raise (
-            unsupported(f"{path}.type")
-            if isinstance(kind, str)
-            else InvalidRequest.of(f"{path}.type", "must be a string")
-        )
+        raise unsupported(f"{path}.type")
     for name in sorted(given.keys() - {*_OF_ALL, *_KNOWN[kind]}):
         # Clients send items back with the fields that they know, most of them empty.
         if given[name] not in (None, [], {}, "", False):

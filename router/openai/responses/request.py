@@ -60,6 +60,14 @@ NAMES: Mapping[str, str] = {
 """Names of this API for fields of GenerateRequest and of a chat."""
 _NOT_SHARED = ("n", "max_tokens", "return_token_ids", "response_format")
 """A response has one output, and names of its own for the others."""
+_ELSEWHERE = {
+    "messages": "is input here",
+    "max_tokens": "is max_output_tokens here",
+    "max_completion_tokens": "is max_output_tokens here",
+    "response_format": "is text.format here",
+    "n": "is not known here: a response has one output",
+}
+"""What is said of fields that clients know from chats."""
 _MESSAGE = re.compile(r"messages\b.*")
 _TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
 _EMPTY: tuple[Any, ...] = (None, False, [])
@@ -210,7 +218,6 @@ class ResponseRequest:
     def echo(self) -> dict[str, Any]:
         """Return the fields of the request that the response repeats, with OpenAI's defaults."""
         body = self.body
-        format_ = (body.get("text") or {}).get("format") or {"type": "text"}
         reasoning = body.get("reasoning") or {}
         return {
             "background": False,
@@ -225,7 +232,7 @@ class ResponseRequest:
             "safety_identifier": body.get("safety_identifier"),
             "service_tier": "default",
             "temperature": body.get("temperature"),
-            "text": {"format": format_},
+            "text": {"format": _shown_format((body.get("text") or {}).get("format") or {"type": "text"})},
             "tool_choice": _shown_choice(body.get("tool_choice") or "auto"),
             "tools": [_shown_tool(tool) for tool in body.get("tools") or ()],
             "top_logprobs": 0,
@@ -241,14 +248,9 @@ _SAME = ("chat_template_kwargs", "parallel_tool_calls", *(name for name in SHARE
 
 def read_request(body: Body) -> ResponseRequest:
     """Check the body's own fields. Raises InvalidRequest or Unsupported."""
-    for name in ("n", "max_tokens", "max_completion_tokens", "messages", "response_format"):
+    for name, said in _ELSEWHERE.items():
         if body.get(name) is not None:
-            said = {"messages": "input", "response_format": "text.format", "n": ""}.get(
-                name, "max_output_tokens"
-            )
-            raise InvalidRequest.of(
-                name, f"is {said} here" if said else "is not known here: a response has one output"
-            )
+            raise InvalidRequest.of(name, said)
     refuse_others(body, FIELDS)
     for name in _REFUSED:
         if not _asks_nothing(body.get(name)):
@@ -274,7 +276,7 @@ def read_request(body: Body) -> ResponseRequest:
 
 
 def _asks_nothing(value: Any) -> bool:
-    return value is None or value is False or value == []
+    return value is None or value is False or value == [] or (type(value) is int and value == 0)
 
 
 def _format(body: Body, ignored: list[str]) -> dict[str, Any]:
@@ -289,6 +291,8 @@ def _format(body: Body, ignored: list[str]) -> dict[str, Any]:
     for name in ("name", "description"):
         if form.get(name) is not None:
             text(f"text.format.{name}", form[name])
+    if form.get("strict") is not None:
+        boolean("text.format.strict", form["strict"])
     if form.get("type") == "text":
         return {}
     others = [name for name in STRUCTURES if body.get(name) is not None]
@@ -322,13 +326,9 @@ def _tools(body: Body) -> dict[str, Any]:
 
 def _tool(path: str, value: Any) -> dict[str, Any]:
     tool = mapping(path, value)
-    if tool.get("type") != "function":
+    if text(f"{path}.type", tool.get("type")) != "function":
         # A hosted tool, which nothing here could run.
-        raise (
-            unsupported(f"{path}.type")
-            if tool.get("type")
-            else InvalidRequest.of(f"{path}.type", "must be function")
-        )
+        raise unsupported(f"{path}.type")
     for name in sorted(tool.keys() - set(_TOOL_KEYS)):
         if not _asks_nothing(tool[name]):
             raise InvalidRequest.of(path, "has unknown fields")
@@ -364,6 +364,14 @@ def _chosen(path: str, choice: Any, names: set[str]) -> dict[str, Any]:
 
 def _shown_tool(tool: Body) -> dict[str, Any]:
     return {name: tool.get(name) for name in _TOOL_KEYS} | {"strict": tool.get("strict") or False}
+
+
+def _shown_format(form: Body) -> dict[str, Any]:
+    """Return a checked `text.format` as OpenAI's types have it."""
+    if form["type"] != "json_schema":
+        return {"type": form["type"]}
+    shown = {name: form.get(name) for name in ("type", "description", "schema", "strict")}
+    return {**shown, "name": form.get("name") or "response"}
 
 
 def _shown_choice(choice: Any) -> Any:
