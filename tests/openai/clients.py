@@ -204,16 +204,13 @@ def responses(url: str, tokenizer: str) -> None:
         assert json.loads(call.arguments).keys() == {"ok"}
         turns += [item.to_dict() for item in turn.output]
         turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "Done."})
-    last = client.responses.create(
-        **asked, input=turns, tools=[FLAT_TOOL], tool_choice="none", max_output_tokens=8
-    )
+    closing: dict[str, Any] = {**asked, "tools": [FLAT_TOOL], "tool_choice": "none", "max_output_tokens": 8}
+    last = client.responses.create(**closing, input=turns)
     assert last.output_text
     assert last.usage is not None
     assert last.usage.input_tokens_details.cached_tokens, "each turn reuses the one before"
 
-    again = client.responses.create(
-        **asked, input="Go on.", previous_response_id=last.id, max_output_tokens=8
-    )
+    again = client.responses.create(**closing, input="Go on.", previous_response_id=last.id)
     assert again.usage is not None
     assert again.usage.input_tokens > last.usage.input_tokens
     assert len(client.responses.input_items.list(again.id, limit=50).data) == len(turns) + 2
