@@ -27,6 +27,7 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("summary", "content", "encrypted_content"),
 }
 """Fields of an item by its type, besides those of every item."""
+_CALLED = ("call_id", "name", "arguments")
 _OF_ALL = ("type", "id", "status")
 
 
@@ -164,21 +165,33 @@ def _said(output: str | list[dict[str, Any]]) -> str:
     return output if isinstance(output, str) else _joined(output)
 
 
-_PART = {
-    "type": "object",
-    "properties": {"type": {"enum": [*_TEXTS]}, "text": text.schema},
-    "required": ["type", "text"],
-}
+def _content(*kinds: str) -> dict[str, Any]:
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": [*kinds]}, "text": text.schema},
+        "required": ["type", "text"],
+    }
+    return {"type": ["string", "array"], "items": part}
+
+
+def _schema(kind: str, fields: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **fields},
+        "required": [*required, *(() if kind == "message" else ("type",))],
+    }
+
+
 ITEM_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": [*_KNOWN]},
-        "role": {"enum": [*ROLES]},
-        "content": {"type": ["string", "array", "null"]},
-        "call_id": text.schema,
-        "name": text.schema,
-        "arguments": text.schema,
-        "output": {"type": ["string", "array"], "items": _PART},
-        "summary": {"type": "array"},
-    },
+    "anyOf": [
+        _schema("message", {"role": {"enum": [*ROLES]}, "content": _content(*_TEXTS)}, "role", "content"),
+        _schema("function_call", dict.fromkeys(_CALLED, text.schema), *_CALLED),
+        _schema(
+            "function_call_output", {"call_id": text.schema, "output": _content(*_TEXTS)}, "call_id", "output"
+        ),
+        _schema(
+            "reasoning",
+            {name: {"type": ["array", "null"]} for name in ("summary", "content")},
+        ),
+    ]
 }

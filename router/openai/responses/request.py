@@ -70,7 +70,6 @@ _ELSEWHERE = {
 """What is said of fields that clients know from chats."""
 _MESSAGE = re.compile(r"messages\b.*")
 _TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
-_EMPTY: tuple[Any, ...] = (None, False, [])
 _IGNORED = "Ignored: it changes no token."
 _HINTS: Fields = {
     **dict.fromkeys(("user", "safety_identifier", "service_tier"), text.said(_IGNORED)),
@@ -78,10 +77,15 @@ _HINTS: Fields = {
     "prompt_cache_options": mapping.said(_IGNORED),
     "max_tool_calls": integer(POSITIVE).said("Ignored: it bounds hosted tools alone."),
 }
-_REFUSED = (
-    *("background", "background_options", "context_management", "conversation", "image", "moderation"),
-    *("prompt", "access_programs", "top_logprobs"),
-)
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("background_options", "conversation", "image", "moderation", "prompt", "access_programs"), ()
+    ),
+    "background": (False,),
+    "context_management": ([],),
+    "top_logprobs": (0,),
+}
+"""Refused fields, each with the values that ask for nothing and so are allowed. null always is."""
 _OF_REASONING = ("summary", "generate_summary", "context", "mode")
 
 
@@ -137,8 +141,10 @@ _FORMAT = {
     },
     "required": ["type"],
 }
+_TEXT = {"format": _FORMAT, "verbosity": {"type": ["string", "null"]}}
+_REASONING = {"effort": {"enum": [*EFFORTS, None]}, **{name: {} for name in _OF_REASONING}}
 FIELDS: Fields = {
-    "input": Kind(_any, {"type": ["string", "array"], "items": ITEM_SCHEMA}).said(
+    "input": Kind(_any, {"type": ["string", "array"], "items": ITEM_SCHEMA, "minItems": 1}).said(
         "A text, or items: messages, calls of functions, their outputs, and reasoning."
     ),
     "instructions": text.said("A system message before all items. It is not kept for the next response."),
@@ -146,29 +152,37 @@ FIELDS: Fields = {
     "store": boolean.said(
         "Whether the response is kept for a later one. Default true, where there is Redis."
     ),
-    "max_output_tokens": integer(POSITIVE),
+    "max_output_tokens": integer(POSITIVE).said("Tokens to generate at most, reasoning included."),
     "tools": items.then(_any, items=_TOOL, maxItems=MAX_TOOLS).said(
         "Functions that the model may call. With `strict`, their arguments always follow their schema. Default false."
     ),
-    "tool_choice": Kind(_any, {}).said(
+    "tool_choice": TOOL_FIELDS["tool_choice"].said(
         "none, auto, required, a function that must be called ({type: function, name}), or allowed_tools. Default auto."
     ),
     "parallel_tool_calls": TOOL_FIELDS["parallel_tool_calls"],
-    "text": mapping.then(
-        _any, properties={"format": _FORMAT, "verbosity": {"type": ["string", "null"]}}
-    ).said("`format`: text, json_object or json_schema. `verbosity` is ignored."),
-    "reasoning": mapping.then(_any, properties={"effort": {"enum": [*EFFORTS, None]}}).said(
+    "text": mapping.then(_any, properties=_TEXT, additionalProperties=False).said(
+        "`format`: text, json_object or json_schema. `verbosity` is ignored."
+    ),
+    "reasoning": mapping.then(_any, properties=_REASONING, additionalProperties=False).said(
         "`effort`, where the chat template takes it. The others are ignored: reasoning is told as it is."
     ),
     "stream": boolean.said("Whether the answer comes as server-sent events. Default false."),
     "stream_options": mapping.then(_any, **object_schema({"include_obfuscation": boolean})).said(_IGNORED),
-    "metadata": mapping.then(_read_metadata, maxProperties=MAX_METADATA).said("Returned with the response."),
-    "truncation": text.then(_read_truncation, enum=["disabled", None]),
+    "metadata": mapping.then(
+        _read_metadata,
+        maxProperties=MAX_METADATA,
+        propertyNames={"maxLength": MAX_KEY_CHARS},
+        additionalProperties={"type": "string", "maxLength": MAX_VALUE_CHARS},
+    ).said("Returned with the response."),
+    "truncation": text.then(_read_truncation, enum=["disabled", None]).said("Nothing is dropped."),
     "include": items.then(_read_include, items={"enum": [*INCLUDABLE]}).said("Accepted; has no effect here."),
     "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
     **{name: kind for name, kind in SHARED.items() if name not in _NOT_SHARED},
     **_HINTS,
-    **{name: Kind(_any, {"enum": [*_EMPTY]}).said("Not supported.") for name in _REFUSED},
+    **{
+        name: Kind(_any, {"enum": [*harmless, None]}).said("Not supported.")
+        for name, harmless in _REFUSED.items()
+    },
 }
 
 
@@ -252,8 +266,10 @@ def read_request(body: Body) -> ResponseRequest:
         if body.get(name) is not None:
             raise InvalidRequest.of(name, said)
     refuse_others(body, FIELDS)
-    for name in _REFUSED:
-        if not _asks_nothing(body.get(name)):
+    for name, harmless in _REFUSED.items():
+        value = body.get(name)
+        # By type too: in Python 0 equals False.
+        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
             raise unsupported(name)
     for name in (
         *_HINTS,
@@ -276,7 +292,7 @@ def read_request(body: Body) -> ResponseRequest:
 
 
 def _asks_nothing(value: Any) -> bool:
-    return value is None or value is False or value == [] or (type(value) is int and value == 0)
+    return value is None or value is False or value == []
 
 
 def _format(body: Body, ignored: list[str]) -> dict[str, Any]:
