@@ -67,7 +67,7 @@ _ELSEWHERE = {
     "response_format": "is text.format here",
     "n": "is not known here: a response has one output",
 }
-"""What is said of fields that clients know from chats."""
+"""Answers to fields that clients know from chats."""
 _MESSAGE = re.compile(r"messages\b.*")
 _TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
 _IGNORED = "Ignored: it changes no token."
