@@ -4,6 +4,7 @@ Owns the dependencies between parts. Does not own their lifetimes or what serves
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from blockyard.proto.index.contract import PrefixIndex
@@ -25,8 +26,10 @@ from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.generation.relay import Relay
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.request.sampling_checks import SamplingLimits
+from blockyard.router.sealed_records import SealedRecords
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
+from redis.asyncio import Redis
 
 DIRECTORY_SECONDS = 1.0
 """Interval and timeout of reading the index's directory of workers."""
@@ -67,8 +70,9 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         ),
         code=code_version(),
     )
-    shards = _index(config, stack)
+    shards = _index(config, _clients(config, stack))
     lookup = PrefixLookup(*shards) if shards else None
+    clients = _clients(config, stack)
     placer = Placer(
         fleet,
         lookup,
@@ -98,16 +102,27 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         registry=RequestRegistry(),
         limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
         grammar_quota=grammar_quota,
+        records=(
+            SealedRecords(clients, cluster=config.cluster, secret=config.cluster_secret)
+            if clients and config.cluster_secret
+            else None
+        ),
     )
-    return parts, _index(config, stack)
+    return parts, _index(config, clients)
 
 
-def _index(config: RouterConfig, stack: AsyncExitStack) -> list[PrefixIndex]:
-    """Connect to each server of the index. Placement and directory have a connection each, because their timeouts
-    differ."""
-    shards: list[PrefixIndex] = []
-    for shard, url in enumerate(split_urls(config.redis_url) if config.redis_url is not None else ()):
-        client = connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True)
+def _clients(config: RouterConfig, stack: AsyncExitStack) -> list[Redis]:
+    """Connect to each server of the index. Placement has a connection of its own; the directory shares one with the
+    sealed records, because its timeout is as long."""
+    urls = split_urls(config.redis_url) if config.redis_url is not None else ()
+    clients = [connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True) for url in urls]
+    for client in clients:
         stack.push_async_callback(client.aclose)
-        shards.append(RedisPrefixIndex(client, config.cluster, shard=shard, is_reader=True))
-    return shards
+    return clients
+
+
+def _index(config: RouterConfig, clients: Sequence[Redis]) -> list[PrefixIndex]:
+    return [
+        RedisPrefixIndex(client, config.cluster, shard=shard, is_reader=True)
+        for shard, client in enumerate(clients)
+    ]

@@ -11,6 +11,7 @@
     ├── NotFound
     │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND (+ field violation)
     │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND (+ field violation)
+    │   ├── UnknownResponse         NOT_FOUND             RESPONSE_NOT_FOUND (+ field violation)
     │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND (+ field violation)
     ├── DuplicateRequest            ALREADY_EXISTS        REQUEST_ALREADY_RUNS (+ field violation)
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
@@ -27,6 +28,7 @@
     │   ├── WorkerLost              UNAVAILABLE           WORKER_LOST (+ tokens_emitted)
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
     │   ├── PullFailed              UNAVAILABLE           PULL_FAILED
+    │   ├── StoreUnavailable        UNAVAILABLE           STORE_UNAVAILABLE
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
         ├── EngineFailed            INTERNAL              ENGINE_FAILED
@@ -128,6 +130,12 @@ class UnknownRequest(NotFound):
     reason = "REQUEST_NOT_FOUND"
 
 
+class UnknownResponse(NotFound):
+    """No stored response of this id is known, it has expired, or it belongs to another tenant."""
+
+    reason = "RESPONSE_NOT_FOUND"
+
+
 class UnknownWorker(NotFound):
     """No worker of this id is known."""
 
@@ -223,6 +231,12 @@ class PullFailed(Unavailable):
     """The pull that an admin ordered has not brought all blocks. Those that arrived are kept."""
 
     reason = "PULL_FAILED"
+
+
+class StoreUnavailable(Unavailable):
+    """Redis, which keeps what the call asks for, does not answer."""
+
+    reason = "STORE_UNAVAILABLE"
 
 
 class RouterDraining(Unavailable):

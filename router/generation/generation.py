@@ -38,6 +38,7 @@ from blockyard.router.request.validation import (
     valid_embedding,
     valid_generation,
 )
+from blockyard.router.sealed_records import SealedRecords
 from blockyard.router.tokenizing.model_facts import ModelFacts
 from blockyard.router.tokenizing.service import (
     Prepared,
@@ -72,6 +73,8 @@ class RouterParts:
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     answers: AnswerFormat = NO_FORMAT
     """Format of the model's answers in chats."""
+    records: SealedRecords | None = None
+    """Keeps what clients may name in later calls. None: nothing is kept."""
 
     @property
     def max_model_len(self) -> int:

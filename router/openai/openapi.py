@@ -18,8 +18,12 @@ from blockyard.router.openai.requests import chat as chat_request
 from blockyard.router.openai.requests import completion as completion_request
 from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.fields import Fields, object_schema
+from blockyard.router.openai.responses import request as responses_request
 
 MODELS = "/v1/models"
+RESPONSES = "/v1/responses"
+RESPONSE = f"{RESPONSES}/{{response_id}}"
+INPUT_ITEMS = f"{RESPONSE}/input_items"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;width:100%}td,th{border-top:1px solid #bbb;padding:.3rem .6rem .3rem 0;"
@@ -44,6 +48,12 @@ class Described:
     required: tuple[str, ...] = ()
     answer: str = "application/json"
     """Media type of its answer."""
+    also: tuple["Described", ...] = ()
+    """The path with other verbs."""
+
+    @property
+    def verbs(self) -> list[str]:
+        return [self.verb, *(other.verb for other in self.also)]
 
 
 PATHS: Mapping[str, Described] = {
@@ -55,6 +65,18 @@ PATHS: Mapping[str, Described] = {
     ),
     "/v1/embeddings": Described(
         verb="POST", says="Embeds texts.", fields=embedding_request.FIELDS, required=("input",)
+    ),
+    RESPONSES: Described(
+        verb="POST", says="Answers as a response.", fields=responses_request.FIELDS, required=("input",)
+    ),
+    RESPONSE: Described(
+        verb="GET",
+        says="A stored response, by its id.",
+        also=(Described(verb="DELETE", says="Deletes a stored response."),),
+    ),
+    INPUT_ITEMS: Described(
+        verb="GET",
+        says="The items before a stored response. Query: limit (1 to 100), order (asc, desc), after.",
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
@@ -85,7 +107,10 @@ def document(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Blockyard", "version": version},
         "security": [{"token": []}, {}],
-        "paths": {path: {described.verb.lower(): _operation(described)} for path, described in PATHS.items()},
+        "paths": {
+            path: {one.verb.lower(): _operation(one) for one in (described, *described.also)}
+            for path, described in PATHS.items()
+        },
         "components": {
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
             "schemas": {"Error": _ERROR},
@@ -96,7 +121,9 @@ def document(version: str) -> dict[str, Any]:
 def page(version: str) -> str:
     """Return the description of the API as HTML that loads nothing and runs nothing."""
     title = f"Blockyard {html.escape(version)}: HTTP API"
-    sections = "".join(_section(path, described) for path, described in PATHS.items())
+    sections = "".join(
+        _section(path, one) for path, described in PATHS.items() for one in (described, *described.also)
+    )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"<h1>{title}</h1><p>The same for programs: <code>/openapi.json</code>.</p>{sections}</html>"

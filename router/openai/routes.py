@@ -5,8 +5,9 @@ table (admission/auth.py) has all permissions. Does not own what a route does (c
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
+from blockyard.router.openai.answers.chat_face import chat_asked
+from blockyard.router.openai.answers.face import Asked, ErrorBody
+from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
@@ -30,20 +34,28 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute, error_body
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
-from blockyard.router.openai.openapi import MODELS, PATHS
+from blockyard.router.openai.openapi import INPUT_ITEMS, MODELS, PATHS, RESPONSE, RESPONSES
 from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
-from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.openai.responses.stored import Responses
 from blockyard.router.openai.tokens import detokenized, tokenized
 
 MODEL = f"{MODELS}/{{model}}"
+_PATTERNS = {
+    MODEL: re.compile(f"{MODELS}/.*"),
+    RESPONSE: re.compile(f"{RESPONSES}/[^/]+"),
+    INPUT_ITEMS: re.compile(f"{RESPONSES}/[^/]+/input_items"),
+}
+"""Paths with a name in them. That of a model may have slashes."""
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
+Ask = Callable[[Body, HttpCall], Awaitable[Asked]]
+"""Checks the body of a call that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,10 @@ class _Route:
     method: str
     """gRPC method whose permissions the route has."""
     handler: Handler
+    error_body: ErrorBody = error_body
+    """Form of its errors."""
+    also: Mapping[str, Handler] = field(default_factory=dict)
+    """Handlers of other verbs, by verb."""
 
 
 class Routes:
@@ -62,6 +78,8 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
+        texts = TokenTexts(calls.parts.tokenizing.tokenizer)
+        responses = Responses(calls)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls.parts, about)
         generates, embeds, lists, tokenizes, detokenizes = (
@@ -71,10 +89,18 @@ class Routes:
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
             "/v1/chat/completions": _Route(
-                generates, self._generating(partial(chat_wanted, answers=calls.parts.answers))
+                generates,
+                self._generating(
+                    chat_asked("chat", partial(chat_wanted, answers=calls.parts.answers), texts)
+                ),
             ),
-            "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            "/v1/completions": _Route(
+                generates, self._generating(chat_asked("completions", completion_wanted, texts))
+            ),
             "/v1/embeddings": _Route(embeds, self._embedding),
+            RESPONSES: _Route(generates, self._generating(responses.asked)),
+            RESPONSE: _Route(generates, responses.get, also={"DELETE": responses.delete}),
+            INPUT_ITEMS: _Route(generates, responses.input_items),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -103,7 +129,11 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._logged_path(request)), notes.names)
+            path = self._path(request.path)
+            # In the log an unknown path, as the client's own text, must not appear.
+            answer = answer_to(error, path or "a path")
+            made = error_body if path is None else self._routes[path].error_body
+            response = error_response(answer, made(answer, notes.names))
         await self._finish(request, response, notes)
         return response
 
@@ -120,32 +150,31 @@ class Routes:
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
             raise NoSuchRoute("no such path: /openapi.json lists all")
-        verb = PATHS[path].verb
-        if request.method != verb:
-            raise MethodNotAllowed(f"this path allows only {verb}", metadata={"allow": verb})
-        return await self._routes[path].handler(request, notes)
+        route, described = self._routes[path], PATHS[path]
+        handler = route.handler if request.method == described.verb else route.also.get(request.method)
+        if handler is None:
+            allowed = ", ".join(described.verbs)
+            raise MethodNotAllowed(f"this path allows only {allowed}", metadata={"allow": allowed})
+        return await handler(request, notes)
 
     def _path(self, path: str) -> str | None:
         """Return the path as in the table of routes, or None if it is not there."""
-        known = MODEL if path.startswith(f"{MODELS}/") else path
-        return known if known in self._routes else None
+        if path in self._routes and "{" not in path:
+            return path
+        return next((known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
 
-    def _logged_path(self, request: BaseRequest) -> str:
-        """Return the path for the log, where an unknown path, as the client's own text, must not appear."""
-        return self._path(request.path) or "a path"
-
-    def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
+    def _generating(self, ask: Ask) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
             await self._arrivals.take()
             call, body = await self._read(request)
-            wanted = parse(body)
-            notes.ignored, notes.names = wanted.answering.ignored, wanted.names
+            asked = await ask(body, call)
+            notes.ignored, notes.names = asked.wanted.answering.ignored, asked.wanted.names
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,
                 headed=lambda response: self._headed(response, request, notes),
             )
-            return await self._completions.answer(wanted, call, notes.request_id, events)
+            return await self._completions.answer(asked, call, notes.request_id, events)
 
         return handle
 

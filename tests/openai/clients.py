@@ -21,6 +21,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "answer", "description": "An answer.", "parameters": SCHEMA}}
+FLAT_TOOL: Any = {"type": "function", "name": "answer", "parameters": SCHEMA, "strict": True}
 SCORED = [("def f(x):\n    return", " x"), ("import", " os"), ("for i in range", " zzz")]
 
 
@@ -57,6 +58,25 @@ def litellm(url: str, tokenizer: str) -> None:
         except litellm.BadRequestError as error:
             refused = str(error)
         assert "temperature: must be" in refused
+    called = litellm.responses(
+        model="openai/demo",
+        api_base=url,
+        api_key="none",
+        input=ASKED,
+        tools=[FLAT_TOOL],
+        tool_choice="required",
+        temperature=0,
+        max_output_tokens=96,
+    )
+    assert [item.type for item in called.output][:1] == ["function_call"]
+    kinds = {
+        str(getattr(event.type, "value", event.type))
+        for event in litellm.responses(
+            model="openai/demo", api_base=url, api_key="none", input=ASKED, max_output_tokens=8, stream=True
+        )
+    }
+    # It does not know the model, so it asks for a whole answer and makes the events itself.
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= kinds, kinds
     echoed = litellm.text_completion(
         model="text-completion-openai/demo",
         api_base=url,
@@ -69,6 +89,7 @@ def litellm(url: str, tokenizer: str) -> None:
 
 
 def langchain(url: str, tokenizer: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage  # type: ignore[import-not-found]
     from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
 
     settings: dict[str, Any] = {"base_url": url, "api_key": "none", "model": "demo", "temperature": 0}
@@ -93,16 +114,33 @@ def langchain(url: str, tokenizer: str) -> None:
         gathered = chunk if gathered is None else gathered + chunk
     assert gathered is not None
     assert [call["name"] for call in gathered.tool_calls][:1] == ["answer"]
+    told = ChatOpenAI(**settings, max_tokens=16, use_responses_api=True)
+    assert told.invoke(ASKED).text == "".join(chunk.text for chunk in told.stream(ASKED))
+    bound = ChatOpenAI(**settings, use_responses_api=True).bind_tools([TOOL], tool_choice="required")
+    turns: list[Any] = [HumanMessage(ASKED)]
+    for _ in range(2):
+        turn = bound.invoke(turns, parallel_tool_calls=False)
+        (call,) = turn.tool_calls
+        assert call["name"] == "answer"
+        turns += [turn, ToolMessage("Done.", tool_call_id=call["id"])]
+    closing = ChatOpenAI(**settings, max_tokens=8, use_responses_api=True, use_previous_response_id=True)
+    assert closing.invoke(turns).usage_metadata["input_tokens"] > 0
     completion = OpenAI(**settings, max_tokens=8)
     assert "".join(completion.stream(PROMPT)) == completion.invoke(PROMPT)
 
 
 def agents(url: str, tokenizer: str) -> None:
-    """Run an agent: the model calls a tool, gets its result and answers, whole and streamed."""
-    from agents import (  # type: ignore[import-not-found]
+    """Run an agent on either API: the model calls a tool, gets its result and answers, whole and streamed."""
+    from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel  # type: ignore[import-not-found]
+
+    for model in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+        _agent(url, model)
+
+
+def _agent(url: str, model: Any) -> None:
+    from agents import (
         Agent,
         ModelSettings,
-        OpenAIChatCompletionsModel,
         Runner,
         function_tool,
         set_tracing_disabled,
@@ -120,9 +158,7 @@ def agents(url: str, tokenizer: str) -> None:
 
     agent = Agent(
         name="forecaster",
-        model=OpenAIChatCompletionsModel(
-            model="demo", openai_client=AsyncOpenAI(base_url=url, api_key="none")
-        ),
+        model=model(model="demo", openai_client=AsyncOpenAI(base_url=url, api_key="none")),
         tools=[get_weather],
         model_settings=ModelSettings(
             tool_choice="required", parallel_tool_calls=False, max_tokens=64, temperature=0
@@ -139,6 +175,55 @@ def agents(url: str, tokenizer: str) -> None:
 
     asyncio.run(run())
     assert len(asked_for) == 2
+
+
+def responses(url: str, tokenizer: str) -> None:
+    """Run OpenAI's own client on /v1/responses: whole, streamed, three turns of a tool, and from a stored response."""
+    from openai import NotFoundError, OpenAI
+
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    asked: dict[str, Any] = {"model": "demo", "temperature": 0}
+    whole = client.responses.create(**asked, input=ASKED, extra_body={"max_output_tokens": 16})
+    assert whole.incomplete_details is not None
+    assert whole.usage is not None
+    assert (whole.incomplete_details.reason, whole.usage.output_tokens) == ("max_output_tokens", 16)
+    text = ""
+    for event in client.responses.create(**asked, input=ASKED, max_output_tokens=16, stream=True):
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == whole.output_text
+    form: Any = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    shaped = client.responses.create(**asked, input=ASKED, text={"format": form})
+    assert json.loads(shaped.output_text).keys() == {"ok"}
+
+    turns: list[Any] = [{"role": "user", "content": ASKED}]
+    for _ in range(2):
+        with client.responses.stream(
+            **asked, input=turns, tools=[FLAT_TOOL], tool_choice="required", parallel_tool_calls=False
+        ) as stream:
+            turn = stream.get_final_response()
+        (call,) = turn.output
+        assert call.type == "function_call"
+        assert json.loads(call.arguments).keys() == {"ok"}
+        turns += [item.to_dict() for item in turn.output]
+        turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "Done."})
+    closing: dict[str, Any] = {**asked, "tools": [FLAT_TOOL], "tool_choice": "none", "max_output_tokens": 8}
+    last = client.responses.create(**closing, input=turns)
+    assert last.output_text
+    assert last.usage is not None
+    assert last.usage.input_tokens_details.cached_tokens, "each turn reuses the one before"
+
+    again = client.responses.create(**closing, input="Go on.", previous_response_id=last.id)
+    assert again.usage is not None
+    assert again.usage.input_tokens > last.usage.input_tokens
+    assert len(client.responses.input_items.list(again.id, limit=50).data) == len(turns) + 2
+    assert client.responses.retrieve(again.id).output_text == again.output_text
+    client.responses.delete(again.id)
+    code = ""
+    try:
+        client.responses.retrieve(again.id)
+    except NotFoundError as error:
+        code = str(error.code)
+    assert code == "response_not_found"
 
 
 def guidellm(url: str, tokenizer: str) -> None:
@@ -185,6 +270,11 @@ def lm_eval(url: str, tokenizer: str) -> None:
 
 if __name__ == "__main__":
     client, *arguments = sys.argv[1:]
-    {"litellm": litellm, "langchain": langchain, "guidellm": guidellm, "lm_eval": lm_eval, "agents": agents}[
-        client
-    ](*arguments)
+    {
+        "litellm": litellm,
+        "langchain": langchain,
+        "guidellm": guidellm,
+        "lm_eval": lm_eval,
+        "agents": agents,
+        "responses": responses,
+    }[client](*arguments)

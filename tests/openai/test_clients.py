@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes(tmp_path_factory.mktemp("clients")) as running:
+    with processes(tmp_path_factory.mktemp("clients"), with_redis=True) as running:
         worker = running.add_worker("w0", *DETERMINISTIC)
         router = running.add_router("r0", "--http-port", "0", workers=[worker.address])
         running.start(worker, router)
@@ -51,7 +51,7 @@ def said(client: str, url: str, folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("client", ["litellm", "langchain", "guidellm", "agents"])
+@pytest.mark.parametrize("client", ["litellm", "langchain", "guidellm", "agents", "responses"])
 def test_a_client_does_what_it_does_elsewhere(client: str, url: str, tmp_path: Path) -> None:
     said(client, url, tmp_path)
 

@@ -22,7 +22,14 @@ PYTHON = [block for kind, name, block in BLOCKS if (kind, name) == ("python", ""
 """The one named `embedding` needs another model (tests/cluster/test_embeddings.py)."""
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
 ADDRESS = "127.0.0.1:8000"
-SAID = ("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "temperature invalid_request")
+SAID = (
+    "cached prompt tokens: ",
+    "0 length",
+    "True",
+    'get_weather {"city"',
+    "stored: False",
+    "temperature invalid_request",
+)
 """In what each program prints."""
 NOT_OVER_HTTP = {
     errors.LastWorker,
@@ -50,7 +57,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("program", "said"),
     list(zip(PYTHON, SAID, strict=True)),
-    ids=["stream", "n", "schema", "tools", "errors"],
+    ids=["stream", "n", "schema", "tools", "responses", "errors"],
 )
 def test_each_program_runs(address: str, program: str, said: str) -> None:
     result = subprocess.run(

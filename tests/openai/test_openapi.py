@@ -9,11 +9,13 @@ from typing import Any
 import jsonschema
 import pytest
 from blockyard.router.errors import RouterError
-from blockyard.router.openai.openapi import PATHS, body_schema, document, page
+from blockyard.router.openai.openapi import PATHS, RESPONSES, body_schema, document, page
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.openai.responses.request import read_request
+from blockyard.router.parsing.formats import NO_FORMAT
 from blockyard.router.request.sampling_checks import SamplingLimits
 from blockyard.router.request.validation import valid_generation
 
@@ -34,9 +36,17 @@ SAMPLES: list[Any] = [
     {"json": {}, "regex": None},
     {"nobody": 1},
 ]
+
+
+def response_wanted(body: Body) -> Wanted:
+    request = read_request(body)
+    return request.wanted(request.items(()), NO_FORMAT, can_store=False)
+
+
 ROUTES: list[tuple[str, Callable[[Body], Wanted], dict[str, Any]]] = [
     (CHAT, chat_wanted, {"messages": HELLO}),
     (COMPLETIONS, completion_wanted, {"prompt": "x"}),
+    (RESPONSES, response_wanted, {"input": "x"}),
 ]
 BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 """Fields that a field needs beside it."""
@@ -138,7 +148,7 @@ async def test_both_are_served(gateway: Gateway) -> None:
     assert made == json.loads(json.dumps(document(made["info"]["version"])))
     for path, described in PATHS.items():
         wrong = await gateway.get(path, verb="PUT")
-        assert (wrong.status, wrong.headers["allow"]) == (405, described.verb)
+        assert (wrong.status, wrong.headers["allow"]) == (405, ", ".join(described.verbs))
     shown = await gateway.get("/docs")
     policy = shown.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")

@@ -1,6 +1,7 @@
 """Routers and workers as Redis users of their own in a real Redis: each can do its work, and nothing else."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import bucket_of, key_prefix
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.router.client import AsyncClient
+from blockyard.router.sealed_records import RecordName, SealedRecords
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -116,6 +118,31 @@ async def test_a_worker_writes_its_part_and_a_router_reads_it(flushed: Server) -
         assert not (await worker.register(RECORD, lease_seconds=0.01)).anywhere
         await asyncio.sleep(0.1)
         await worker.directory()
+
+
+async def test_a_router_changes_no_key_of_the_index_by_the_commands_of_its_records(flushed: Server) -> None:
+    """No key of the index is a string, and these commands refuse every other type."""
+    async with index_as(flushed.worker_url) as worker:
+        berth = await worker.register(RECORD, lease_seconds=10.0, has_host_cache=True)
+        batch = Batch(sequence=1, removed=(), added=NAMES, anywhere_removed=(), anywhere_added=())
+        assert await worker.apply(berth, batch) is ApplyResult.OK
+        await worker.retire(
+            await worker.register(replace(RECORD, worker_id=WorkerId("w1")), lease_seconds=10.0)
+        )
+        assert await worker.claim("up", lease_seconds=10.0)
+        await walk_over_all(worker)
+    with (
+        redis.Redis.from_url(flushed.process.url) as admin,
+        redis.Redis.from_url(flushed.router_url) as reader,
+    ):
+        keys = admin.keys("*")
+        assert len(keys) > 8
+        before = {key: admin.dump(key) for key in keys}
+        for key in keys:
+            for command in (("APPEND", key, "x"), ("GETEX", key, "EXAT", 1), ("GETEX", key, "EX", 1)):
+                with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+                    reader.execute_command(*command)
+        assert {key: admin.dump(key) for key in admin.keys("*")} == before
 
 
 async def test_a_router_cannot_write_not_even_by_the_workers_scripts(server: Server) -> None:
@@ -271,6 +298,12 @@ async def be_a_router(url: str) -> None:
         assert len(await index.directory()) == NUM_HOLDERS
         size = await index.info()
         assert (size.live_berths, size.dead_berths, size.bytes > 0) == (NUM_HOLDERS, 0, True)
+        records = SealedRecords([client], cluster=CLUSTER, secret="of-the-cluster")
+        name = RecordName(kind="response", tenant="acme", record_id=secrets.token_hex(8))
+        assert await records.put(name, b"text")
+        assert await records.get(name) == b"text"
+        await records.delete(name)
+        assert await records.get(name) is None
 
 
 async def many_holders(url: str) -> None:

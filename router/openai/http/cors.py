@@ -48,7 +48,7 @@ def preflight(origins: Sequence[str], request: BaseRequest) -> Response | None:
     if not is_question or _allowed_origin(origins, request) is None:
         return None
     headers = {
-        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Max-Age": str(MAX_AGE_SECONDS),
     }
     # Clients have headers of their own, such as x-stainless-os.

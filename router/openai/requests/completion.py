@@ -41,7 +41,7 @@ def completion_wanted(body: Body) -> Wanted:
     echo = _with_echo(template) if given(body, "echo", FIELDS["echo"]) else None
     requests = with_prompts(template, "prompt", _PROMPT("prompt", body.get("prompt")))
     names = field_names(body, NAMES)
-    return Wanted(route="completions", requests=requests, answering=wanted, names=names, echo=echo)
+    return Wanted(requests=requests, answering=wanted, names=names, echo=echo)
 
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:

@@ -1,0 +1,165 @@
+"""Output items of a response, built from the parsed output, and the events that tell of them. Pure.
+
+An item is begun, grows and ends; the next one begins after it. Most events of a stream are pieces of text, which are
+cut from a template.
+"""
+
+import json.encoder
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from blockyard.router.openai.answers.answer_text import ParsedOutput
+from blockyard.router.openai.http.json_response import encoded
+from blockyard.router.openai.http.sse import event
+from blockyard.router.openai.responses.items import Item, new_id
+from blockyard.router.parsing.events import Arguments, CallBegun, Event, Said, Thought
+
+Status = Literal["completed", "incomplete"]
+_MARK = "\x00"
+
+
+class EventWriter:
+    """Numbers the events of one stream."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def write(self, name: str, fields: Mapping[str, Any]) -> bytes:
+        return event(encoded({"type": name, **fields, "sequence_number": self._next()}), name.encode())
+
+    def template(self, name: str, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """Return the bytes of an event before and after its `delta`. The number is missing at the end."""
+        made = event(encoded({"type": name, "delta": _MARK, **fields}), name.encode())
+        before, after = made.split(encoded(_MARK))
+        return before, after.removesuffix(b"}\n\n") + b',"sequence_number":'
+
+    def cut(self, template: tuple[bytes, bytes], text: str) -> bytes:
+        before, after = template
+        shown = json.encoder.encode_basestring(text).encode()
+        return b"%b%b%b%d}\n\n" % (before, shown, after, self._next())
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+
+class _OpenItem:
+    """The item that grows."""
+
+    def __init__(self, item: Item, index: int, writer: EventWriter) -> None:
+        self.item = item
+        self._texts: list[str] = []
+        self._writer = writer
+        self._place = {"item_id": item["id"], "output_index": index}
+        self._kind = item["type"]
+        match self._kind:
+            case "message":
+                self._name, self._part = "output_text", "output_text"
+            case "reasoning":
+                self._name, self._part = "reasoning_text", "reasoning_text"
+            case _:
+                self._name, self._part = "function_call_arguments", ""
+        if self._part:
+            self._place["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
+        self._template = writer.template(f"response.{self._name}.delta", {**self._place, **logprobs})
+
+    def begun(self) -> bytes:
+        shown = {**self.item, "status": "in_progress"}
+        added = self._writer.write("response.output_item.added", {**self._of_item(), "item": shown})
+        return added + self._of_part("response.content_part.added", "")
+
+    def grown(self, text: str) -> bytes:
+        self._texts.append(text)
+        return self._writer.cut(self._template, text)
+
+    def ended(self, status: Status) -> bytes:
+        text = "".join(self._texts)
+        self.item["status"] = status
+        done: dict[str, Any] = {**self._place}
+        match self._kind:
+            case "function_call":
+                self.item["arguments"] = done["arguments"] = text
+                done["name"] = self.item["name"]
+            case "message":
+                self.item["content"] = [_text_part(self._part, text)]
+                done |= {"text": text, "logprobs": []}
+            case _:
+                self.item["content"] = [_text_part(self._part, text)]
+                done["text"] = text
+        write = self._writer.write
+        return (
+            write(f"response.{self._name}.done", done)
+            + self._of_part("response.content_part.done", text)
+            + write("response.output_item.done", {**self._of_item(), "item": self.item})
+        )
+
+    def _of_item(self) -> dict[str, Any]:
+        return {"output_index": self._place["output_index"]}
+
+    def _of_part(self, name: str, text: str) -> bytes:
+        if not self._part:
+            return b""
+        return self._writer.write(name, {**self._place, "part": _text_part(self._part, text)})
+
+
+class OutputItems:
+    """Items of one response, and the events that tell of them."""
+
+    def __init__(self, output: ParsedOutput, writer: EventWriter) -> None:
+        self.items: list[Item] = []
+        """All items so far. The last one may still grow."""
+        self._output = output
+        self._writer = writer
+        self._open: _OpenItem | None = None
+
+    def take(self, events: Iterable[Event]) -> bytes:
+        """Add parsed events to the items, and return the stream's events that tell of them."""
+        told = []
+        for parsed in events:
+            match parsed:
+                case Said(text):
+                    told.append(self._grown("message", text))
+                case Thought(text):
+                    told.append(self._grown("reasoning", text))
+                case CallBegun(name):
+                    told.append(self._begun("function_call", call_id=self._output.call_id(), name=name))
+                case Arguments(text):
+                    assert self._open is not None
+                    told.append(self._open.grown(text))
+        return b"".join(told)
+
+    def end(self, status: Status) -> bytes:
+        """End the last item. An output without any item is a message without text."""
+        told = b"" if self.items else self._begun("message")
+        return told + self._ended(status)
+
+    def _grown(self, kind: str, text: str) -> bytes:
+        told = b""
+        if self._open is None or self._open.item["type"] != kind:
+            told = self._begun(kind)
+            assert self._open is not None
+        return told + self._open.grown(text)
+
+    def _begun(self, kind: str, **fields: str) -> bytes:
+        told = self._ended("completed")
+        item: Item = {"id": new_id(kind), "type": kind, "status": "in_progress"}
+        match kind:
+            case "message":
+                item |= {"role": "assistant", "content": []}
+            case "reasoning":
+                item |= {"summary": [], "content": []}
+            case _:
+                item |= {**fields, "arguments": ""}
+        self._open = _OpenItem(item, len(self.items), self._writer)
+        self.items.append(item)
+        return told + self._open.begun()
+
+    def _ended(self, status: Status) -> bytes:
+        ended, self._open = self._open, None
+        return b"" if ended is None else ended.ended(status)
+
+
+def _text_part(kind: str, text: str) -> dict[str, Any]:
+    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **extra}

@@ -1,0 +1,183 @@
+"""Sealed records: texts of clients in Redis for some time, encrypted with the cluster secret, for all routers.
+
+Owns a record's key and seal, its life, how much a router keeps, and what happens while Redis is away. Does not own what
+is in a record. A router may only append and expire: these commands change no key of the prefix index, which has no
+strings. So a router that was taken over cannot harm the index (proto/index/acl.py).
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from blockyard.proto.index.contract import ErrorKind
+from blockyard.proto.index.redis import error_kind
+from blockyard.proto.index.schema import key_prefix
+from blockyard.proto.index.shards import shard_of
+from blockyard.proto.security.cluster_identity import records_key
+from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig
+from blockyard.router.errors import StoreUnavailable
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from redis.asyncio import Redis
+
+KEEP_SECONDS = 24 * 3600
+"""Time for which a record is kept."""
+MAX_RECORD_BYTES = 1024 * 1024
+"""A larger record is not kept. A reply of Redis may have twice as much (proto/index/redis_parser.py)."""
+MAX_KEPT_BYTES = 256 * 1024 * 1024
+"""Bytes that one router keeps. Beyond them it deletes its oldest records: the memory of Redis is the index's."""
+TIMEOUT_SECONDS = 0.5
+CALLS_AT_ONCE = 8
+"""Calls of Redis at once, each of which has a connection."""
+_NONCE_BYTES = 12
+_SEAL_BYTES = 32
+_NAME_BYTES = 16
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordName:
+    kind: str
+    tenant: str
+    """Tenant to whom it belongs. Another one cannot name it."""
+    record_id: str
+
+
+class KeptRecords:
+    """Records that one router has written, the oldest first. Pure."""
+
+    def __init__(self, max_bytes: int, keep_seconds: float) -> None:
+        self._max_bytes = max_bytes
+        self._keep_seconds = keep_seconds
+        self._written: deque[tuple[float, int, RecordName]] = deque()
+        self.num_bytes = 0
+
+    def add(self, name: RecordName, num_bytes: int, now: float) -> list[RecordName]:
+        """Note a record, forget those that have expired, and return the oldest ones that must make room for it."""
+        self._written.append((now, num_bytes, name))
+        self.num_bytes += num_bytes
+        surplus = []
+        while self._written:
+            written, size, oldest = self._written[0]
+            is_expired = now - written >= self._keep_seconds
+            if not is_expired and self.num_bytes <= self._max_bytes:
+                break
+            self._written.popleft()
+            self.num_bytes -= size
+            surplus += [] if is_expired else [oldest]
+        return surplus
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a record is, and what seals it."""
+
+    key: str
+    shard: int
+    seal: AESGCM
+
+
+class SealedRecords:
+    """Records of one cluster, on the servers of its index."""
+
+    def __init__(
+        self,
+        clients: Sequence[Redis],
+        *,
+        cluster: str,
+        secret: str,
+        kept: KeptRecords | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clients`: one for each server of the index. The hash of a record's name chooses one."""
+        config = PrefixLookupConfig()
+        self._clients = clients
+        self._breakers = [
+            CircuitBreaker(failures_to_open=config.failures_to_open, open_seconds=config.open_seconds)
+            for _ in clients
+        ]
+        self._prefix = f"{key_prefix(cluster)}records:"
+        self._secret = records_key(secret, cluster)
+        self._kept = kept or KeptRecords(MAX_KEPT_BYTES, KEEP_SECONDS)
+        self._clock = clock
+        self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._has_warned = False
+
+    async def put(self, name: RecordName, value: bytes) -> bool:
+        """Keep a new record, and return whether it is kept. Never raises."""
+        place = self._place(name)
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = nonce + place.seal.encrypt(nonce, value, None)
+        if len(sealed) > MAX_RECORD_BYTES:
+            return False
+
+        async def write() -> bool:
+            async with self._clients[place.shard].pipeline(transaction=False) as pipe:
+                # The expiry comes first, and with it only an empty reply.
+                pipe.append(place.key, b"")
+                pipe.getex(place.key, ex=KEEP_SECONDS)
+                pipe.append(place.key, sealed)
+                replies: list[Any] = await pipe.execute()
+            return bool(replies[-1] == len(sealed))
+
+        try:
+            is_kept = await self._call(place, write)
+            for oldest in self._kept.add(name, len(sealed), self._clock()) if is_kept else ():
+                await self.delete(oldest)
+        except StoreUnavailable:
+            return False
+        return is_kept
+
+    async def get(self, name: RecordName) -> bytes | None:
+        """Return a record, or None if there is none. Raises StoreUnavailable."""
+        place = self._place(name)
+        sealed = await self._call(place, lambda: self._clients[place.shard].getex(place.key))
+        if not isinstance(sealed, bytes):
+            return None
+        try:
+            return place.seal.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
+        except (InvalidTag, ValueError):
+            return None
+
+    async def delete(self, name: RecordName) -> None:
+        """Delete a record, if there is one. Raises StoreUnavailable."""
+        place = self._place(name)
+        # A time that has passed deletes at once.
+        await self._call(place, lambda: self._clients[place.shard].getex(place.key, exat=1))
+
+    def _place(self, name: RecordName) -> _Place:
+        message = "\0".join((name.kind, name.tenant, name.record_id)).encode()
+        derived = hmac.digest(self._secret, message, "sha512")
+        named = derived[_SEAL_BYTES : _SEAL_BYTES + _NAME_BYTES]
+        return _Place(
+            key=self._prefix + named.hex(),
+            shard=shard_of(named, len(self._clients)),
+            seal=AESGCM(derived[:_SEAL_BYTES]),
+        )
+
+    async def _call(self, place: _Place, call: Callable[[], Awaitable[T]]) -> T:
+        breaker = self._breakers[place.shard]
+        if not breaker.admits(self._clock()):
+            raise StoreUnavailable("Redis, which keeps responses, does not answer")
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS), self._turns:
+                reply = await call()
+        except asyncio.CancelledError:
+            breaker.abandoned()
+            raise
+        except Exception as error:  # the server may be no Redis, or under foreign control
+            breaker.failed(self._clock())
+            if error_kind(error) is ErrorKind.DENIED and not self._has_warned:
+                self._has_warned = True
+                logger.warning("Redis refuses APPEND or GETEX to this router: responses are not kept")
+            raise StoreUnavailable("Redis, which keeps responses, does not answer") from None
+        breaker.succeeded()
+        return reply

@@ -1,0 +1,230 @@
+"""Responses by property: items and messages, the events of any way of cutting an output, pages, and what is kept."""
+
+import json
+from typing import Any
+
+import pytest
+from blockyard.proto.v1 import inference_pb2
+from blockyard.router.errors import RouterError
+from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.openai.responses.items import chat_messages, read_input
+from blockyard.router.openai.responses.output import EventWriter
+from blockyard.router.openai.responses.read_output import ReadOutput
+from blockyard.router.openai.responses.request import read_request
+from blockyard.router.openai.responses.stored import page_of
+from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
+from blockyard.router.parsing.reading import Reading
+from blockyard.router.sealed_records import KeptRecords, RecordName
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .test_responses import EVENT, told
+from .test_tools import CALL
+
+FORMAT = AnswerFormat(tools=HERMES, reasoning=THINK)
+CUT = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH)
+PIECES = st.lists(
+    st.sampled_from(["<think>", "Hm. ", "</think>", "Yes \U0001f327", CALL, "\n", "<tool_call>"]), max_size=8
+)
+
+
+def read(text: str, cuts: list[int]) -> tuple[ReadOutput, list[dict[str, Any]]]:
+    """Return an output whose text came in the pieces between these places, and its events."""
+    wanted = Wanted(
+        requests=(inference_pb2.GenerateRequest(),),
+        answering=None,  # type: ignore[arg-type]
+        reading=Reading(format=FORMAT, tools={"get_weather": None}, reads_reasoning=True),
+        names={},
+    )
+    output = ReadOutput(wanted, EventWriter())
+    places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    data = b""
+    for number, (start, end) in enumerate(zip(places, places[1:] or [0], strict=False)):
+        is_last = end == len(text)
+        output.add(
+            Delta(text=text[start:end], token_ids=[1], token_offset=number, finish=CUT if is_last else None)
+        )
+        data += output.told
+    blocks = data.decode().removesuffix("\n\n").split("\n\n")
+    return output, [json.loads(block.split("\ndata: ")[1]) for block in blocks]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
+@given(pieces=PIECES, cuts=st.lists(st.integers(1, 200)))
+def test_items_are_the_same_for_every_way_of_cutting_and_their_events_add_up_to_them(
+    pieces: list[str], cuts: list[int]
+) -> None:
+    text = "".join(pieces)
+    whole, _ = read(text, [])
+    output, events = read(text, cuts)
+    assert without_ids(output.items) == without_ids(whole.items)
+    assert output.items, "an output without text is an empty message"
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    texts = [item["text"] for item in told(events)]
+    assert texts == [
+        item.get("arguments") or "".join(part["text"] for part in item.get("content", ()))
+        for item in output.items
+    ]
+    assert [item["status"] for item in output.items] == ["completed"] * (len(texts) - 1) + ["incomplete"]
+    usage = output.usage()
+    assert 0 <= usage["output_tokens_details"]["reasoning_tokens"] <= usage["output_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning"), [("Yes.", 0), ("<think>Hm.</think>", 10), ("<think>Hm.</think>Yes", 10)]
+)
+def test_reasoning_tokens_are_those_whose_text_is_reasoning(text: str, reasoning: int) -> None:
+    """One character is a token here. The end mark counts with what follows it."""
+    output, _ = read(text, list(range(1, len(text))))
+    assert output.usage()["output_tokens_details"]["reasoning_tokens"] == reasoning
+
+
+def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = read_input(
+        "input",
+        [
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+            },
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hm."}],
+            },
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            call,
+            {**call, "call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            {
+                "type": "function_call_output",
+                "call_id": "c2",
+                "output": [{"type": "input_text", "text": "2"}],
+            },
+            {**call, "call_id": "c3"},
+            {"type": "function_call_output", "call_id": "c3", "output": "3"},
+            {"role": "assistant", "content": "Yes."},
+            {"role": "assistant", "content": "No."},
+        ],
+    )
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": f"c{number}", "type": "function", "function": function} for number in (1, 2, 3)]
+    assert chat_messages(items) == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "2"},
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
+        {"role": "tool", "tool_call_id": "c3", "content": "3"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "assistant", "content": "No."},
+    ]
+    assert read_input("input", items) == items, "what is listed can be sent back"
+
+
+KEYS = (
+    *(
+        "type",
+        "role",
+        "content",
+        "id",
+        "call_id",
+        "name",
+        "arguments",
+        "output",
+        "summary",
+        "text",
+        "tools",
+        "mode",
+    ),
+    *("format", "schema", "strict", "description", "parameters", "effort", "verbosity"),
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=4)
+    | st.sampled_from(["message", "reasoning", "function", "json_object", "json_schema", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(KEYS),
+            inner,
+        )
+    ),
+    max_leaves=12,
+)
+FIELD = st.sampled_from(
+    [
+        "input",
+        "tools",
+        "tool_choice",
+        "text",
+        "reasoning",
+        "include",
+        "metadata",
+        "stream_options",
+        "truncation",
+        "store",
+    ]
+)
+
+
+@given(field=FIELD, value=JSON)
+def test_any_json_is_answered_or_refused_by_name(field: str, value: Any) -> None:
+    body = {"input": "x", "stream": True, field: value}
+    refused = None
+    try:
+        request = read_request(body)
+        wanted = request.wanted(request.items(()), FORMAT, can_store=True)
+    except RouterError as error:
+        refused = error
+    if refused is not None:
+        assert [violation.field.startswith(field) for violation in refused.violations] == [True], refused
+        return
+    json.dumps(request.echo(), ensure_ascii=False, allow_nan=False).encode()
+    assert wanted.requests[0].chat.messages
+
+
+ITEMS = [{"id": f"msg_{number}", "type": "message"} for number in range(7)]
+
+
+@given(limit=st.integers(1, 9), order=st.sampled_from(["asc", "desc"]))
+def test_pages_list_every_item_once_in_order(limit: int, order: str) -> None:
+    found: list[Any] = []
+    query = {"limit": str(limit), "order": order}
+    while True:
+        page = page_of(ITEMS, query)
+        found += page["data"]
+        assert len(page["data"]) <= limit
+        if not page["has_more"]:
+            break
+        query["after"] = page["last_id"]
+    assert found == (ITEMS if order == "asc" else ITEMS[::-1])
+
+
+@given(writes=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), max_size=40))
+def test_a_router_keeps_a_bounded_number_of_bytes_and_drops_the_oldest(writes: list[tuple[int, int]]) -> None:
+    kept, alive, now = KeptRecords(100, 20), dict[str, tuple[int, int]](), 0
+    for number, (size, wait) in enumerate(writes):
+        now += wait
+        name = RecordName(kind="x", tenant="t", record_id=str(number))
+        alive[str(number)] = (now, size)
+        dropped = [one.record_id for one in kept.add(name, size, now)]
+        expired = [one for one, (written, _) in alive.items() if now - written >= 20]
+        assert not set(dropped) & set(expired)
+        alive = {one: facts for one, facts in alive.items() if one not in {*dropped, *expired}}
+        assert kept.num_bytes == sum(size for _, size in alive.values()) <= 100
+        if dropped:
+            assert max(map(int, dropped)) < min(map(int, alive))
+            assert kept.num_bytes + int(writes[int(dropped[-1])][0]) > 100, "no more than must be"

@@ -1,0 +1,269 @@
+"""Responses with OpenAI's own client and types: what the worker is asked, and what an output becomes, whole and
+streamed."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from .rig import FakeWorker, Gateway, Script, running_gateway, served_by, worker_of_model
+from .test_tools import ARGUMENTS, CALL, TEMPLATE, prompt_of, says
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+RESPONSES = "/v1/responses"
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+async def events_of(gateway: Gateway, **asked: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream, each of which is what OpenAI's types say."""
+    body = {"model": "demo", "input": "hello", **asked, "stream": True}
+    found = []
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{gateway.address}{RESPONSES}", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        for block in (await answer.text()).removesuffix("\n\n").split("\n\n"):
+            name, data = block.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            EVENT.validate_python(event, strict=True)
+            found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the output that the events of a stream add up to, item by item."""
+    output: list[dict[str, Any]] = []
+    for event in events:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(output)
+                output.append({**event["item"], "text": ""})
+            case "content_part.added":
+                assert event["part"]["text"] == ""
+            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
+                assert event["item_id"] == output[event["output_index"]]["id"]
+                output[event["output_index"]]["text"] += event["delta"]
+            case "output_text.done" | "reasoning_text.done":
+                assert event["text"] == output[event["output_index"]]["text"]
+            case "function_call_arguments.done":
+                assert event["arguments"] == output[event["output_index"]]["text"]
+            case "output_item.done":
+                ended = event["item"]
+                assert ended["id"] == output[event["output_index"]]["id"]
+                text = ended.get("arguments") or "".join(part["text"] for part in ended.get("content", ()))
+                assert text == output[event["output_index"]]["text"]
+    return output
+
+
+async def test_a_text_is_answered_whole_with_all_that_the_type_requires(
+    gateway: Gateway, client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    says(worker, "Hello there.")
+    answer = await gateway.post({"model": "demo", "input": "hello", "metadata": {"a": "b"}}, RESPONSES)
+    assert answer.status == 200, answer.body
+    response = Response.model_validate(json.loads(answer.body), strict=True)
+    assert (response.status, response.output_text, response.metadata) == (
+        "completed",
+        "Hello there.",
+        {"a": "b"},
+    )
+    assert response.usage is not None
+    assert response.usage.output_tokens == response.usage.total_tokens - response.usage.input_tokens > 0
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+    made = await client.responses.create(
+        model="demo", input=[{"role": "user", "content": "hello"}], instructions="Be."
+    )
+    assert made.output_text == "Hello there."
+    assert "Be." in prompt_of(worker)
+
+
+async def test_a_stream_is_told_by_events_of_openais_types(
+    gateway: Gateway, client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    says(worker, "Hello there.")
+    events = await events_of(gateway)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds[4:-4].count("output_text.delta") == len(kinds) - 8 > 1
+    assert [item["text"] for item in told(events)] == ["Hello there."]
+    assert events[-1]["response"]["id"] == events[0]["response"]["id"]
+    async with client.responses.stream(model="demo", input="hello") as stream:
+        final = await stream.get_final_response()
+    assert final.output_text == "Hello there."
+
+
+async def test_calls_are_items_of_their_own(
+    gateway: Gateway, client: AsyncOpenAI, worker: FakeWorker
+) -> None:
+    says(worker, f"I look.\n{CALL}\n{CALL}")
+    events = await events_of(gateway, tools=[WEATHER])
+    output = told(events)
+    assert [(item["type"], item["text"]) for item in output] == [
+        ("message", "I look."),
+        ("function_call", ARGUMENTS),
+        ("function_call", ARGUMENTS),
+    ]
+    assert len({item["call_id"] for item in output[1:]}) == 2
+    answer = await client.responses.create(model="demo", input="hello", tools=[WEATHER])  # type: ignore[list-item]
+    assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
+    assert '"name": "get_weather"' in prompt_of(worker)
+
+
+async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway, worker: FakeWorker) -> None:
+    says(worker, "Hello there.", is_cut=True)
+    *_, last = events = await events_of(gateway, max_output_tokens=64)
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events[-2]["item"]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("background", True, "background"),
+        ("conversation", "conv_1", "conversation"),
+        ("tools", [{"type": "web_search"}], "tools[0].type"),
+        ("tools", [{"type": "function", "name": "a b"}], "tools[0].name"),
+        ("tool_choice", {"type": "function", "name": "f"}, "tool_choice.name"),
+        ("truncation", "auto", "truncation"),
+        ("include", ["message.output_text.logprobs"], "include[0]"),
+        ("input", [], "input"),
+        ("input", None, "input"),
+        ("input", [{"type": "item_reference", "id": "x"}], "input[0].type"),
+        (
+            "input",
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+            "input[0].content[0].input_image",
+        ),
+        ("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}], "input[0].call_id"),
+        ("input", [{"role": "tool", "content": "x"}], "input[0].role"),
+        ("text", {"format": {"type": "json_schema", "name": "x"}}, "text.format.schema"),
+        ("text", {"format": {"type": "xml"}}, "text.format.type"),
+        ("reasoning", {"effort": "much"}, "reasoning.effort"),
+        ("max_output_tokens", 0, "max_output_tokens"),
+        ("temperature", -1, "temperature"),
+        ("max_tokens", 5, "max_tokens"),
+        ("metadata", {"a": 1}, "metadata"),
+        ("unheard_of", 1, "unheard_of"),
+        ("previous_response_id", "resp_1", "previous_response_id"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_its_name_in_the_body(
+    gateway: Gateway, worker: FakeWorker, field: str, value: Any, param: str
+) -> None:
+    answer = await gateway.post({"model": "demo", "input": "hello", field: value}, RESPONSES)
+    assert answer.status == 400
+    assert answer.error["param"] == param, answer.error
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def thinking() -> AsyncIterator[tuple[Gateway, FakeWorker]]:
+    """A router of a model that reasons."""
+    async with (
+        running_gateway(chat_template=TEMPLATE) as gateway,
+        served_by(gateway, worker_of_model("t")) as worker,
+    ):
+        yield gateway, worker
+
+
+async def test_reasoning_is_an_item_before_the_text_and_comes_back_with_its_call(
+    thinking: tuple[Gateway, FakeWorker],
+) -> None:
+    gateway, worker = thinking
+    says(worker, f"I must look.</think>\n\nI look.\n{CALL}")
+    events = await events_of(gateway, tools=[WEATHER])
+    assert [(item["type"], item["text"]) for item in told(events)] == [
+        ("reasoning", "I must look."),
+        ("message", "I look."),
+        ("function_call", ARGUMENTS),
+    ]
+    response = events[-1]["response"]
+    usage = response["usage"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    call = response["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Mild."}
+    turns = [{"role": "user", "content": "hello"}, *response["output"], result]
+    says(worker, "Good.</think>It is mild.")
+    async with gateway.client() as client:
+        last = await client.responses.create(model="demo", input=turns, tools=[WEATHER])  # type: ignore[arg-type,list-item]
+    assert [item.type for item in last.output] == ["reasoning", "message"]
+    assert last.output_text == "It is mild."
+    assert "assistant\n<think>I must look.</think>I look.<|im_end|>" in prompt_of(worker), (
+        "one message of the assistant"
+    )
+    assert "<|im_start|>tool get_weather\nMild.<|im_end|>" in prompt_of(worker)
+
+
+async def test_reasoning_is_turned_off_where_the_template_can(thinking: tuple[Gateway, FakeWorker]) -> None:
+    gateway, worker = thinking
+    says(worker, "Hello.")
+    asked = {"model": "demo", "input": "x", "reasoning": {"effort": "none", "summary": "auto"}}
+    answer = await gateway.post({**asked, "text": {"verbosity": "low"}, "user": "ann"}, RESPONSES)
+    assert [item["type"] for item in json.loads(answer.body)["output"]] == ["message"]
+    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
+    assert answer.headers["blockyard-ignored"] == "reasoning.summary, text.verbosity, user"
+
+
+async def test_a_stream_that_breaks_says_so_in_both_of_openais_ways(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = lambda submit: Script(fail_after=4)
+    *before, error, failed = await events_of(gateway)
+    assert told(before)[0]["text"], "what came before is told"
+    assert (error["type"], error["code"]) == ("error", "engine_failed")
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert failed["response"]["id"] == before[0]["response"]["id"]
+
+
+async def test_a_refusal_before_the_first_event_has_its_own_status(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    body = {"model": "demo", "input": "x", "temperature": -1, "stream": True}
+    answer = await gateway.post(body, RESPONSES)
+    assert (answer.status, answer.error["param"]) == (400, "temperature")
+
+
+async def test_a_path_names_all_of_its_verbs(gateway: Gateway, worker: FakeWorker) -> None:
+    answer = await gateway.get(f"{RESPONSES}/resp_1", "PUT")
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, DELETE")
+    for path in (f"{RESPONSES}/", f"{RESPONSES}/resp_1/cancel", f"{RESPONSES}/a/b/input_items"):
+        assert (await gateway.get(path)).status == 404
+
+
+async def test_fields_of_ours_mean_what_they_mean_in_a_chat(gateway: Gateway, worker: FakeWorker) -> None:
+    says(worker, "Hello.")
+    ours = {"top_k": 7, "seed": 3, "regex": "[a-z]+", "session_id": "s", "stop": ["x"]}
+    answer = await gateway.post({"model": "demo", "input": "x", "max_output_tokens": 9, **ours}, RESPONSES)
+    assert answer.status == 200, answer.body
+    sampling = worker.submits[-1].sampling
+    assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (7, 3, 9)
+    assert sampling.structured_output.regex == "[a-z]+"
+    both = await gateway.post(
+        {"input": "x", "regex": "a", "text": {"format": {"type": "json_object"}}}, RESPONSES
+    )
+    assert (both.status, both.error["param"]) == (400, "regex")
