@@ -21,7 +21,10 @@ BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
 PYTHON = [block for kind, _, block in BLOCKS if kind == "python"]
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
 ADDRESS = "127.0.0.1:8000"
-SAID = ("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "temperature invalid_request")
+SAID = (
+    *("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "temperature invalid_request"),
+    "tool_use get_weather {'city'",
+)
 """In what each program prints."""
 NOT_OVER_HTTP = {
     errors.LastWorker,
@@ -49,7 +52,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("program", "said"),
     list(zip(PYTHON, SAID, strict=True)),
-    ids=["stream", "n", "schema", "tools", "errors"],
+    ids=["stream", "n", "schema", "tools", "errors", "anthropic"],
 )
 def test_each_program_runs(address: str, program: str, said: str) -> None:
     result = subprocess.run(
