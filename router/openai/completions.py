@@ -1,9 +1,11 @@
-"""Completions: answers a checked call of /v1/chat/completions or /v1/completions by the same rules as gRPC's calls."""
+"""Completions: answers a checked call of any API by the same rules as gRPC's calls. The API is one face of the answer.
+
+Owns the way of a call's deltas into its answer. Does not own the answer's form (answers/face.py).
+"""
 
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from aiohttp.web import StreamResponse
 from blockyard.proto.runtime.logs import REQUEST_ID
@@ -11,12 +13,10 @@ from blockyard.router.calls.gate import answer_to
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import SlowReader, is_gone
 from blockyard.router.generation.client_buffer import Delta, Run
-from blockyard.router.openai.answers.choices import Choices, choices_of, shows_special
-from blockyard.router.openai.answers.envelope import Chunks, Envelope, Tally
+from blockyard.router.openai.answers.choices import shows_special
+from blockyard.router.openai.answers.face import Asked, Face, Head
 from blockyard.router.openai.answers.outputs import outputs
-from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.call import HttpCall
-from blockyard.router.openai.http.errors import error_body
 from blockyard.router.openai.http.json_response import json_response
 from blockyard.router.openai.http.sse import EventStream
 from blockyard.router.openai.requests.echo import echoed
@@ -25,71 +25,60 @@ from blockyard.router.services.delta_messages import gathered
 
 
 class Completions:
-    """Answers the completion calls of one gateway."""
+    """Answers the calls of one gateway that generate."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._texts = TokenTexts(calls.parts.tokenizing.tokenizer)
 
     async def answer(
-        self, wanted: Wanted, call: HttpCall, request_id: str, events: EventStream
+        self, asked: Asked, call: HttpCall, request_id: str, events: EventStream
     ) -> StreamResponse:
         """Run one call and answer it, by `events` if it streams.
 
         Raises RouterErrors, also in groups, but only before anything has been sent.
         """
+        wanted = asked.wanted
         wanted.named(request_id)
         # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
-        envelope = Envelope(
-            wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
-        )
-        choices = choices_of(wanted, self._texts)
+        model = self._calls.parts.facts.name
+        face = asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
         if wanted.answering.streams:
-            return await self._stream(events, call, envelope, choices)
-        tally = Tally(wanted.outputs_a_prompt)
+            return await self._stream(events, call, wanted, face)
         async with self._outputs(wanted, call) as run:
-            whole = await gathered(request_id, tally.of(run))
-        return json_response(
-            envelope.whole([choices.whole(output, tally.prompt_end) for output in whole.outputs], tally)
-        )
+            gathered_outputs = (await gathered(request_id, face.tally.of(run))).outputs
+        return json_response(await face.whole(gathered_outputs))
 
     async def _stream(
-        self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
+        self, events: EventStream, call: HttpCall, wanted: Wanted, face: Face
     ) -> StreamResponse:
         try:
-            last = await self._events(events, call, envelope, choices)
-            await events.end(*last, is_whole=True)
+            await self._events(events, call, wanted, face)
+            await events.end(await face.end())
         except TimeoutError:
             events.cut_off()
         except Exception as error:
             if not events.has_begun:
                 raise
-            await self._broken(events, error, envelope.wanted)
+            await self._broken(events, error, face)
         return events.response
 
-    async def _events(
-        self, events: EventStream, call: HttpCall, envelope: Envelope, choices: Choices
-    ) -> list[dict[str, Any]]:
-        """Send an event per delta, and return the values of the events that end the stream."""
-        wanted = envelope.wanted
-        tally = Tally(wanted.outputs_a_prompt)
-        chunks = Chunks(envelope=envelope, choices=choices, tally=tally)
+    async def _events(self, events: EventStream, call: HttpCall, wanted: Wanted, face: Face) -> None:
+        """Send the events of each delta."""
 
         async def write(delta: Delta) -> None:
-            if chunk := chunks.encoded(delta):
-                await events.send(chunk)
+            if encoded := face.events(delta):
+                await events.send(encoded)
 
         def write_now(delta: Delta) -> bool:
             if not events.is_open:
                 return False
-            if chunk := chunks.encoded(delta):
-                events.send_now(chunk)
+            if encoded := face.events(delta):
+                events.send_now(encoded)
             return True
 
         async with self._outputs(wanted, call) as run:
             await self._calls.deliver(run, write, write_now)
-        return [envelope.usage_chunk(tally)] if wanted.answering.includes_usage else []
 
     @asynccontextmanager
     async def _outputs(self, wanted: Wanted, call: HttpCall) -> AsyncIterator[Run]:
@@ -105,7 +94,7 @@ class Completions:
 
             yield echoed(run, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
-    async def _broken(self, events: EventStream, error: Exception, wanted: Wanted) -> None:
+    async def _broken(self, events: EventStream, error: Exception, face: Face) -> None:
         """End a stream that has begun with the error as its last event. Cut off a client that does not read."""
         if is_gone(error):
             return
@@ -114,6 +103,6 @@ class Completions:
             events.cut_off()
             return
         try:
-            await events.end(error_body(answer, wanted.names), is_whole=False)
+            await events.end(face.failed(answer))
         except (TimeoutError, ConnectionError):
             events.cut_off()

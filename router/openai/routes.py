@@ -17,6 +17,9 @@ from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
+from blockyard.router.openai.answers.chat_face import chat_asked
+from blockyard.router.openai.answers.face import Asked, ErrorBody
+from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.http.body import read_json
 from blockyard.router.openai.http.call import (
@@ -29,7 +32,7 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute, error_body
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
@@ -37,11 +40,12 @@ from blockyard.router.openai.openapi import MODELS, PATHS
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
-from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.openai.tokens import detokenized, tokenized
 
 MODEL = f"{MODELS}/{{model}}"
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
+Ask = Callable[[Body, HttpCall], Awaitable[Asked]]
+"""Checks the body of a call that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class _Route:
     method: str
     """gRPC method whose permissions the route has."""
     handler: Handler
+    error_body: ErrorBody = error_body
+    """Form of its errors."""
 
 
 class Routes:
@@ -60,6 +66,7 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
+        texts = TokenTexts(calls.parts.tokenizing.tokenizer)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls.parts, about)
         generates, lists, tokenizes, detokenizes = (
@@ -69,9 +76,14 @@ class Routes:
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
         self._routes: Mapping[str, _Route] = {
             "/v1/chat/completions": _Route(
-                generates, self._generating(partial(chat_wanted, answers=calls.parts.answers))
+                generates,
+                self._generating(
+                    chat_asked("chat", partial(chat_wanted, answers=calls.parts.answers), texts)
+                ),
             ),
-            "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            "/v1/completions": _Route(
+                generates, self._generating(chat_asked("completions", completion_wanted, texts))
+            ),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -100,7 +112,11 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            response = error_response(answer_to(error, self._logged_path(request)), notes.names)
+            path = self._path(request.path)
+            # In the log an unknown path, as the client's own text, must not appear.
+            answer = answer_to(error, path or "a path")
+            made = error_body if path is None else self._routes[path].error_body
+            response = error_response(answer, made(answer, notes.names))
         await self._finish(request, response, notes)
         return response
 
@@ -127,22 +143,18 @@ class Routes:
         known = MODEL if path.startswith(f"{MODELS}/") else path
         return known if known in self._routes else None
 
-    def _logged_path(self, request: BaseRequest) -> str:
-        """Return the path for the log, where an unknown path, as the client's own text, must not appear."""
-        return self._path(request.path) or "a path"
-
-    def _generating(self, parse: Callable[[Body], Wanted]) -> Handler:
+    def _generating(self, ask: Ask) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
             await self._arrivals.take()
             call, body = await self._read(request)
-            wanted = parse(body)
-            notes.ignored, notes.names = wanted.answering.ignored, wanted.names
+            asked = await ask(body, call)
+            notes.ignored, notes.names = asked.wanted.answering.ignored, asked.wanted.names
             events = EventStream(
                 request,
                 slow_reader_seconds=self._calls.slow_reader_seconds,
                 headed=lambda response: self._headed(response, request, notes),
             )
-            return await self._completions.answer(wanted, call, notes.request_id, events)
+            return await self._completions.answer(asked, call, notes.request_id, events)
 
         return handle
 

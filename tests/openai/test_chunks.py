@@ -5,8 +5,10 @@ from typing import Any, cast
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.client_buffer import Delta
-from blockyard.router.openai.answers.choices import choices_of
-from blockyard.router.openai.answers.envelope import Chunks, Envelope, Tally
+from blockyard.router.openai.answers.choices import Route, choices_of
+from blockyard.router.openai.answers.envelope import Chunks, Envelope
+from blockyard.router.openai.answers.face import Head
+from blockyard.router.openai.answers.tally import Tally
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.requests.chat import chat_wanted
@@ -34,10 +36,11 @@ def test_each_chunk_of_a_stream_is_what_the_envelope_makes(
         wanted = chat_wanted(body | {"messages": [{"role": "user", "content": "hi"}]})
     else:
         wanted = completion_wanted(body | {"prompt": "hi"})
-    envelope = Envelope(wanted=wanted, request_id="r", model="m", created=1)
+    route: Route = "chat" if is_chat else "completions"
+    envelope = Envelope(route=route, wanted=wanted, head=Head(request_id="r", model="m", created=1))
     no_texts = cast(TokenTexts, None)
-    chunks = Chunks(envelope=envelope, choices=choices_of(wanted, no_texts), tally=Tally(2))
-    choices, tally = choices_of(wanted, no_texts), Tally(2)
+    chunks = Chunks(envelope=envelope, choices=choices_of(route, wanted, no_texts), tally=Tally(2))
+    choices, tally = choices_of(route, wanted, no_texts), Tally(2)
     finish = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH)
     pieces = [(index, text, None) for index, text in texts] + [(index, "end", finish) for index in (0, 1)]
     for number, (index, text, end) in enumerate(pieces):
@@ -50,6 +53,5 @@ def test_each_chunk_of_a_stream_is_what_the_envelope_makes(
             prompt_tokens=9,
         )
         tally.add(delta)
-        assert chunks.encoded(delta) == encoded(
-            envelope.chunk(choices.piece(delta, choices.said(delta, "")), delta, tally)
-        )
+        chunk = envelope.chunk(choices.piece(delta, choices.said(delta, "")), delta, tally)
+        assert chunks.events(delta) == b"data: " + encoded(chunk) + b"\n\n"

@@ -1,8 +1,8 @@
-"""Text of one chat output, parsed into the fields of OpenAI's API: content, reasoning and tool calls."""
+"""Text of one chat output, parsed: its events for any API, and the fields of OpenAI's chats."""
 
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from blockyard.router.parsing.events import Arguments, CallBegun, Event, Said, Thought
@@ -13,11 +13,33 @@ SHORT_ID_CHARS = 9
 """Length of a call's id for Mistral's chat templates, which refuse any other."""
 
 
+class ParsedOutput:
+    """Events of one output, in the order of its text. The text of an output that is not parsed is all said."""
+
+    def __init__(self, reading: Reading | None, prompt_end: str) -> None:
+        """`prompt_end` is the prompt's last text."""
+        self._parser = None if reading is None else reading.parser(prompt_end)
+        self._reading = reading
+
+    def push(self, text: str, *, is_last: bool) -> Sequence[Event]:
+        if self._parser is None:
+            return [Said(text)] if text else []
+        events = self._parser.push(text)
+        return [*events, *self._parser.finish()] if is_last else events
+
+    def call_id(self) -> str:
+        """Return an id for the next call, in the form that the model's chat template takes."""
+        tools = None if self._reading is None else self._reading.format.tools
+        if tools is not None and tools.short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(SHORT_ID_CHARS))
+        return f"call_{secrets.token_hex(12)}"
+
+
 class AnswerText:
+    """Fields of one chat output: content, reasoning and tool calls."""
+
     def __init__(self, reading: Reading, prompt_end: str) -> None:
-        self._parser = reading.parser(prompt_end)
-        calls = reading.format.tools
-        self._has_short_ids = calls is not None and calls.short_ids
+        self._output = ParsedOutput(reading, prompt_end)
         self._num_calls = 0
 
     @property
@@ -27,8 +49,7 @@ class AnswerText:
     def add(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """Return the fields that the next text completes. A call has an index, and with its beginning an id and a
         name."""
-        events = self._parser.push(text)
-        return self._fields([*events, *self._parser.finish()] if is_last else events)
+        return self._fields(self._output.push(text, is_last=is_last))
 
     def _fields(self, events: Iterable[Event]) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -49,14 +70,9 @@ class AnswerText:
 
     def _begun(self, name: str) -> dict[str, Any]:
         index, self._num_calls = self._num_calls, self._num_calls + 1
-        call_id = (
-            "".join(secrets.choice(_LETTERS) for _ in range(SHORT_ID_CHARS))
-            if self._has_short_ids
-            else f"call_{secrets.token_hex(12)}"
-        )
         return {
             "index": index,
-            "id": call_id,
+            "id": self._output.call_id(),
             "type": "function",
             "function": {"name": name, "arguments": ""},
         }

@@ -4,7 +4,7 @@ Does not own the JSON around them (envelope.py).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.client_buffer import Delta
@@ -15,6 +15,7 @@ from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.reading import Reading
 
+Route = Literal["chat", "completions"]
 Piece = Delta | inference_pb2.Output
 """A part of an output, or all of it."""
 
@@ -115,18 +116,14 @@ Choices = ChatChoices | CompletionChoices
 """Makes the choices of one call, in the form of its route."""
 
 
-def choices_of(wanted: Wanted, texts: TokenTexts) -> Choices:
+def choices_of(route: Route, wanted: Wanted, texts: TokenTexts) -> Choices:
     sampling = wanted.requests[0].sampling
     shown = Shown(
         logprobs=sampling.HasField("logprobs"),
         token_ids=wanted.shows_token_ids,
         special_tokens=shows_special(wanted),
     )
-    return (
-        ChatChoices(texts, shown, wanted.reading)
-        if wanted.route == "chat"
-        else CompletionChoices(texts, shown)
-    )
+    return ChatChoices(texts, shown, wanted.reading) if route == "chat" else CompletionChoices(texts, shown)
 
 
 def shows_special(wanted: Wanted) -> bool:

@@ -5,11 +5,9 @@ Owns the time limit of the last events. Does not own the one while output arrive
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp.http import HttpVersion11
 from aiohttp.web import BaseRequest, StreamResponse
-from blockyard.router.openai.http.json_response import encoded
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -18,6 +16,11 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+
+
+def event(data: bytes, name: bytes = b"") -> bytes:
+    """Return one event of a stream, with a name where the API has names."""
+    return b"event: %b\ndata: %b\n\n" % (name, data) if name else b"data: %b\n\n" % data
 
 
 class EventStream:
@@ -48,37 +51,34 @@ class EventStream:
         transport = self._transport
         return transport is not None and not (self._protocol.writing_paused or transport.is_closing())
 
-    def send_now(self, data: bytes) -> None:
-        """Send one event on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call.
+    def send_now(self, events: bytes) -> None:
+        """Send events on a stream that `is_open`, past aiohttp's writer, which takes as long as the system call.
 
         Raises RuntimeError if the stream has not begun.
         """
         if self._transport is None:
             raise RuntimeError("the stream has not begun")
         if self._is_chunked:
-            self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))
         else:
-            self._transport.write(b"data: %b\n\n" % data)
+            self._transport.write(events)
 
-    async def send(self, data: bytes) -> None:
-        """Send one event, and begin the stream with the first. Waits while the client does not read."""
+    async def send(self, events: bytes) -> None:
+        """Send events, and begin the stream with the first. Waits while the client does not read."""
         if not self.has_begun:
             self._headed(self.response)
             if self._request.version >= HttpVersion11:
                 self.response.enable_chunked_encoding()
                 self._is_chunked = True
             await self.response.prepare(self._request)
-        await self.response.write(b"data: %b\n\n" % data)
+        await self.response.write(events)
         # aiohttp sends the head with the first event.
         self._transport = self._request.transport
 
-    async def end(self, *last: dict[str, Any], is_whole: bool) -> None:
-        """Send these events and, if the stream `is_whole`, its end mark. Raises TimeoutError for a client that does not
-        read."""
+    async def end(self, events: bytes) -> None:
+        """Send the last events, and end the stream. Raises TimeoutError for a client that does not read."""
         async with asyncio.timeout(self._slow_reader_seconds):
-            for value in last:
-                await self.send(encoded(value))
-            await self.response.write_eof(DONE if is_whole else b"")
+            await self.response.write_eof(events)
 
     def cut_off(self) -> None:
         """Close the connection at once, and drop what waits to be sent."""

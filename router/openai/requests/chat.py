@@ -69,7 +69,6 @@ def chat_wanted(body: Body, answers: AnswerFormat = NO_FORMAT) -> Wanted:
         reads_reasoning=not is_structured and answers.reads_reasoning,
     )
     return Wanted(
-        route="chat",
         requests=(request,),
         answering=wanted,
         names=names,

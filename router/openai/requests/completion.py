@@ -53,7 +53,7 @@ def completion_wanted(body: Body) -> Wanted:
         raise InvalidRequest.of("prompt", "has too many prompts for fields as large as these")
     requests = tuple(_with_prompt(template, prompt) for prompt in prompts)
     names = field_names(body, NAMES)
-    return Wanted(route="completions", requests=requests, answering=wanted, names=names, echo=echo)
+    return Wanted(requests=requests, answering=wanted, names=names, echo=echo)
 
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:

@@ -1,8 +1,7 @@
-"""Checked calls of either route: their GenerateRequests, and the form of the answer."""
+"""Checked calls of any API: their GenerateRequests, and what the client wants of the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
@@ -21,7 +20,6 @@ from blockyard.router.openai.requests.structures import STRUCTURES
 from blockyard.router.openai.requests.unsupported import ignored_hints
 from blockyard.router.parsing.reading import Reading
 
-Route = Literal["chat", "completions"]
 STREAM_OPTIONS: Fields = {
     "include_usage": boolean.said("The last chunk has the call's usage."),
     "continuous_usage_stats": boolean.said("With include_usage: every chunk has the usage so far."),
@@ -38,17 +36,16 @@ class Answering:
     """Form of the answer that the client wants."""
 
     streams: bool
-    includes_usage: bool
+    includes_usage: bool = False
     """Usage at the end of a stream, in a chunk of its own."""
-    continuous_usage: bool
+    continuous_usage: bool = False
     """Usage of the call so far, in every chunk. Only with `includes_usage`, as in vLLM."""
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     """Names of the body's hints, which have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    route: Route
     requests: tuple[inference_pb2.GenerateRequest, ...]
     """One per prompt. They differ only in the prompt, and in their ids once `named` has set them."""
     answering: Answering
