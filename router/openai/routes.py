@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
+from blockyard.proto.naming.headers import ANTHROPIC_REQUEST_ID
 from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.calls.gate import CallGate, answer_to
 from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
@@ -18,8 +19,10 @@ from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.answers.chat_face import chat_asked
-from blockyard.router.openai.answers.face import Asked, ErrorBody
+from blockyard.router.openai.answers.face import Asked
 from blockyard.router.openai.answers.token_texts import TokenTexts
+from blockyard.router.openai.anthropic.errors import anthropic_response
+from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.http.body import read_json
 from blockyard.router.openai.http.call import (
@@ -32,7 +35,7 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute, error_body
+from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
@@ -43,6 +46,7 @@ from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.tokens import detokenized, tokenized
 
 MODEL = f"{MODELS}/{{model}}"
+MESSAGES = "/v1/messages"
 Handler = Callable[[BaseRequest, CallNotes], Awaitable[StreamResponse]]
 Ask = Callable[[Body, HttpCall], Awaitable[Asked]]
 """Checks the body of a call that generates."""
@@ -53,8 +57,6 @@ class _Route:
     method: str
     """gRPC method whose permissions the route has."""
     handler: Handler
-    error_body: ErrorBody = error_body
-    """Form of its errors."""
 
 
 class Routes:
@@ -84,6 +86,8 @@ class Routes:
             "/v1/completions": _Route(
                 generates, self._generating(chat_asked("completions", completion_wanted, texts))
             ),
+            MESSAGES: _Route(generates, self._generating(messages_asked(calls.parts.answers))),
+            f"{MESSAGES}/count_tokens": _Route(tokenizes, self._answering(counted_tokens)),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -112,11 +116,12 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            path = self._path(request.path)
             # In the log an unknown path, as the client's own text, must not appear.
-            answer = answer_to(error, path or "a path")
-            made = error_body if path is None else self._routes[path].error_body
-            response = error_response(answer, made(answer, notes.names))
+            answer = answer_to(error, self._path(request.path) or "a path")
+            if _is_anthropic(request):
+                response = anthropic_response(answer, notes.request_id, notes.names)
+            else:
+                response = error_response(answer, notes.names)
         await self._finish(request, response, notes)
         return response
 
@@ -186,8 +191,15 @@ class Routes:
 
     def _headed(self, response: StreamResponse, request: BaseRequest, notes: CallNotes) -> None:
         response.headers.update(own_headers(notes) | cors_headers(self._cors_origins, request))
+        if _is_anthropic(request):
+            response.headers[ANTHROPIC_REQUEST_ID] = notes.request_id
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
             # The client's next request should reach another router.
             response.force_close()
+
+
+def _is_anthropic(request: BaseRequest) -> bool:
+    """Return True for the paths of Anthropic's API, whose errors have another form."""
+    return request.path == MESSAGES or request.path.startswith(f"{MESSAGES}/")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
-from blockyard.router.openai.anthropic.blocks import Blocks
 from blockyard.router.openai.answers.answer_text import ParsedOutput
+from blockyard.router.openai.anthropic.blocks import Blocks
 from blockyard.router.parsing.formats import HERMES, LLAMA3, MISTRAL_LIST, THINK, AnswerFormat
 from blockyard.router.parsing.reading import Reading
 from hypothesis import given
@@ -19,11 +19,19 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 START = {
     "type": "message_start",
     "message": {
-        **{"id": "msg_1", "type": "message", "role": "assistant", "model": "demo", "content": []},
-        **{"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 0}},
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "demo",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 1, "output_tokens": 0},
     },
 }
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call> 🌧 \\" \\u00fc"}]}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": [1, {"b": "</tool_call> 🌧 \\" \\u00fc"}]}}\n</tool_call>'
+)
 CASES = {
     "text": (HERMES, "Hello <b>there</b>.\n"),
     "nothing": (HERMES, ""),
@@ -48,7 +56,10 @@ def without_ids(blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def accumulated(streamed: bytes) -> list[dict[str, Any]]:
     """Return the blocks as Anthropic's client adds them up, after each event was checked by its types."""
     snapshot, buffers = None, dict[int, bytes]()
-    for event in [START, *(json.loads(line[6:]) for line in streamed.decode().split("\n") if line[:5] == "data:")]:
+    for event in [
+        START,
+        *(json.loads(line[6:]) for line in streamed.decode().split("\n") if line[:5] == "data:"),
+    ]:
         parsed = EVENTS.validate_python(event, strict=True)
         snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
     assert snapshot is not None

@@ -50,9 +50,7 @@ def test_three_turns_of_calls_and_results_end_with_text(client: Anthropic, strea
         jsonschema.validate(call.input, SCHEMAS[call.name])
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "def f(x): return x"}
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    last = answered(
-        client, streams=streams, messages=messages, tool_choice={"type": "none"}, max_tokens=8
-    )
+    last = answered(client, streams=streams, messages=messages, tool_choice={"type": "none"}, max_tokens=8)
     assert [block.type for block in last.content] == ["text"]
     assert last.usage.cache_read_input_tokens, "each turn reuses the one before"
     count = client.messages.count_tokens(model="demo", messages=messages, tools=TOOLS)
@@ -61,7 +59,7 @@ def test_three_turns_of_calls_and_results_end_with_text(client: Anthropic, strea
 
 def test_a_schema_that_cannot_be_followed_is_refused_under_the_name_of_tools(client: Anthropic) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)"}}}
-    with pytest.raises(anthropic.BadRequestError, match="tools: .*look-ahead"):
+    with pytest.raises(anthropic.BadRequestError, match=r"tools: .*look-ahead"):
         answered(
             client,
             streams=True,

@@ -1,5 +1,6 @@
 """Anthropic's Messages API with its own client: what the worker is asked, and what the answer becomes."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,13 +10,24 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from anthropic.types import RawMessageStreamEvent
+from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.openai.anthropic.request import messages_wanted
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
 from pydantic import TypeAdapter
 
-from .rig import FakeWorker, Gateway, Script, expected_text, running_gateway, worker_of_model
+from .rig import (
+    MODEL,
+    FakeWorker,
+    Gateway,
+    Script,
+    Tokens,
+    expected_text,
+    running_gateway,
+    until,
+    worker_of_model,
+)
 from .test_tools import ARGUMENTS, CALL, TEMPLATE, prompt_of, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,6 +78,7 @@ async def both(client: AsyncAnthropic, **asked: Any) -> anthropic.types.Message:
 
 def plain(message: Any) -> dict[str, Any]:
     told: dict[str, Any] = message.to_dict()
+    told.pop("stop_details", None)
     for block in told["content"]:
         block.pop("parsed_output", None)
         if block["type"] == "tool_use":
@@ -119,8 +132,8 @@ async def body_of(gateway: Gateway, body: dict[str, Any]) -> str:
     """Return the whole body of a stream, without the marks of its chunks."""
     raw = json.dumps(body).encode()
     reader, writer = await gateway.connect()
-    head = f"POST /v1/messages HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    writer.write(head.encode() + raw)
+    head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    writer.write(f"POST /v1/messages HTTP/1.0\r\n{head}".encode() + raw)
     told = (await reader.read()).decode()
     writer.close()
     return told.partition("\r\n\r\n")[2]
@@ -144,7 +157,8 @@ async def test_input_that_max_tokens_cuts_is_empty_in_a_whole_answer(
     claude: AsyncAnthropic, worker: FakeWorker
 ) -> None:
     says(worker, CALL[:58], is_cut=True)
-    answer = await claude.messages.create(**ASKED, tools=[WEATHER])
+    length = len(load_tokenizer(MODEL).encode(CALL[:58], add_special_tokens=False))
+    answer = await claude.messages.create(**{**ASKED, "max_tokens": length}, tools=[WEATHER])
     assert (answer.stop_reason, answer.content[0].input) == ("max_tokens", {})  # type: ignore[union-attr]
 
 
@@ -208,11 +222,19 @@ async def test_thinking_is_a_block_with_a_signature_and_comes_back(thinking: Gat
                     {
                         "role": "user",
                         "content": [
-                            {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True, "content": "no"},
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "toolu_2",
+                                "is_error": True,
+                                "content": "no",
+                            },
                             {
                                 "type": "tool_result",
                                 "tool_use_id": "toolu_1",
-                                "content": [{"type": "text", "text": "rain"}, {"type": "text", "text": "wind"}],
+                                "content": [
+                                    {"type": "text", "text": "rain"},
+                                    {"type": "text", "text": "wind"},
+                                ],
                             },
                             {"type": "text", "text": "And now?"},
                         ],
@@ -233,7 +255,11 @@ async def test_thinking_is_a_block_with_a_signature_and_comes_back(thinking: Gat
                                 "type": "function",
                                 "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
                             },
-                            {"id": "toolu_2", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+                            {
+                                "id": "toolu_2",
+                                "type": "function",
+                                "function": {"name": "add", "arguments": "{}"},
+                            },
                         ],
                     },
                     {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: no"},
@@ -261,7 +287,14 @@ async def test_thinking_is_a_block_with_a_signature_and_comes_back(thinking: Gat
                 "priority": 2,
                 "cache_salt": "t",
             },
-            {"messages": HELLO, "stop": ["a", "b"], "top_k": 4, "session_id": "s", "priority": 2, "cache_salt": "t"},
+            {
+                "messages": HELLO,
+                "stop": ["a", "b"],
+                "top_k": 4,
+                "session_id": "s",
+                "priority": 2,
+                "cache_salt": "t",
+            },
         ),
         (
             {"messages": HELLO, "thinking": {"type": "disabled"}},
@@ -331,7 +364,11 @@ async def test_a_request_is_the_chat_that_means_the_same(body: dict[str, Any], c
         (AnswerFormat(), {"thinking": {"type": "adaptive"}}, ("thinking",)),
         (AnswerFormat(), {"thinking": {"type": "disabled"}}, ()),
         (AnswerFormat(reasoning=THINK), {"thinking": {"type": "disabled"}}, ("thinking",)),
-        (AnswerFormat(reasoning=THINK), {"thinking": {"type": "adaptive", "display": "omitted"}}, ("thinking.display",)),
+        (
+            AnswerFormat(reasoning=THINK),
+            {"thinking": {"type": "adaptive", "display": "omitted"}},
+            ("thinking.display",),
+        ),
         (
             AnswerFormat(),
             {"output_config": {"effort": "low"}, "metadata": {}, "context_management": {"edits": []}},
@@ -373,7 +410,7 @@ TEXT = {"type": "text", "text": "x"}
         ({"messages": []}, "messages: at least one message is required"),
         ({"n": 2}, "n: Extra inputs are not permitted"),
         ({"two words": 2}, "(a field): Extra inputs are not permitted"),
-        ({"temperature": 3}, "temperature: must be"),
+        ({"temperature": -1}, "temperature: must be"),
         ({"stop_sequences": "x"}, "stop_sequences: must be a list"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: at most 16"),
         ({"stop_sequences": [""]}, "stop_sequences: "),
@@ -381,7 +418,10 @@ TEXT = {"type": "text", "text": "x"}
         ({"container": "x"}, "container: is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: must be user, assistant or system"),
+        (
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages.0.role: must be user, assistant or system",
+        ),
         ({"messages": [{**HELLO[0], "name": "x"}]}, "messages.0.name: Extra inputs are not permitted"),
         (turns(""), "messages.0: user messages must have non-empty content"),
         (turns("x", "y "), "messages: final assistant content cannot end with trailing whitespace"),
@@ -393,12 +433,18 @@ TEXT = {"type": "text", "text": "x"}
         (user({"type": "document"}), "messages.0.content.0.document: is not supported"),
         (user({"type": "poem"}), "messages.0.content.0.type: must be one that user messages may have"),
         (user(CALLED), "messages.0.content.0.type: must be one that user messages may have"),
-        (turns("x", [{"type": "redacted_thinking", "data": "x"}]), "messages.1.content.0: redacted_thinking is not"),
+        (
+            turns("x", [{"type": "redacted_thinking", "data": "x"}]),
+            "messages.1.content.0: redacted_thinking is not",
+        ),
         (turns("x", [{**CALLED, "input": "x"}], [RESULT]), "messages.1.content.0.input: must be an object"),
         (turns("x", [{**CALLED, "name": "a b"}], [RESULT]), "messages.1.content.0.name: must have 1 to 64"),
         (turns("x", [CALLED]), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
         (turns("x", [CALLED], "y"), "messages.1: `tool_use` ids were found without `tool_result` blocks"),
-        (turns("x", [CALLED], [TEXT, RESULT]), "messages.2.content.1: `tool_result` blocks must come before text"),
+        (
+            turns("x", [CALLED], [TEXT, RESULT]),
+            "messages.2.content.1: `tool_result` blocks must come before text",
+        ),
         (turns([RESULT]), "messages.0.content.0: unexpected `tool_use_id` found in `tool_result` blocks."),
         (turns("x", [CALLED], [RESULT, RESULT]), "messages.2.content.1: unexpected `tool_use_id` found"),
         (
@@ -407,7 +453,10 @@ TEXT = {"type": "text", "text": "x"}
         ),
         ({"system": [{"type": "image"}]}, "system.0.image: is not supported"),
         ({"system": 7}, "system: must be a list"),
-        ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools.0.type: only custom tools"),
+        (
+            {"tools": [{"type": "web_search_20260209", "name": "web_search"}]},
+            "tools.0.type: only custom tools",
+        ),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name: must have 1 to 64"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading: is not supported"),
@@ -415,8 +464,14 @@ TEXT = {"type": "text", "text": "x"}
         ({"tools": [WEATHER] * 129}, "tools: at most 128"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: may only be specified while providing `tools`"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name: Field required"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name: must be the name"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice.type: must be auto, any, tool or none"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}},
+            "tool_choice.name: must be the name",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "all"}},
+            "tool_choice.type: must be auto, any, tool or none",
+        ),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice: must be an object"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: Field required"),
         (
@@ -431,8 +486,8 @@ TEXT = {"type": "text", "text": "x"}
         ({"output_config": {"effort": "much"}}, "output_config.effort: must be one of"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: must be json_schema"),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "poem"}}}},
-            "output_config.format: ",
+            {"regex": "a", "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "regex: excludes output_config.format",
         ),
         ({"regex": "a", "tools": [{**WEATHER, "strict": True}]}, "tools: excludes a structured output"),
     ],
@@ -471,7 +526,13 @@ async def test_count_tokens_takes_what_makes_the_prompt_alone(gateway: Gateway, 
     ],
 )
 async def test_errors_have_anthropics_form(
-    gateway: Gateway, worker: FakeWorker, path: str, body: Any, headers: dict[str, str], status: int, kind: str
+    gateway: Gateway,
+    worker: FakeWorker,
+    path: str,
+    body: Any,
+    headers: dict[str, str],
+    status: int,
+    kind: str,
 ) -> None:
     answer = await gateway.post(body, path, **headers)
     told = json.loads(answer.body)
@@ -503,3 +564,82 @@ async def test_a_failure_within_a_stream_is_an_error_event(gateway: Gateway) -> 
                 await stream.get_final_message()
     body: Any = caught.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+
+
+async def test_an_output_that_fills_the_context_says_so(claude: AsyncAnthropic, worker: FakeWorker) -> None:
+    worker.script = lambda submit: Script(tokens_a_step=16)
+    answer = await both(claude, **{**ASKED, "max_tokens": 100_000}, extra_body={"seed": 3})
+    assert answer.stop_reason == "model_context_window_exceeded"
+
+
+async def test_a_token_may_be_the_api_key(tokens: Tokens) -> None:
+    async with running_gateway(auth_file=str(tokens.path)) as guarded:
+        for headers in (
+            {},
+            {"x_api_key": "wrong"},
+            {"x_api_key": tokens.of["ann"], "authorization": "Bearer x"},
+        ):
+            answer = await guarded.post(ASKED, "/v1/messages", **headers)
+            told = json.loads(answer.body)
+            assert (answer.status, told["error"]["type"]) == (401, "authentication_error")
+            assert told["request_id"] == answer.headers["request-id"]
+        forbidden = await guarded.post(ASKED, "/v1/messages", x_api_key=tokens.of["vic"])
+        assert (forbidden.status, json.loads(forbidden.body)["error"]["type"]) == (403, "permission_error")
+        for options in ({"api_key": tokens.of["ann"]}, {"api_key": None, "auth_token": tokens.of["ann"]}):
+            async with client_of(guarded, **options) as client:
+                assert (await client.messages.count_tokens(model="demo", messages=HELLO)).input_tokens
+
+
+async def test_a_router_without_room_answers_529_and_when_to_come_back() -> None:
+    stuck = worker_of_model("a", script=lambda submit: Script(step_seconds=60.0))
+    async with running_gateway(max_requests=1) as tight, tight.router.workers(stuck) as (worker,):
+        holding = asyncio.create_task(tight.post(ASKED, "/v1/messages"))
+        await until(lambda: worker.started)
+        for streams in (False, True):
+            refused = await tight.post({**ASKED, "stream": streams}, "/v1/messages")
+            assert (refused.status, json.loads(refused.body)["error"]["type"]) == (529, "overloaded_error")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["x-should-retry"] == "true"
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+
+
+async def test_a_request_like_claude_codes_is_accepted(gateway: Gateway, worker: FakeWorker) -> None:
+    """Its fields as its documentation and reports about other gateways tell them. The program itself is not run."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    says(worker, CALL)
+    body = {
+        "model": "demo",
+        "max_tokens": 32_000,
+        "stream": True,
+        "system": [
+            {
+                "type": "text",
+                "text": "x-anthropic-billing-header: cc_version=2.1.252.1; cc_entrypoint=cli; cch=0;",
+            },
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"},
+                    {"type": "text", "text": "How is the weather?", **cached},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, {**CALLED, **cached}]},
+            {"role": "user", "content": [{**RESULT, "is_error": False, **cached}]},
+            {"role": "system", "content": "The user is away."},
+        ],
+        "tools": [{**WEATHER, "eager_input_streaming": True, **cached}],
+        "metadata": {"user_id": "user_1_account_2_session_3"},
+        "thinking": {"type": "adaptive", "budget_tokens": 0},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    told = await body_of(gateway, body)
+    assert '"stop_reason":"tool_use"' in told
+    prompt = prompt_of(worker)
+    assert "billing" not in prompt
+    assert "<|im_start|>system\nThe user is away.<|im_end|>" in prompt
+    assert "</system-reminder>\nHow is the weather?<|im_end|>" in prompt

@@ -1,4 +1,4 @@
-"""Checks of objects in Anthropic's requests. Errors name paths, such as `messages.0.content.1.text`, as its API does."""
+"""Checks of objects in Anthropic's requests. Errors name paths as its API does: `messages.0.content.1.text`."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar

@@ -15,7 +15,7 @@ from blockyard.router.openai.requests.tools import function_name
 
 Role = Literal["user", "assistant", "system"]
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""Start of a system block in which Claude Code names its version and a hash. It is no prompt, and differs by request."""
+"""Start of a system block in which Claude Code has its version and a hash. It differs by request, and is left out."""
 HINTS = ("type", "cache_control")
 """Fields that each kind of block may have. `cache_control` is ignored: prefixes are cached without being asked for."""
 SEPARATOR = "\n"

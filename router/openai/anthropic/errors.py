@@ -6,9 +6,11 @@ Does not own the mapping of errors to statuses (../http/errors.py), except where
 from collections.abc import Mapping
 from typing import Any
 
+from aiohttp.web import Response
 from blockyard.router.errors import ContextLengthExceeded, Overloaded, RateLimited, RouterError
 from blockyard.router.openai.anthropic.request import NAMES
-from blockyard.router.openai.http.errors import NO_NAMES, error_body, status_of
+from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_headers, status_of
+from blockyard.router.openai.http.json_response import json_response
 
 OVERLOADED = 529
 TYPES = {
@@ -41,3 +43,9 @@ def anthropic_error(
         message = f"prompt is too long: {message.removeprefix('messages: ')}"
     kind = TYPES.get(anthropic_status(error), "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def anthropic_response(error: RouterError, request_id: str, names: Mapping[str, str] = NO_NAMES) -> Response:
+    """Return the response of an error."""
+    body = anthropic_error(error, request_id, names)
+    return json_response(body, status=anthropic_status(error), headers=error_headers(error))

@@ -8,12 +8,12 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import RouterError
 from blockyard.router.generation.client_buffer import Delta
-from blockyard.router.openai.anthropic.blocks import Blocks, sse
-from blockyard.router.openai.anthropic.errors import anthropic_error
-from blockyard.router.openai.anthropic.request import counted_chat, messages_wanted
 from blockyard.router.openai.answers.answer_text import ParsedOutput
 from blockyard.router.openai.answers.face import Asked, Head
 from blockyard.router.openai.answers.tally import Tally
+from blockyard.router.openai.anthropic.blocks import Blocks, sse
+from blockyard.router.openai.anthropic.errors import anthropic_error
+from blockyard.router.openai.anthropic.request import counted_chat, messages_wanted
 from blockyard.router.openai.http.call import HttpCall
 from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.http.sse import event

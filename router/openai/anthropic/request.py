@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from blockyard.proto.limits import COUNTS
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest, Unsupported
 from blockyard.router.openai.anthropic.checks import closed, refuse_extra, required
@@ -24,8 +25,9 @@ from blockyard.router.openai.requests.fields import (
     items,
     mapping,
     text,
+    texts,
 )
-from blockyard.router.openai.requests.sampling import LISTS, POSITIVE, SHARED
+from blockyard.router.openai.requests.sampling import POSITIVE, SHARED
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
 
@@ -101,8 +103,8 @@ COUNT_FIELDS: Fields = {
 """Fields of both routes, which make the prompt."""
 FIELDS: Fields = {
     "max_tokens": integer(POSITIVE),
-    "stop_sequences": LISTS["stop"].then(
-        lambda name, value: value, type="array", items={"type": "string", "minLength": 1}
+    "stop_sequences": items.then(
+        lambda name, value: value, items={"type": "string", "minLength": 1}, maxItems=COUNTS["stop"]
     ).said("Texts that end the answer, which names the one that did."),
     "stream": boolean.said("Whether the answer comes as server-sent events. Default false."),
     **COUNT_FIELDS,
@@ -135,7 +137,9 @@ def counted_chat(body: Body, answers: AnswerFormat) -> inference_pb2.Chat:
     return chat_wanted(chat, answers).requests[0].chat
 
 
-def _chat(body: Body, answers: AnswerFormat, max_tokens: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _chat(
+    body: Body, answers: AnswerFormat, max_tokens: int | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the body of a chat with the same prompt, and the names of fields without effect."""
     for name, neutral in _NEUTRAL.items():
         if body.get(name) not in (None, neutral):
@@ -157,6 +161,8 @@ def _chat(body: Body, answers: AnswerFormat, max_tokens: int | None) -> tuple[di
         else:
             ignored.append("output_config.effort")
     if config.get("format") is not None:
+        if body.get("regex") is not None:
+            raise InvalidRequest.of("regex", "excludes output_config.format")
         chat["json_schema"] = _schema(config["format"])
     own = given(body, "chat_template_kwargs", COUNT_FIELDS["chat_template_kwargs"]) or {}
     if variables or own:
@@ -165,9 +171,7 @@ def _chat(body: Body, answers: AnswerFormat, max_tokens: int | None) -> tuple[di
     return chat, tuple(sorted(ignored))
 
 
-def _thinking(
-    body: Body, answers: AnswerFormat, max_tokens: int | None
-) -> tuple[dict[str, Any], list[str]]:
+def _thinking(body: Body, answers: AnswerFormat, max_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return variables of the chat template for `thinking`, and the names of what has no effect."""
     asked = given(body, "thinking", mapping)
     if asked is None:
@@ -205,9 +209,10 @@ def _check_budget(budget_tokens: int, max_tokens: int | None) -> None:
 
 
 def _stops(body: Body) -> list[str]:
-    stops = body.get("stop_sequences")
-    listed = [] if stops is None else items("stop_sequences", stops)
-    return list(LISTS["stop"]("stop_sequences", listed))
+    stops = given(body, "stop_sequences", items) or []
+    if len(stops) > COUNTS["stop"]:
+        raise InvalidRequest.of("stop_sequences", f"at most {COUNTS['stop']} are allowed")
+    return texts("stop_sequences", stops)
 
 
 def _schema(value: Any) -> Body:

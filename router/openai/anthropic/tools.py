@@ -34,7 +34,9 @@ def chat_tools(body: Body) -> dict[str, Any]:
 
 
 def _chosen(choice: Body, kind: str, names: set[str]) -> dict[str, Any]:
-    extra = {"tool": ("name", "disable_parallel_tool_use"), "none": ()}.get(kind, ("disable_parallel_tool_use",))
+    extra = {"tool": ("name", "disable_parallel_tool_use"), "none": ()}.get(
+        kind, ("disable_parallel_tool_use",)
+    )
     closed("tool_choice", choice, ("type", *extra))
     is_alone = choice.get("disable_parallel_tool_use")
     if is_alone is not None and boolean("tool_choice.disable_parallel_tool_use", is_alone):
@@ -55,7 +57,9 @@ def _tool(path: str, value: Any) -> dict[str, Any]:
     tool = mapping(path, value)
     if tool.get("type") not in (None, "custom"):
         text(f"{path}.type", tool["type"])
-        raise Unsupported.of(f"{path}.type", "only custom tools are supported: Anthropic runs the others itself")
+        raise Unsupported.of(
+            f"{path}.type", "only custom tools are supported: Anthropic runs the others itself"
+        )
     closed(path, tool, ("type", "name", "description", "input_schema", "strict", *_HINTS, *_NEUTRAL))
     for name, neutral in _NEUTRAL.items():
         if tool.get(name) not in (None, neutral):
