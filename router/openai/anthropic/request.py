@@ -51,7 +51,7 @@ _OURS = (
 _IGNORED = "Ignored: it changes no token."
 _HINTS: Fields = {
     **dict.fromkeys(("metadata", "cache_control", "diagnostics"), mapping.said(_IGNORED)),
-    **dict.fromkeys(("service_tier", "user_profile_id"), text.said(_IGNORED)),
+    **dict.fromkeys(("service_tier", "speed", "user_profile_id"), text.said(_IGNORED)),
     "context_management": mapping.said(
         "Ignored: the prompt has all that was sent, as far as the chat template shows it."
     ),
@@ -151,7 +151,7 @@ def _chat(
     if messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True
     variables, ignored = _thinking(body, answers, max_tokens)
-    config = closed("output_config", body.get("output_config") or {}, ("effort", "format"))
+    config = closed("output_config", given(body, "output_config", mapping) or {}, ("effort", "format"))
     if config.get("effort") is not None:
         effort = text("output_config.effort", config["effort"])
         if effort not in EFFORTS:

@@ -18,7 +18,7 @@ _NEUTRAL: dict[str, Any] = {"defer_loading": False, "allowed_callers": ["direct"
 def chat_tools(body: Body) -> dict[str, Any]:
     """Return the fields `tools`, `tool_choice` and `parallel_tool_calls` of a chat. Raises InvalidRequest or
     Unsupported."""
-    tools = items("tools", body.get("tools") or [])
+    tools = given(body, "tools", items) or []
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest.of("tools", f"at most {MAX_TOOLS} are allowed")
     listed = [_tool(f"tools.{number}", tool) for number, tool in enumerate(tools)]
