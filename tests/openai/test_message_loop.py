@@ -5,17 +5,22 @@ The demo model was never trained to call tools. `tool_choice` forces each call, 
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import jsonschema
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
+from pydantic import BaseModel
 
 from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 from .test_tool_loop import SCHEMAS
 
 TOOLS: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+
+
+class Verdict(BaseModel):
+    ok: bool
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +60,37 @@ def test_three_turns_of_calls_and_results_end_with_text(client: Anthropic, strea
     assert last.usage.cache_read_input_tokens, "each turn reuses the one before"
     count = client.messages.count_tokens(model="demo", messages=messages, tools=TOOLS)
     assert count.input_tokens == last.usage.input_tokens + last.usage.cache_read_input_tokens
+
+
+def test_anthropics_own_runner_of_tools_calls_the_function(client: Anthropic) -> None:
+    asked_for: list[str] = []
+
+    @beta_tool
+    def get_weather(city: Literal["Oslo", "Rome"]) -> str:
+        """Tell the weather of a city."""
+        asked_for.append(city)
+        return f"It is mild in {city}."
+
+    runner = client.beta.messages.tool_runner(
+        model="demo",
+        max_tokens=96,
+        messages=[{"role": "user", "content": "How is the weather?"}],
+        tools=[get_weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+    )
+    assert [answer.stop_reason for answer in runner] == ["tool_use"] * 2
+    assert len(asked_for) == 2
+
+
+def test_the_text_follows_the_schema_of_a_class(client: Anthropic) -> None:
+    answer = client.messages.parse(
+        model="demo",
+        max_tokens=64,
+        messages=[{"role": "user", "content": "Is it so?"}],
+        output_format=Verdict,
+    )
+    assert isinstance(answer.parsed_output, Verdict)
 
 
 def test_a_schema_that_cannot_be_followed_is_refused_under_the_name_of_tools(client: Anthropic) -> None:

@@ -1,6 +1,8 @@
 """Anthropic's Messages API with its own client: what the worker is asked, and what the answer becomes."""
 
 import asyncio
+import contextlib
+import copy
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,9 +14,12 @@ from anthropic import AsyncAnthropic
 from anthropic.types import RawMessageStreamEvent
 from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.openai.anthropic.request import messages_wanted
+from blockyard.router.errors import RouterError
+from blockyard.router.openai.anthropic.request import COUNT_FIELDS, counted_chat, messages_wanted
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from .rig import (
@@ -128,12 +133,12 @@ async def test_each_event_is_one_of_anthropics_types(gateway: Gateway, worker: F
     assert events[-2]["usage"]["output_tokens"] > 1
 
 
-async def body_of(gateway: Gateway, body: dict[str, Any]) -> str:
+async def body_of(gateway: Gateway, body: dict[str, Any], path: str = "/v1/messages") -> str:
     """Return the whole body of a stream, without the marks of its chunks."""
     raw = json.dumps(body).encode()
     reader, writer = await gateway.connect()
     head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    writer.write(f"POST /v1/messages HTTP/1.0\r\n{head}".encode() + raw)
+    writer.write(f"POST {path} HTTP/1.0\r\n{head}".encode() + raw)
     told = (await reader.read()).decode()
     writer.close()
     return told.partition("\r\n\r\n")[2]
@@ -160,6 +165,14 @@ async def test_input_that_max_tokens_cuts_is_empty_in_a_whole_answer(
     length = len(load_tokenizer(MODEL).encode(CALL[:58], add_special_tokens=False))
     answer = await claude.messages.create(**{**ASKED, "max_tokens": length}, tools=[WEATHER])
     assert (answer.stop_reason, answer.content[0].input) == ("max_tokens", {})  # type: ignore[union-attr]
+
+
+async def test_the_beta_client_gets_the_same(claude: AsyncAnthropic, worker: FakeWorker) -> None:
+    asked: Any = {**ASKED, "max_tokens": 8, "extra_body": {"seed": 3}}
+    answer = await claude.beta.messages.create(**asked, betas=["interleaved-thinking-2025-05-14"])
+    assert answer.content[0].text == expected_text(3, 8)  # type: ignore[union-attr]
+    count = await claude.beta.messages.count_tokens(model="demo", messages=HELLO)
+    assert answer.usage.input_tokens + 32 == count.input_tokens
 
 
 async def test_a_stop_sequence_is_named(claude: AsyncAnthropic, worker: FakeWorker) -> None:
@@ -400,6 +413,29 @@ def turns(*contents: Any) -> dict[str, Any]:
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
 TEXT = {"type": "text", "text": "x"}
 
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from([None, True, 0, 5000, -1.5, 10**30, "", "x", "text", "tool_use", "auto", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "content", "role", "name", "x y"]), inner, max_size=3
+        )
+    ),
+    max_leaves=5,
+)
+RICH: dict[str, Any] = {
+    **turns("x", [{"type": "thinking", "thinking": "Hm."}, TEXT, CALLED], [RESULT, TEXT], [TEXT]),
+    "max_tokens": 2000,
+    "system": [TEXT],
+    "tools": [WEATHER, {**ADD, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": None},
+    "output_config": {"effort": "low", "format": None},
+    "stop_sequences": ["a"],
+    "metadata": {"user_id": "me"},
+    "chat_template_kwargs": {"more": 1},
+}
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -416,6 +452,7 @@ TEXT = {"type": "text", "text": "x"}
         ({"stop_sequences": [""]}, "stop_sequences: "),
         ({"metadata": "x"}, "metadata: must be an object"),
         ({"container": "x"}, "container: is not supported"),
+        ({"thread": {"type": "create"}}, "thread: is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported"),
         ({"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
         (
@@ -428,6 +465,8 @@ TEXT = {"type": "text", "text": "x"}
         (turns("\ud800"), "messages.0.content: must be valid Unicode"),
         (user({"text": "x"}), "messages.0.content.0.type: Field required"),
         (user({"type": "text"}), "messages.0.content.0.text: Field required"),
+        (user({**TEXT, "text": ""}), "messages.0.content.0.text: text content blocks must be non-empty"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages: needs a message of another role"),
         (user({**TEXT, "bold": True}), "messages.0.content.0.bold: Extra inputs are not permitted"),
         (user({"type": "image", "source": {}}), "messages.0.content.0.image: is not supported"),
         (user({"type": "document"}), "messages.0.content.0.document: is not supported"),
@@ -503,6 +542,22 @@ async def test_bad_input_is_refused_under_anthropics_names(
     assert told["error"]["message"].startswith(message), told
     assert told["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     assert worker.submits == []
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+async def test_any_json_in_any_place_is_taken_or_refused(data: st.DataObject) -> None:
+    """Anything else would be an error of the router."""
+    body: Any = copy.deepcopy(RICH)
+    place, key = body, data.draw(st.sampled_from(sorted(body)))
+    while isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+        place = place[key]
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+    place[key] = data.draw(JSON)
+    with contextlib.suppress(RouterError):
+        messages_wanted(body, FORMAT)
+    with contextlib.suppress(RouterError):
+        counted_chat({name: value for name, value in body.items() if name in COUNT_FIELDS}, FORMAT)
 
 
 async def test_count_tokens_takes_what_makes_the_prompt_alone(gateway: Gateway, worker: FakeWorker) -> None:
@@ -637,7 +692,7 @@ async def test_a_request_like_claude_codes_is_accepted(gateway: Gateway, worker:
         "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     }
-    told = await body_of(gateway, body)
+    told = await body_of(gateway, body, "/v1/messages?beta=true")
     assert '"stop_reason":"tool_use"' in told
     prompt = prompt_of(worker)
     assert "billing" not in prompt

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from blockyard.router.errors import InvalidRequest, Unsupported
 from blockyard.router.openai.anthropic.checks import closed, required
-from blockyard.router.openai.requests.chat import MAX_MESSAGES
 from blockyard.router.openai.requests.fields import Kind, boolean, given, items, json_text, mapping, text
 from blockyard.router.openai.requests.tools import function_name
+from blockyard.router.request.validation import MAX_MESSAGES
 
 Role = Literal["user", "assistant", "system"]
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -122,6 +122,8 @@ def _turns(messages: list[Any]) -> list[Turn]:
     _check_last(turns[-1])
     if turns[-1].role == "assistant" and not turns[-1].blocks:
         turns.pop()
+    if not turns:
+        raise InvalidRequest.of("messages", "needs a message of another role than assistant")
     return turns
 
 
@@ -148,7 +150,10 @@ def _block(path: str, role: Role, value: Any) -> Block:
     kind = required(mapping(path, value), "type", text, inside=f"{path}.")
     match kind:
         case "text":
-            return Text(_text_block(path, value))
+            said = _text_block(path, value)
+            if not said and role != "assistant":
+                raise InvalidRequest.of(f"{path}.text", "text content blocks must be non-empty")
+            return Text(said)
         case "thinking" if role == "assistant":
             block = closed(path, value, (*HINTS, "thinking", "signature"))
             return Thinking(required(block, "thinking", text, inside=f"{path}."))

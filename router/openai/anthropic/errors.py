@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp.web import Response
 from blockyard.router.errors import ContextLengthExceeded, Overloaded, RateLimited, RouterError
-from blockyard.router.openai.anthropic.request import NAMES
+from blockyard.router.openai.anthropic.request import NAMES, THREAD
 from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_headers, status_of
 from blockyard.router.openai.http.json_response import json_response
 
@@ -42,7 +42,11 @@ def anthropic_error(
         # Clients that make room for more, such as Claude Code, look for these words.
         message = f"prompt is too long: {message.removeprefix('messages: ')}"
     kind = TYPES.get(anthropic_status(error), "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if any(violation.field == THREAD for violation in error.violations):
+        # Anthropic's runner of tools asks for a thread, and by this error goes on without one.
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def anthropic_response(error: RouterError, request_id: str, names: Mapping[str, str] = NO_NAMES) -> Response:

@@ -13,7 +13,7 @@ from blockyard.router.errors import InvalidRequest, Unsupported
 from blockyard.router.openai.anthropic.checks import closed, refuse_extra, required
 from blockyard.router.openai.anthropic.content import MESSAGE_SCHEMA, SYSTEM_SCHEMA, chat_messages
 from blockyard.router.openai.anthropic.tools import CHOICE_SCHEMA, TOOL_SCHEMA, chat_tools
-from blockyard.router.openai.requests.chat import CHAT_FIELDS, MAX_MESSAGES, chat_wanted
+from blockyard.router.openai.requests.chat import CHAT_FIELDS, chat_wanted
 from blockyard.router.openai.requests.fields import (
     INT32,
     Body,
@@ -30,6 +30,7 @@ from blockyard.router.openai.requests.fields import (
 from blockyard.router.openai.requests.sampling import POSITIVE, SHARED
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
+from blockyard.router.request.validation import MAX_MESSAGES
 
 LEAST_BUDGET_TOKENS = 1024
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
@@ -56,7 +57,9 @@ _HINTS: Fields = {
         "Ignored: the prompt has all that was sent, as far as the chat template shows it."
     ),
 }
-_NEUTRAL: Mapping[str, Any] = {"container": None, "inference_geo": None, "mcp_servers": []}
+THREAD = "thread"
+"""Field that asks the server to keep the conversation."""
+_NEUTRAL: Mapping[str, Any] = {"container": None, "inference_geo": None, "mcp_servers": [], THREAD: None}
 """Refused fields, each with the value that asks for nothing. null always does."""
 COUNT_FIELDS: Fields = {
     "model": SHARED["model"],
