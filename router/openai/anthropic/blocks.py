@@ -39,6 +39,8 @@ class Blocks:
         self._index = -1
         self._open: Kind | None = None
         """Kind of the block that has begun and not ended."""
+        self._before_text = b""
+        """Bytes before the text in this block's events of text, which are most events of a stream."""
         self.has_called = False
 
     def whole(self, text: str) -> list[dict[str, Any]]:
@@ -54,8 +56,9 @@ class Blocks:
 
     def streamed(self, text: str, *, is_last: bool) -> bytes:
         """Return the events of a stream for the next text of an output."""
-        events = self._events(merged(self._output.push(text, is_last=is_last)))
-        return b"".join((*events, self._end())) if is_last else b"".join(events)
+        found = self._output.push(text, is_last=is_last)
+        events = b"".join(self._events(merged(found) if len(found) > 1 else found))
+        return events + self._end() if is_last else events
 
     def _events(self, found: Iterable[Event]) -> Iterable[bytes]:
         for one in found:
@@ -63,9 +66,17 @@ class Blocks:
             if kind != self._open or isinstance(one, CallBegun):
                 yield self._end()
                 self._index, self._open = self._index + 1, kind
-                yield sse("content_block_start", index=self._index, content_block=self._begun(one))
+                yield self._start(kind, self._begun(one))
             if not isinstance(one, CallBegun):
-                yield self._delta(kind, one.text)
+                yield b"%b%b}}\n\n" % (self._before_text, json.encoder.encode_basestring(one.text).encode())
+
+    def _start(self, kind: Kind, block: dict[str, Any]) -> bytes:
+        delta, field = _DELTAS[kind]
+        self._before_text = (
+            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self._index},'
+            f'"delta":{{"type":"{delta}","{field}":'
+        ).encode()
+        return sse("content_block_start", index=self._index, content_block=block)
 
     def _begun(self, first: Event) -> dict[str, Any]:
         """Return the block that an event begins, as empty as at its start."""
@@ -77,14 +88,6 @@ class Blocks:
                 return {"type": "tool_use", "id": self._output.call_id("toolu_"), "name": name, "input": {}}
             case _:
                 return {"type": "text", "text": ""}
-
-    def _delta(self, kind: Kind, text: str) -> bytes:
-        """Return the event of a text. Most events of a stream are such, so it is not made from a dictionary."""
-        delta, field = _DELTAS[kind]
-        return (
-            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self._index},'
-            f'"delta":{{"type":"{delta}","{field}":{json.encoder.encode_basestring(text)}}}}}\n\n'
-        ).encode()
 
     def _end(self) -> bytes:
         kind, self._open = self._open, None
