@@ -14,6 +14,7 @@ from typing import Any
 
 from blockyard.proto.limits import RANGES
 from blockyard.router.openai import tokens
+from blockyard.router.openai.anthropic import request as messages_request
 from blockyard.router.openai.requests import chat as chat_request
 from blockyard.router.openai.requests import completion as completion_request
 from blockyard.router.openai.requests import embedding as embedding_request
@@ -48,6 +49,8 @@ class Described:
     required: tuple[str, ...] = ()
     answer: str = "application/json"
     """Media type of its answer."""
+    error: str = "Error"
+    """Schema of its errors."""
     also: tuple["Described", ...] = ()
     """The path with other verbs."""
 
@@ -77,6 +80,20 @@ PATHS: Mapping[str, Described] = {
     INPUT_ITEMS: Described(
         verb="GET",
         says="The items before a stored response. Query: limit (1 to 100), order (asc, desc), after.",
+    ),
+    "/v1/messages": Described(
+        verb="POST",
+        says="Answers a chat, in the form of Anthropic's API.",
+        fields=messages_request.FIELDS,
+        required=("max_tokens", "messages"),
+        error="AnthropicError",
+    ),
+    "/v1/messages/count_tokens": Described(
+        verb="POST",
+        says="The number of tokens of a prompt, in the form of Anthropic's API.",
+        fields=messages_request.COUNT_FIELDS,
+        required=("messages",),
+        error="AnthropicError",
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
@@ -113,7 +130,7 @@ def document(version: str) -> dict[str, Any]:
         },
         "components": {
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"Error": _ERROR},
+            "schemas": {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
         },
     }
 
@@ -147,10 +164,23 @@ _ERROR = {
     },
     "required": ["error"],
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": "string"},
+    },
+    "required": ["type", "error", "request_id"],
+}
 
 
 def _operation(described: Described) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{described.error}"}}}
     operation: dict[str, Any] = {
         "summary": described.says,
         "responses": {

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
+from blockyard.proto.naming.headers import ANTHROPIC_REQUEST_ID
 from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.calls.gate import CallGate, answer_to
 from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
@@ -19,8 +20,10 @@ from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.answers.chat_face import chat_asked
-from blockyard.router.openai.answers.face import Asked, ErrorBody
+from blockyard.router.openai.answers.face import Asked
 from blockyard.router.openai.answers.token_texts import TokenTexts
+from blockyard.router.openai.anthropic.errors import anthropic_response
+from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
@@ -34,7 +37,7 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute, error_body
+from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
@@ -47,6 +50,7 @@ from blockyard.router.openai.responses.stored import Responses
 from blockyard.router.openai.tokens import detokenized, tokenized
 
 MODEL = f"{MODELS}/{{model}}"
+MESSAGES = "/v1/messages"
 _PATTERNS = {
     MODEL: re.compile(f"{MODELS}/.*"),
     RESPONSE: re.compile(f"{RESPONSES}/[^/]+"),
@@ -63,8 +67,6 @@ class _Route:
     method: str
     """gRPC method whose permissions the route has."""
     handler: Handler
-    error_body: ErrorBody = error_body
-    """Form of its errors."""
     also: Mapping[str, Handler] = field(default_factory=dict)
     """Handlers of other verbs, by verb."""
 
@@ -101,6 +103,8 @@ class Routes:
             RESPONSES: _Route(generates, self._generating(responses.asked)),
             RESPONSE: _Route(generates, responses.get, also={"DELETE": responses.delete}),
             INPUT_ITEMS: _Route(generates, responses.input_items),
+            MESSAGES: _Route(generates, self._generating(messages_asked(calls.parts.answers))),
+            f"{MESSAGES}/count_tokens": _Route(tokenizes, self._answering(counted_tokens)),
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -129,11 +133,12 @@ class Routes:
         except Exception as error:
             if is_gone(error):
                 raise ConnectionError("the client has gone") from None
-            path = self._path(request.path)
             # In the log an unknown path, as the client's own text, must not appear.
-            answer = answer_to(error, path or "a path")
-            made = error_body if path is None else self._routes[path].error_body
-            response = error_response(answer, made(answer, notes.names))
+            answer = answer_to(error, self._path(request.path) or "a path")
+            if _is_anthropic(request):
+                response = anthropic_response(answer, notes.request_id, notes.names)
+            else:
+                response = error_response(answer, notes.names)
         await self._finish(request, response, notes)
         return response
 
@@ -214,8 +219,15 @@ class Routes:
 
     def _headed(self, response: StreamResponse, request: BaseRequest, notes: CallNotes) -> None:
         response.headers.update(own_headers(notes) | cors_headers(self._cors_origins, request))
+        if _is_anthropic(request):
+            response.headers[ANTHROPIC_REQUEST_ID] = notes.request_id
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
         if self._calls.parts.registry.is_draining:
             # The client's next request should reach another router.
             response.force_close()
+
+
+def _is_anthropic(request: BaseRequest) -> bool:
+    """Return True for the paths of Anthropic's API, whose errors have another form."""
+    return request.path == MESSAGES or request.path.startswith(f"{MESSAGES}/")

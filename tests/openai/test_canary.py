@@ -47,6 +47,12 @@ def calls() -> list[tuple[Any, str]]:
         (chat | {"json_schema": {CANARY: [CANARY]}}, CHAT),
         (chat | {"n": 3, "temperature": -1}, CHAT),
         (json.dumps(chat)[:-2].encode(), CHAT),
+        *((chat | {"stream": stream, "system": CANARY}, "/v1/messages") for stream in (False, True)),
+        *(
+            (chat | {field: CANARY}, "/v1/messages")
+            for field in ("system", "thinking", "tools", "tool_choice", "stop_sequences", CANARY)
+        ),
+        ({"messages": [{"role": CANARY, "content": CANARY}]}, "/v1/messages/count_tokens"),
         (CANARY.encode(), CHAT),
     ]
 

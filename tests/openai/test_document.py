@@ -23,12 +23,9 @@ PYTHON = [block for kind, name, block in BLOCKS if (kind, name) == ("python", ""
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
 ADDRESS = "127.0.0.1:8000"
 SAID = (
-    "cached prompt tokens: ",
-    "0 length",
-    "True",
-    'get_weather {"city"',
-    "stored: False",
+    *("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "stored: False"),
     "temperature invalid_request",
+    "tool_use get_weather {'city'",
 )
 """In what each program prints."""
 NOT_OVER_HTTP = {
@@ -57,7 +54,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("program", "said"),
     list(zip(PYTHON, SAID, strict=True)),
-    ids=["stream", "n", "schema", "tools", "responses", "errors"],
+    ids=["stream", "n", "schema", "tools", "responses", "errors", "anthropic"],
 )
 def test_each_program_runs(address: str, program: str, said: str) -> None:
     result = subprocess.run(

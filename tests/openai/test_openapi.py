@@ -8,7 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from blockyard.router.errors import RouterError
+from blockyard.router.errors import InvalidRequest, RouterError
+from blockyard.router.openai.anthropic.errors import anthropic_error
+from blockyard.router.openai.anthropic.request import messages_wanted
 from blockyard.router.openai.openapi import PATHS, RESPONSES, body_schema, document, page
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
@@ -47,6 +49,7 @@ ROUTES: list[tuple[str, Callable[[Body], Wanted], dict[str, Any]]] = [
     (CHAT, chat_wanted, {"messages": HELLO}),
     (COMPLETIONS, completion_wanted, {"prompt": "x"}),
     (RESPONSES, response_wanted, {"input": "x"}),
+    ("/v1/messages", messages_wanted, {"messages": HELLO, "max_tokens": 9}),
 ]
 BESIDE = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 """Fields that a field needs beside it."""
@@ -115,8 +118,10 @@ def test_the_document_names_every_path_and_says_what_an_error_is() -> None:
     made = document("1.2.3")
     assert made["paths"].keys() == PATHS.keys()
     assert made["info"]["version"] == "1.2.3"
+    schemas = made["components"]["schemas"]
     body = {"error": {"message": "x", "type": "y", "param": None, "code": "z"}}
-    jsonschema.validate(body, made["components"]["schemas"]["Error"])
+    jsonschema.validate(body, schemas["Error"])
+    jsonschema.validate(anthropic_error(InvalidRequest("x"), "r"), schemas["AnthropicError"])
 
 
 class Tags(html.parser.HTMLParser):

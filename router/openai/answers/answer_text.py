@@ -27,12 +27,12 @@ class ParsedOutput:
         events = self._parser.push(text)
         return [*events, *self._parser.finish()] if is_last else events
 
-    def call_id(self) -> str:
-        """Return an id for the next call, in the form that the model's chat template takes."""
+    def call_id(self, prefix: str = "call_") -> str:
+        """Return an id for the next call. The prefix is left out where the model's chat template takes none."""
         tools = None if self._reading is None else self._reading.format.tools
         if tools is not None and tools.short_ids:
             return "".join(secrets.choice(_LETTERS) for _ in range(SHORT_ID_CHARS))
-        return f"call_{secrets.token_hex(12)}"
+        return f"{prefix}{secrets.token_hex(12)}"
 
 
 class AnswerText:

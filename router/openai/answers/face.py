@@ -3,7 +3,7 @@
 Owns what a face must do. Does not own any API's form (chat_face.py, ../responses/) or the calls (../completions.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,3 @@ class Asked:
 
     wanted: Wanted
     face: Callable[[Head], Face]
-
-
-ErrorBody = Callable[[RouterError, Mapping[str, str]], dict[str, Any]]
-"""Returns an API's body of an error. The names are those of `Wanted.names`."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aiohttp.web import BaseRequest
-from blockyard.proto.naming.headers import IGNORED, REQUEST_ID, TIMEOUT_SECONDS
+from blockyard.proto.naming.headers import API_KEY, AUTHORIZATION, IGNORED, REQUEST_ID, TIMEOUT_SECONDS
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.router.errors import InvalidRequest
 
@@ -81,11 +81,18 @@ def peer_address(request: BaseRequest) -> str:
 
 
 def call_metadata(request: BaseRequest) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the headers as gRPC would. A value that is not ASCII stays bytes, and is never a valid token or name."""
-    return tuple(
+    """Return the headers as gRPC would, with an API key as the bearer token if there is no other.
+
+    A value that is not ASCII stays bytes, and is never a valid token or name.
+    """
+    metadata = tuple(
         (name.lower(), value if value.isascii() else value.encode("utf-8", "surrogateescape"))
         for name, value in request.headers.items()
     )
+    if AUTHORIZATION in request.headers:
+        return metadata
+    keys = [value for name, value in metadata if name == API_KEY and isinstance(value, str)]
+    return (*metadata, *((AUTHORIZATION, f"Bearer {key}") for key in keys))
 
 
 def _timeout(written: str) -> float:

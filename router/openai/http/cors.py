@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from aiohttp.web import BaseRequest, Response
 from blockyard.proto.naming.headers import (
+    ANTHROPIC_REQUEST_ID,
     IGNORED,
     RATE_LIMIT,
     RATE_REMAINING,
@@ -22,7 +23,7 @@ from blockyard.router.admission.rate_limits import KINDS
 MAX_AGE_SECONDS = 600
 """Time for which a browser may cache a preflight."""
 EXPOSED = (
-    *(REQUEST_ID, IGNORED, RETRY_AFTER, RETRY_AFTER_MS),
+    *(REQUEST_ID, ANTHROPIC_REQUEST_ID, IGNORED, RETRY_AFTER, RETRY_AFTER_MS),
     *(f"{header}-{kind}" for header in (RATE_LIMIT, RATE_REMAINING, RATE_RESET) for kind in KINDS),
 )
 """Headers of an answer that a web page's scripts may read."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp.web import Response
 from blockyard.router.errors import RouterError
-from blockyard.router.openai.http.errors import error_body, error_headers, status_of
+from blockyard.router.openai.http.errors import NO_NAMES, error_body, error_headers, status_of
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":"))
 
@@ -29,7 +29,6 @@ def json_body_response(
     )
 
 
-def error_response(error: RouterError, body: Mapping[str, Any] | None = None) -> Response:
-    """Return the response of an error, with OpenAI's body of it or another API's."""
-    shown = error_body(error) if body is None else body
-    return json_response(shown, status=status_of(error), headers=error_headers(error))
+def error_response(error: RouterError, names: Mapping[str, str] = NO_NAMES) -> Response:
+    """Return the response of an error in OpenAI's form."""
+    return json_response(error_body(error, names), status=status_of(error), headers=error_headers(error))

@@ -131,13 +131,15 @@ mapping = Kind(_mapping, {"type": "object"})
 items = Kind(_items, {"type": "array"})
 
 
-def refuse_others(body: Body, known: Iterable[str], *, inside: str = "") -> None:
+def refuse_others(
+    body: Body, known: Iterable[str], *, inside: str = "", says: str = "is not known here"
+) -> None:
     """Raise InvalidRequest for an unknown field, which would otherwise be dropped silently."""
     others = body.keys() - known
     for name in sorted(others):
         # Anything but a valid name may be any text of the client, so it is not repeated.
         shown = inside + name if is_id(name) else inside + "(a field)"
-        raise InvalidRequest.of(shown, "is not known here")
+        raise InvalidRequest.of(shown, says)
 
 
 def object_schema(fields: Fields, *, required: Iterable[str] = ()) -> dict[str, Any]:
