@@ -38,20 +38,26 @@ class Completions:
 
         Raises RouterErrors, also in groups, but only before anything has been sent.
         """
-        wanted.named(request_id)
-        # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
-        REQUEST_ID.set(request_id)
-        envelope = Envelope(
-            wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
-        )
+        if not wanted.answering.streams:
+            return json_response(await self.whole(wanted, call, request_id))
+        envelope = self._begun(wanted, request_id)
+        return await self._stream(events, call, envelope, choices_of(wanted, self._texts))
+
+    async def whole(self, wanted: Wanted, call: HttpCall, request_id: str) -> dict[str, Any]:
+        """Run one call and return its answer as one value. Raises RouterErrors, also in groups."""
+        envelope = self._begun(wanted, request_id)
         choices = choices_of(wanted, self._texts)
-        if wanted.answering.streams:
-            return await self._stream(events, call, envelope, choices)
         tally = Tally(wanted.outputs_a_prompt)
         async with self._outputs(wanted, call) as run:
             whole = await gathered(request_id, tally.of(run))
-        return json_response(
-            envelope.whole([choices.whole(output, tally.prompt_end) for output in whole.outputs], tally)
+        return envelope.whole([choices.whole(output, tally.prompt_end) for output in whole.outputs], tally)
+
+    def _begun(self, wanted: Wanted, request_id: str) -> Envelope:
+        wanted.named(request_id)
+        # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
+        REQUEST_ID.set(request_id)
+        return Envelope(
+            wanted=wanted, request_id=request_id, model=self._calls.parts.facts.name, created=int(time.time())
         )
 
     async def _stream(

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
@@ -17,6 +18,9 @@ from blockyard.router.calls.generating import ARRIVALS_PER_TICK, Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
+from blockyard.router.openai.batches import paths as batch_paths
+from blockyard.router.openai.batches.handlers import BatchRoutes
+from blockyard.router.openai.batches.line_calls import LineCalls
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.http.body import read_json
 from blockyard.router.openai.http.call import (
@@ -29,7 +33,7 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.http.errors import BatchesOff, MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
@@ -55,7 +59,13 @@ class Routes:
     """Handler of all requests of one gateway."""
 
     def __init__(
-        self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
+        self,
+        calls: Calls,
+        gate: CallGate,
+        intake: Intake,
+        about: AboutRouter,
+        cors_origins: Sequence[str],
+        batch_dir: Path | None,
     ) -> None:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
@@ -67,11 +77,20 @@ class Routes:
             for name in ("GenerateStream", "ListModels", "Tokenize", "Detokenize")
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
+        parsers: Mapping[str, Callable[[Body], Wanted]] = {
+            "/v1/chat/completions": partial(chat_wanted, answers=calls.parts.answers),
+            "/v1/completions": completion_wanted,
+        }
+        self.batches = (
+            BatchRoutes(
+                batch_dir, calls, LineCalls(self._completions, parsers), intake, endpoints=tuple(parsers)
+            )
+            if batch_dir is not None
+            else None
+        )
         self._routes: Mapping[str, _Route] = {
-            "/v1/chat/completions": _Route(
-                generates, self._generating(partial(chat_wanted, answers=calls.parts.answers))
-            ),
-            "/v1/completions": _Route(generates, self._generating(completion_wanted)),
+            **{path: _Route(generates, self._generating(parser)) for path, parser in parsers.items()},
+            **{path: _Route(generates, handler) for path, handler in self._batch_handlers().items()},
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -117,14 +136,15 @@ class Routes:
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
             raise NoSuchRoute("no such path: /openapi.json lists all")
-        verb = PATHS[path].verb
-        if request.method != verb:
-            raise MethodNotAllowed(f"this path allows only {verb}", metadata={"allow": verb})
+        verbs = PATHS[path].verbs
+        if request.method not in verbs:
+            allowed = ", ".join(verbs)
+            raise MethodNotAllowed(f"this path allows only {allowed}", metadata={"allow": allowed})
         return await self._routes[path].handler(request, notes)
 
     def _path(self, path: str) -> str | None:
         """Return the path as in the table of routes, or None if it is not there."""
-        known = MODEL if path.startswith(f"{MODELS}/") else path
+        known = MODEL if path.startswith(f"{MODELS}/") else batch_paths.known_path(path) or path
         return known if known in self._routes else None
 
     def _logged_path(self, request: BaseRequest) -> str:
@@ -145,6 +165,19 @@ class Routes:
             return await self._completions.answer(wanted, call, notes.request_id, events)
 
         return handle
+
+    def _batch_handlers(self) -> dict[str, Handler]:
+        batches = self.batches
+        if batches is None:
+            return dict.fromkeys(batch_paths.ALL, _batches_are_off)
+        return {
+            batch_paths.FILES: batches.files,
+            batch_paths.FILE: batches.file,
+            batch_paths.CONTENT: partial(batches.content, headed=self._headed),
+            batch_paths.BATCHES: batches.batches,
+            batch_paths.BATCH: batches.batch,
+            batch_paths.CANCEL: batches.cancel,
+        }
 
     def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
@@ -179,3 +212,7 @@ class Routes:
         if self._calls.parts.registry.is_draining:
             # The client's next request should reach another router.
             response.force_close()
+
+
+async def _batches_are_off(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+    raise BatchesOff("batches are off: this server was started without --batch-dir")

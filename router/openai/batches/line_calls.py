@@ -1,0 +1,116 @@
+"""Line calls: a line of a batch as a call, by the same rules as one over HTTP.
+
+A call that is refused for lack of room or workers is tried again until the batch expires. Each other refusal is the
+line's answer. Does not own files (answer_file.py) or which line runs when (runner.py).
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from blockyard.proto.limits import MAX_PRIORITY
+from blockyard.proto.naming.headers import TENANT
+from blockyard.router.admission.auth import PRINCIPAL, Principal, Role
+from blockyard.router.admission.rate_limits import RateLimit
+from blockyard.router.calls.gate import answer_to
+from blockyard.router.errors import RouterError, Unsupported
+from blockyard.router.openai.batches.lines import Line, answer_line
+from blockyard.router.openai.batches.records import BatchRecord, Owner
+from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.http.call import HttpCall, drawn_id
+from blockyard.router.openai.http.errors import NO_NAMES, WORTH_RETRYING, HttpRefusal, error_body, status_of
+from blockyard.router.openai.requests.fields import Body
+from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.services.grpc_status import code_of
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+LATER_SECONDS = 60.0
+ADDRESS = "unix:batch"
+"""Stands for the address of a client without a tenant: all their batches share one account."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LineCall:
+    """One line, with the call that its body asks for, or with the refusal of its body."""
+
+    custom_id: str
+    wanted: Wanted | RouterError
+    record: BatchRecord
+    completions: Completions
+
+    @property
+    def num_sequences(self) -> int:
+        wanted = self.wanted
+        return 1 if isinstance(wanted, RouterError) else wanted.sequences_a_prompt * len(wanted.requests)
+
+    async def answer(self) -> tuple[bool, bytes]:
+        """Return whether the request succeeded, and the line of its answer. The calling task must do nothing else."""
+        PRINCIPAL.set(_principal(self.record.owner))
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            request_id = drawn_id()
+            try:
+                if isinstance(self.wanted, RouterError):
+                    raise self.wanted
+                body = await self.completions.whole(self.wanted, self._call(), request_id)
+                return True, answer_line(self.custom_id, status=200, request_id=request_id, body=body)
+            except Exception as error:
+                refusal = answer_to(error, "a line of a batch")
+                if isinstance(refusal, HttpRefusal) or code_of(refusal) not in WORTH_RETRYING:
+                    names = NO_NAMES if isinstance(self.wanted, RouterError) else self.wanted.names
+                    status, body = status_of(refusal), error_body(refusal, names)
+                    return False, answer_line(self.custom_id, status=status, request_id=request_id, body=body)
+                await asyncio.sleep(max(pause * (0.5 + random.random()), refusal.retry_after_seconds or 0.0))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _call(self) -> HttpCall:
+        tenant = self.record.owner.tenant
+        seconds = self.record.expires_at - time.time()
+        return HttpCall(
+            metadata=((TENANT, tenant),) if tenant else (),
+            # The batch expires first, with the code of an expired batch for its lines.
+            deadline=time.monotonic() + max(seconds, 0.0) + LATER_SECONDS,
+            address=ADDRESS,
+        )
+
+
+class LineCalls:
+    """Makes the calls of lines for one gateway."""
+
+    def __init__(self, completions: Completions, parsers: Mapping[str, Callable[[Body], Wanted]]) -> None:
+        """`parsers` has what turns a body into a call, by the endpoint of the batch."""
+        self._completions, self._parsers = completions, parsers
+
+    def call(self, line: Line, record: BatchRecord) -> LineCall:
+        return LineCall(
+            custom_id=line.custom_id,
+            wanted=self._wanted(line, record.endpoint),
+            record=record,
+            completions=self._completions,
+        )
+
+    def _wanted(self, line: Line, endpoint: str) -> Wanted | RouterError:
+        try:
+            wanted = self._parsers[endpoint](line.body)
+        except RouterError as error:
+            return error
+        if wanted.answering.streams:
+            return Unsupported.of("stream", "a batch does not stream")
+        for request in wanted.requests:
+            request.priority = MAX_PRIORITY
+        return wanted
+
+
+def _principal(owner: Owner) -> Principal | None:
+    if owner.token_name is None:
+        return None
+    limit = RateLimit(
+        requests_per_minute=owner.requests_per_minute, tokens_per_minute=owner.tokens_per_minute
+    )
+    return Principal(name=owner.token_name, role=Role(owner.role), tenant=owner.tenant, limit=limit)
