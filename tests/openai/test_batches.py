@@ -348,9 +348,8 @@ async def test_a_batch_that_expires_names_the_lines_without_an_answer(
     assert done.expired_at is not None
     errors = await answers(batch_client, done.error_file_id)
     assert {one["error"]["code"] for one in errors.values()} == {"batch_expired"}
-    assert (await answers(batch_client, done.output_file_id)).keys() | errors.keys() == {
-        one["custom_id"] for one in lines
-    }
+    good = await answers(batch_client, done.output_file_id) if done.output_file_id else {}
+    assert good.keys() | errors.keys() == {one["custom_id"] for one in lines}
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -21,7 +21,10 @@ BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
 PYTHON = [block for kind, _, block in BLOCKS if kind == "python"]
 CURL = next(block for _, name, block in BLOCKS if name == "curl")
 ADDRESS = "127.0.0.1:8000"
-SAID = ("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "temperature invalid_request")
+SAID = (
+    *("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "temperature invalid_request"),
+    "completed 3\n['line-0', 'line-1', 'line-2']",
+)
 """In what each program prints."""
 NOT_OVER_HTTP = {
     errors.LastWorker,
@@ -39,7 +42,9 @@ NOT_OVER_HTTP = {
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with processes(tmp_path_factory.mktemp("document")) as running:
         worker = running.add_worker("w0", *DETERMINISTIC)
-        router = running.add_router("r0", "--http-port", "0", workers=[worker.address])
+        batches = str(tmp_path_factory.mktemp("batches"))
+        options = ("--http-port", "0", "--batch-dir", batches)
+        router = running.add_router("r0", *options, workers=[worker.address])
         running.start(worker, router)
         found = re.search(r"http://(\S+)/v1", router.log_text())
         assert found
@@ -49,7 +54,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("program", "said"),
     list(zip(PYTHON, SAID, strict=True)),
-    ids=["stream", "n", "schema", "tools", "errors"],
+    ids=["stream", "n", "schema", "tools", "errors", "batch"],
 )
 def test_each_program_runs(address: str, program: str, said: str) -> None:
     result = subprocess.run(

@@ -48,7 +48,9 @@ def test_a_step_takes_the_decodes_that_lengthen_it_by_little() -> None:
         times.observe(decodes, seconds)
     for number in range(8):
         scheduler.submit(background(number, max_tokens=20))
-    rows(scheduler)
+    for _ in range(4):
+        rows(scheduler)
+    assert len(scheduler.running) == 8
     scheduler.submit(urgent(1, max_tokens=10))
     rows(scheduler)
     assert rows(scheduler) == {1: 1, 1000: 1, 1001: 1}, "half of eight would take 4 % more"
@@ -78,7 +80,8 @@ def test_background_work_gives_its_blocks_and_slots_to_a_waiting_request() -> No
     for number in range(2):
         by_slots.submit(background(number, max_tokens=100))
     for scheduler, length in ((by_blocks, 100), (by_slots, 20)):
-        rows(scheduler)
+        for _ in range(4):
+            rows(scheduler)
         assert len(scheduler.running) == 2
         scheduler.submit(urgent(1, length=length, max_tokens=4))
         assert rows(scheduler) == {1: length}
@@ -89,6 +92,16 @@ def test_background_work_gives_its_blocks_and_slots_to_a_waiting_request() -> No
                 int(update.sequence.sequence_id) for update in step(scheduler) if update.sequence.is_over
             }
         assert not ends
+
+
+def test_background_work_alone_takes_short_steps() -> None:
+    scheduler = make_scheduler(64)
+    scheduler.submit(background(0, length=600))
+    assert rows(scheduler) == {1000: 64}, "before anything is measured"
+    scheduler.mixed_steps.rates.prefill_tokens_per_second = 20_000.0
+    assert rows(scheduler) == {1000: 200}
+    scheduler.submit(urgent(1, length=300))
+    assert rows(scheduler) == {1: 300}
 
 
 def test_background_work_runs_while_what_it_waits_for_cannot() -> None:

@@ -17,6 +17,10 @@ BACKGROUND_PRIORITY = MAX_PRIORITY
 EXTRA_SHARE = 0.03
 """How much longer a step may take by the decodes of background work."""
 
+PREFILL_SECONDS = 0.01
+"""Time of prompts in a step that has background work alone. A request that comes may wait for two such steps."""
+LEAST_PREFILL_TOKENS = 64
+
 
 def is_background(sequence: Sequence) -> bool:
     return sequence.priority >= BACKGROUND_PRIORITY
@@ -44,3 +48,8 @@ def decodes_beside(num_others: int, num_background: int, times: DecodeTimes) -> 
     while count and times.expected(num_others + count) > (1 + EXTRA_SHARE) * alone:
         count //= 2
     return count
+
+
+def background_prefill(tokens_per_second: float) -> int:
+    """Return how many prompt tokens a step takes that has background work alone. 0 tokens a second: not measured."""
+    return max(int(tokens_per_second * PREFILL_SECONDS), LEAST_PREFILL_TOKENS)

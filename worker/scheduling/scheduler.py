@@ -29,6 +29,7 @@ from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.scheduling.background import (
+    background_prefill,
     decodes_beside,
     goes_before,
     is_background,
@@ -217,6 +218,8 @@ class Scheduler:
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
         budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
+        if self._has_background_alone():
+            budget = min(budget, background_prefill(self.mixed_steps.rates.prefill_tokens_per_second))
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
@@ -240,6 +243,12 @@ class Scheduler:
             self._moves[step] = moves
             self._queues.forget_ended()
         return plan
+
+    def _has_background_alone(self) -> bool:
+        last = self.running[-1:] or self.waiting[-1:]
+        if not last or not is_background(last[0]):
+            return False
+        return num_background(self.running) == len(self.running) and all(map(is_background, self.waiting))
 
     def _held_back(self) -> list[Sequence]:
         """Return the running sequences of background work that the step leaves to others. They are the last ones."""

@@ -1,10 +1,10 @@
 """Store: files and batches of all tenants under one folder of the local disk.
 
-    FOLDER/owner.lock                       held by the router that runs the batches
-    FOLDER/TENANT/files/file-ID.jsonl       the lines
-    FOLDER/TENANT/files/file-ID.json        the record, written last: a file without one is not there yet
-    FOLDER/TENANT/batches/batch_ID.json     the record
-    FOLDER/TENANT/batches/batch_ID.cancel   a client has asked for the batch's end
+- `owner.lock` is held by the router that runs the batches.
+- `TENANT/files/file-ID.jsonl` has the lines of a file.
+- `TENANT/files/file-ID.json` is its record, written last: a file without a record is not there yet.
+- `TENANT/batches/batch_ID.json` is the record of a batch.
+- `TENANT/batches/batch_ID.cancel` says that a client has asked for its end.
 
 TENANT is a hash of the tenant's name, so no name is a path, and nobody finds what another tenant has. Ids are drawn
 here, and another text is no id. Records are replaced as a whole. Every call blocks for the disk, so callers use
