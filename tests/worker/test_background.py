@@ -1,7 +1,7 @@
 """Background work: sequences of the lowest priority cost others nothing, and end all the same."""
 
 from blockyard.proto.limits import MAX_PRIORITY
-from blockyard.worker.scheduling.background import decodes_beside
+from blockyard.worker.scheduling.background import decodes_beside, num_before
 from blockyard.worker.scheduling.decode_times import DecodeTimes
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.sequence import Sequence
@@ -163,3 +163,8 @@ def test_all_end_and_no_urgent_token_waits_for_background_work(
     alone, beside = steps_of(with_background=False), steps_of(with_background=True)
     assert len(beside) == len(arrivals)
     assert {number: beside[number] for number in alone} == alone
+
+
+def test_waiting_background_work_fills_no_place_of_another_request() -> None:
+    waiting = [urgent(1), *(background(number) for number in range(3))]
+    assert (num_before(waiting, 0), num_before(waiting, MAX_PRIORITY)) == (1, 4)

@@ -53,3 +53,10 @@ def decodes_beside(num_others: int, num_background: int, times: DecodeTimes) -> 
 def background_prefill(tokens_per_second: float) -> int:
     """Return how many prompt tokens a step takes that has background work alone. 0 tokens a second: not measured."""
     return max(int(tokens_per_second * PREFILL_SECONDS), LEAST_PREFILL_TOKENS)
+
+
+def num_before(waiting: Items[Sequence], priority: int) -> int:
+    """Return how many waiting sequences count for a new request. Background work is in nobody's way but its own."""
+    if priority >= BACKGROUND_PRIORITY:
+        return len(waiting)
+    return sum(not is_background(sequence) for sequence in waiting)

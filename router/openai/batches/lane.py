@@ -1,12 +1,15 @@
-"""Lane: bounds how many requests of batches run at once, and holds new ones back while other requests wait."""
+"""Lane: bounds how many requests of batches run at once, and holds new ones back while requests wait for a token.
+
+So few lines of batches wait in the lines of the router and the queues of workers, where other requests would meet them.
+"""
 
 import asyncio
 from collections.abc import Callable
 
 from blockyard.router.calls.generating import Calls
 
-MOST_WAITING = 4
-"""Requests without a worker, beyond which no line of a batch is sent: they would wait behind it."""
+MOST_UNSTARTED = 4
+"""Requests without a token, for each ready worker, beyond which no line of a batch is sent."""
 RECHECK_SECONDS = 0.02
 
 
@@ -15,11 +18,16 @@ class Lane:
 
     def __init__(self, calls: Calls) -> None:
         self._most = calls.outputs_a_call
-        self._registry = calls.parts.registry
+        self._registry, self._fleet = calls.parts.registry, calls.parts.fleet
         self._entering = asyncio.Lock()
         self._left = asyncio.Event()
         self.num_held = 0
         """Sequences of the lines that run."""
+
+    @property
+    def _is_closed(self) -> bool:
+        most = MOST_UNSTARTED * max(len(self._fleet.view.ready()), 1)
+        return self._registry.is_draining or self._registry.num_unstarted() >= most
 
     async def enter(self, num_sequences: int) -> Callable[[], None]:
         """Wait for room, and return the function that gives it back."""
@@ -28,7 +36,7 @@ class Lane:
             while self.num_held + held > self._most:
                 self._left.clear()
                 await self._left.wait()
-            while self._registry.is_draining or self._registry.num_waiting() > MOST_WAITING:  # noqa: ASYNC110
+            while self._is_closed:  # noqa: ASYNC110 - other requests change it, and tell nobody
                 await asyncio.sleep(RECHECK_SECONDS)
             self.num_held += held
 

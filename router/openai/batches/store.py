@@ -14,6 +14,7 @@ creation.
 
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from blockyard.router.openai.batches.records import BatchRecord, FileRecord, batch_record
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 200_000_000
 MAX_TENANT_FILES = 1000
@@ -171,12 +174,19 @@ class Store:
         paths = set(self._folder.glob("*/batches/*.json"))
         self._ended &= paths
         for path in paths - self._ended:
-            with suppress(FileNotFoundError):
+            try:
                 record = batch_record(json.loads(path.read_bytes()))
-                if record.has_ended:
-                    self._ended.add(path)
-                else:
-                    found.append(record)
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError):
+                # Of another version, or harmed by a loss of power. Other batches go on.
+                logger.error("the record of a batch cannot be read: %s", path)
+                self._ended.add(path)
+                continue
+            if record.has_ended:
+                self._ended.add(path)
+            else:
+                found.append(record)
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def _remove_interrupted_uploads(self) -> None:
