@@ -83,7 +83,11 @@ class Routes:
         }
         self.batches = (
             BatchRoutes(
-                batch_dir, calls, LineCalls(self._completions, parsers), intake, endpoints=tuple(parsers)
+                batch_dir,
+                calls,
+                LineCalls(self._completions.whole, parsers),
+                intake,
+                endpoints=tuple(parsers),
             )
             if batch_dir is not None
             else None

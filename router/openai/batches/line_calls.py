@@ -8,8 +8,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from blockyard.proto.limits import MAX_PRIORITY
 from blockyard.proto.naming.headers import TENANT
@@ -19,7 +20,6 @@ from blockyard.router.calls.gate import answer_to
 from blockyard.router.errors import RouterError, Unsupported
 from blockyard.router.openai.batches.lines import Line, answer_line
 from blockyard.router.openai.batches.records import BatchRecord, Owner
-from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.http.call import HttpCall, drawn_id
 from blockyard.router.openai.http.errors import NO_NAMES, WORTH_RETRYING, HttpRefusal, error_body, status_of
 from blockyard.router.openai.requests.fields import Body
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LATER_SECONDS = 60.0
+Whole = Callable[[Wanted, HttpCall, str], Awaitable[dict[str, Any]]]
+"""Runs a call with this request id and returns its answer. Raises RouterErrors, also in groups."""
 ADDRESS = "unix:batch"
 """Stands for the address of a client without a tenant: all their batches share one account."""
 
@@ -42,7 +44,7 @@ class LineCall:
     custom_id: str
     wanted: Wanted | RouterError
     record: BatchRecord
-    completions: Completions
+    whole: Whole
 
     @property
     def num_sequences(self) -> int:
@@ -58,7 +60,7 @@ class LineCall:
             try:
                 if isinstance(self.wanted, RouterError):
                     raise self.wanted
-                body = await self.completions.whole(self.wanted, self._call(), request_id)
+                body = await self.whole(self.wanted, self._call(), request_id)
                 return True, answer_line(self.custom_id, status=200, request_id=request_id, body=body)
             except Exception as error:
                 refusal = answer_to(error, "a line of a batch")
@@ -83,16 +85,16 @@ class LineCall:
 class LineCalls:
     """Makes the calls of lines for one gateway."""
 
-    def __init__(self, completions: Completions, parsers: Mapping[str, Callable[[Body], Wanted]]) -> None:
-        """`parsers` has what turns a body into a call, by the endpoint of the batch."""
-        self._completions, self._parsers = completions, parsers
+    def __init__(self, whole: Whole, parsers: Mapping[str, Callable[[Body], Wanted]]) -> None:
+        """`whole` runs a call. `parsers` has what turns a body into a call, by the endpoint of the batch."""
+        self._whole_answer, self._parsers = whole, parsers
 
     def call(self, line: Line, record: BatchRecord) -> LineCall:
         return LineCall(
             custom_id=line.custom_id,
             wanted=self._wanted(line, record.endpoint),
             record=record,
-            completions=self._completions,
+            whole=self._whole_answer,
         )
 
     def _wanted(self, line: Line, endpoint: str) -> Wanted | RouterError:
