@@ -4,7 +4,8 @@ So few lines of batches wait in the lines of the router and the queues of worker
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from blockyard.router.calls.generating import Calls
 
@@ -17,7 +18,7 @@ class Lane:
     """Lane of one router, for all its batches. They share it in order of arrival, so each gets its turn."""
 
     def __init__(self, calls: Calls) -> None:
-        self._most = calls.outputs_a_call
+        self.most = calls.outputs_a_call
         self._registry, self._fleet = calls.parts.registry, calls.parts.fleet
         self._entering = asyncio.Lock()
         self._left = asyncio.Event()
@@ -29,19 +30,19 @@ class Lane:
         most = MOST_UNSTARTED * max(len(self._fleet.view.ready()), 1)
         return self._registry.is_draining or self._registry.num_unstarted() >= most
 
-    async def enter(self, num_sequences: int) -> Callable[[], None]:
-        """Wait for room, and return the function that gives it back."""
-        held = min(num_sequences, self._most)
+    @asynccontextmanager
+    async def turn(self, num_sequences: int) -> AsyncIterator[None]:
+        """Wait for room, and hold it for the life of the context."""
+        held = min(num_sequences, self.most)
         async with self._entering:
-            while self.num_held + held > self._most:
+            while self.num_held + held > self.most:
                 self._left.clear()
                 await self._left.wait()
             while self._is_closed:  # noqa: ASYNC110 - other requests change it, and tell nobody
                 await asyncio.sleep(RECHECK_SECONDS)
             self.num_held += held
-
-        def leave() -> None:
+        try:
+            yield
+        finally:
             self.num_held -= held
             self._left.set()
-
-        return leave

@@ -4,8 +4,6 @@ A call that is refused for lack of room or workers is tried again until the batc
 line's answer. Does not own files (answer_file.py) or which line runs when (runner.py).
 """
 
-import asyncio
-import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,8 +24,6 @@ from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.services.grpc_status import code_of
 
-logger = logging.getLogger(__name__)
-
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LATER_SECONDS = 60.0
@@ -45,31 +41,36 @@ class LineCall:
     wanted: Wanted | RouterError
     record: BatchRecord
     whole: Whole
+    _pause_seconds: float = FIRST_PAUSE_SECONDS
 
     @property
     def num_sequences(self) -> int:
         wanted = self.wanted
         return 1 if isinstance(wanted, RouterError) else wanted.sequences_a_prompt * len(wanted.requests)
 
-    async def answer(self) -> tuple[bool, bytes]:
-        """Return whether the request succeeded, and the line of its answer. The calling task must do nothing else."""
+    async def attempt(self) -> tuple[bool, bytes] | float:
+        """Return whether the request succeeded, and the line of its answer, or the seconds until the next attempt.
+
+        The task that calls it must make no other call.
+        """
         PRINCIPAL.set(_principal(self.record.owner))
-        pause = FIRST_PAUSE_SECONDS
-        while True:
-            request_id = drawn_id()
-            try:
-                if isinstance(self.wanted, RouterError):
-                    raise self.wanted
-                body = await self.whole(self.wanted, self._call(), request_id)
-                return True, answer_line(self.custom_id, status=200, request_id=request_id, body=body)
-            except Exception as error:
-                refusal = answer_to(error, "a line of a batch")
-                if isinstance(refusal, HttpRefusal) or code_of(refusal) not in WORTH_RETRYING:
-                    names = NO_NAMES if isinstance(self.wanted, RouterError) else self.wanted.names
-                    status, body = status_of(refusal), error_body(refusal, names)
-                    return False, answer_line(self.custom_id, status=status, request_id=request_id, body=body)
-                await asyncio.sleep(max(pause * (0.5 + random.random()), refusal.retry_after_seconds or 0.0))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        request_id = drawn_id()
+        try:
+            if isinstance(self.wanted, RouterError):
+                raise self.wanted
+            body = await self.whole(self.wanted, self._call(), request_id)
+            return True, answer_line(self.custom_id, status=200, request_id=request_id, body=body)
+        except Exception as error:
+            refusal = answer_to(error, "a line of a batch")
+        if not isinstance(refusal, HttpRefusal) and code_of(refusal) in WORTH_RETRYING:
+            pause, self._pause_seconds = (
+                self._pause_seconds,
+                min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS),
+            )
+            return max(pause * (0.5 + random.random()), refusal.retry_after_seconds or 0.0)
+        names = NO_NAMES if isinstance(self.wanted, RouterError) else self.wanted.names
+        status, body = status_of(refusal), error_body(refusal, names)
+        return False, answer_line(self.custom_id, status=status, request_id=request_id, body=body)
 
     def _call(self) -> HttpCall:
         tenant = self.record.owner.tenant

@@ -8,7 +8,7 @@ stages of a batch. Does not own how many lines run at once (lane.py), the format
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -55,10 +55,12 @@ class _Job:
 class Runner:
     def __init__(self, store: Store, calls: Calls, line_calls: LineCalls) -> None:
         self._store, self._calls, self._line_calls = store, calls, line_calls
+        # Of the model and not of the workers, so that a line which was checked is never too long later.
+        most_tokens = calls.parts.facts.max_position_embeddings
+        self._most_bytes = max_body_bytes(most_tokens) + LINE_BYTES
+        self._most_values = max_values(most_tokens)
         self._lane = Lane(calls)
         self._jobs: dict[str, _Job] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
-        """Lets one batch of each tenant run at a time, in order of creation."""
         self._checking = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -116,10 +118,20 @@ class Runner:
             async with self._checking:
                 await self._check(job)
         if job.record.status == "in_progress":
-            async with self._turns.setdefault(job.record.owner.tenant, asyncio.Lock()):
-                await self._answer_all(job)
+            while self._waits_for_another(job) and job.record.expires_at > time.time():
+                await _within(job.stops, POLL_SECONDS)
+            await self._answer_all(job)
         if job.record.status == "finalizing":
             await self._end(job)
+
+    def _waits_for_another(self, job: _Job) -> bool:
+        """Return whether an earlier batch of the tenant must end first. A cancelled batch waits for none."""
+        record = job.record
+        return not job.stops.is_set() and any(
+            other.record.owner.tenant == record.owner.tenant
+            and (other.record.created_at, other.record.id) < (record.created_at, record.id)
+            for other in self._jobs.values()
+        )
 
     async def _save(self, job: _Job, record: BatchRecord) -> None:
         await asyncio.to_thread(job.store.save, record)
@@ -158,21 +170,18 @@ class Runner:
 
     def _parsed(self, job: _Job, raw: bytes) -> Line:
         """Return the request of a line. Raises BadLine."""
-        max_model_len = self._calls.parts.max_model_len
-        most_bytes = max_body_bytes(max_model_len) + LINE_BYTES
-        if len(raw) > most_bytes:
-            raise BadLine("line_too_long", f"a line has at most {most_bytes} bytes")
-        return parse_line(raw, endpoint=job.record.endpoint, most_values=max_values(max_model_len))
+        if len(raw) > self._most_bytes:
+            raise BadLine("line_too_long", f"a line has at most {self._most_bytes} bytes")
+        return parse_line(raw, endpoint=job.record.endpoint, most_values=self._most_values)
 
     async def _lines(self, job: _Job) -> AsyncIterator[tuple[int, bytes]]:
         """Yield the lines of the input with their numbers, without blank ones. A line that is far too long is cut."""
         path = job.store.path(job.record.input_file_id)
         if not await asyncio.to_thread(path.exists):
             raise LookupError("the input file is gone")
-        longest = max_body_bytes(self._calls.parts.max_model_len) + LINE_BYTES + 1
         number = 0
         with await asyncio.to_thread(path.open, "rb") as file:
-            while pieces := await asyncio.to_thread(_whole_lines, file, longest):
+            while pieces := await asyncio.to_thread(_whole_lines, file, self._most_bytes + 1):
                 for raw in pieces:
                     number += 1
                     if raw.strip():
@@ -187,16 +196,16 @@ class Runner:
         answers = await asyncio.to_thread(Answers, *paths)
         try:
             async with asyncio.TaskGroup() as tasks:
+                is_over = asyncio.Event()
+                tasks.create_task(self._keep_saved(job, answers, is_over))
                 sending = tasks.create_task(self._send_all(job, answers))
-                others = (
-                    tasks.create_task(self._keep_saved(job, answers)),
-                    tasks.create_task(job.stops.wait()),
-                )
+                stopping = tasks.create_task(job.stops.wait())
                 seconds = max(record.expires_at - time.time(), 0)
-                await asyncio.wait((sending, others[1]), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((sending, stopping), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 is_whole = sending.done()
-                for task in (sending, *others):
-                    task.cancel()
+                is_over.set()
+                sending.cancel()
+                stopping.cancel()
             outcome: Status = "completed" if is_whole else "cancelled" if job.stops.is_set() else "expired"
             if outcome != "completed":
                 await self._give_up_others(job, answers, *UNANSWERED[outcome])
@@ -208,21 +217,27 @@ class Runner:
 
     async def _send_all(self, job: _Job, answers: Answers) -> None:
         """Send lines while there is room for them, and return when all are answered."""
+        permits = asyncio.Semaphore(self._lane.most)  # for lines that pause too, which hold no room
         async with asyncio.TaskGroup() as sending:
             async for _, raw in self._lines(job):
                 line = self._parsed(job, raw)
-                if line.custom_id in answers:
-                    continue
-                call = self._line_calls.call(line, job.record)
-                leave = await self._lane.enter(call.num_sequences)
-                sending.create_task(self._answer(call, answers, leave))
+                if line.custom_id not in answers:
+                    await permits.acquire()
+                    sending.create_task(
+                        self._answer(self._line_calls.call(line, job.record), answers, permits)
+                    )
 
-    async def _answer(self, call: LineCall, answers: Answers, leave: Callable[[], None]) -> None:
-        try:
-            is_good, line = await call.answer()
-        finally:
-            leave()
+    async def _answer(self, call: LineCall, answers: Answers, permits: asyncio.Semaphore) -> None:
+        """Answer a line, however often its call must be tried again."""
+        while True:
+            async with self._lane.turn(call.num_sequences):
+                outcome = await call.attempt()
+            if not isinstance(outcome, float):
+                break
+            await asyncio.sleep(outcome)
+        is_good, line = outcome
         await asyncio.to_thread(answers.append, call.custom_id, line, is_good=is_good)
+        permits.release()
 
     async def _give_up_others(self, job: _Job, answers: Answers, code: str, message: str) -> None:
         """Write an error for each line without an answer."""
@@ -234,9 +249,10 @@ class Runner:
             elif number % CHECKS_A_TICK == 0:
                 await asyncio.sleep(CHECK_PAUSE_SECONDS)
 
-    async def _keep_saved(self, job: _Job, answers: Answers) -> None:
-        while True:
-            await asyncio.sleep(SYNC_SECONDS)
+    async def _keep_saved(self, job: _Job, answers: Answers, is_over: asyncio.Event) -> None:
+        """Sync answers and save their number. Not cancelled at the end: a thread would go on to write an old record."""
+        while not is_over.is_set():
+            await _within(is_over, SYNC_SECONDS)
             counted = _counted(job.record, answers)
             if counted != job.record:
                 await asyncio.to_thread(answers.sync)
@@ -257,8 +273,11 @@ def _counted(record: BatchRecord, answers: Answers) -> BatchRecord:
 def _publish(record: BatchRecord, store: TenantStore) -> None:
     """Add the records of the files of answers. An empty file is removed."""
     for file_id, kind in ((record.output_file_id, "output"), (record.error_file_id, "error")):
-        num_bytes = store.path(file_id).stat().st_size
-        if num_bytes:
+        path = store.path(file_id)
+        num_bytes = path.stat().st_size if path.exists() else 0
+        if not num_bytes:
+            path.unlink(missing_ok=True)
+        else:
             store.add_file(
                 FileRecord(
                     id=file_id,
