@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blockyard.router.calls.generating import Calls
 from blockyard.router.openai.batches.answer_file import Answers
@@ -260,7 +260,7 @@ class Runner:
 
     async def _end(self, job: _Job) -> None:
         await asyncio.to_thread(_publish, job.record, job.store)
-        times = {f"{job.record.outcome}_at": _now()}
+        times: dict[str, Any] = {f"{job.record.outcome}_at": _now()}
         if job.record.outcome == "cancelled":
             times["cancelling_at"] = job.record.finalizing_at or _now()
         await self._save(job, replace(job.record, status=job.record.outcome, **times))
