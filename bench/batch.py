@@ -226,7 +226,7 @@ def table(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.batch", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=120.0, help="Virtual time of arrivals in each run.")
+    parser.add_argument("--seconds", type=float, default=30.0, help="Virtual time of arrivals in each run.")
     parser.add_argument("--in-flight", type=int, default=128, help="Requests of the batch on the worker.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--report", action="store_true", help="Write a dated report.")
