@@ -7,6 +7,7 @@ A field with a help text is an option of `python -m blockyard.router`; those of 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from os.path import isabs
 from typing import Any
 
 from blockyard.proto.limits import MAX_PORT
@@ -137,6 +138,12 @@ class RouterLimits:
         help="Format of the model's reasoning in chats over HTTP. `auto` takes the one that the chat template shows, "
         "`none` leaves it in the text.",
     )
+    batch_dir: str | None = setting(
+        None,
+        help="Folder on the local disk for /v1/files and /v1/batches: a full path. Routers of one machine share it, "
+        "and one of them runs the batches. Default: no batches.",
+        metavar="FOLDER",
+    )
     tokenizer_processes: int = setting(
         1,
         help="Short prompts that each router tokenises at once. Texts above 64 Ki characters have a process of their "
@@ -147,6 +154,8 @@ class RouterLimits:
     def __post_init__(self) -> None:
         check_settings(self)
         checked_weights(self.tenant_weights)
+        if self.batch_dir is not None and not isabs(self.batch_dir):
+            raise ValueError(f"batch_dir must be a full path, not {self.batch_dir!r}")
         if not 0 < self.suspect_seconds < self.lost_seconds:
             raise ValueError(
                 f"need 0 < suspect_seconds < lost_seconds, not {self.suspect_seconds:g} and {self.lost_seconds:g}"

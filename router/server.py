@@ -189,9 +189,10 @@ class RouterServer:
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),
-                gateway(calls, gate, self.intake, self._config, self._about()) as self.http_address,
+                gateway(calls, gate, self.intake, self._config, self._about()) as (http_address, batches),
                 asyncio.TaskGroup() as tasks,
             ):
+                self.http_address = http_address
                 duties = [
                     parts.fleet.run(),
                     self._keep_health(parts, health_service),
@@ -200,6 +201,8 @@ class RouterServer:
                 ]
                 if config.discovers_workers:
                     duties += [self._follow_directory(index, parts.fleet) for index in shards]
+                if batches is not None:
+                    duties.append(batches.run())
                 if token_file is not None:
                     duties.append(token_file.follow())
                 background = [tasks.create_task(self._background(duty)) for duty in duties]

@@ -15,6 +15,7 @@ from blockyard.deploy.requests.openai_server import OpenAIServer
 from blockyard.deploy.settings.options import cluster_option
 from blockyard.deploy.settings.security import client_connection, connection_options
 from blockyard.deploy.settings.setting import wrong_values_are_usage
+from blockyard.proto.limits import MAX_PRIORITY
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -56,10 +57,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
     show_default=True,
     help="Seconds for each request.",
 )
+@click.option(
+    "--priority",
+    type=click.IntRange(-MAX_PRIORITY, MAX_PRIORITY),
+    help="Priority of requests whose body names none. Lower is served earlier. Default: "
+    f"{MAX_PRIORITY}, the lowest, on the cluster's own server, and none with --url.",
+)
 @cluster_option
 @connection_options
 def run_batch(
-    source: Path, target: Path, url: str | None, concurrency: int, timeout_seconds: float, cluster: str
+    source: Path,
+    target: Path,
+    url: str | None,
+    concurrency: int,
+    timeout_seconds: float,
+    priority: int | None,
+    cluster: str,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -67,13 +80,17 @@ def run_batch(
     line that cannot be sent, or that the server refuses, becomes an error in the output. The first error is printed,
     and the exit code is 1."""
     is_ours, url = url is None, url or _own_url(cluster)
+    if priority is None and is_ours:
+        priority = MAX_PRIORITY
     with target.open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another run is writing to {target}") from None
         end_like_ctrl_c()
-        counts = _run(source, target, concurrency, lambda: server_at(url, timeout_seconds, is_ours=is_ours))
+        counts = _run(
+            source, target, concurrency, priority, lambda: server_at(url, timeout_seconds, is_ours=is_ours)
+        )
     click.echo(
         f"{counts.succeeded} answered, {counts.failed} failed, {counts.skipped} skipped (already in {target})",
         err=True,
@@ -83,7 +100,13 @@ def run_batch(
     sys.exit(1 if counts.failed else 0)
 
 
-def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], OpenAIServer]) -> batch.Counts:
+def _run(
+    source: Path,
+    target: Path,
+    concurrency: int,
+    priority: int | None,
+    reached: Callable[[], OpenAIServer],
+) -> batch.Counts:
     batch.mend(target)
     with source.open(encoding="utf-8", errors="replace") as file:
         lines = list(batch.read_lines(file))
@@ -92,7 +115,7 @@ def _run(source: Path, target: Path, concurrency: int, reached: Callable[[], Ope
             done = batch.answered_ids(file)
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{target} has a line that is not a batch answer: name another file") from None
-    left = [line for line in lines if line.custom_id not in done]
+    left = [line.with_priority(priority) for line in lines if line.custom_id not in done]
     counts = batch.Counts(total=len(lines), skipped=len(lines) - len(left))
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -10,9 +10,9 @@ import os
 import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from blockyard.deploy.requests.openai_server import CallFailed, OpenAIServer
 
@@ -34,6 +34,12 @@ class Line:
     url: str = ""
     body: dict[str, Any] | None = None
     error: str = ""
+
+    def with_priority(self, priority: int | None) -> Self:
+        """Return the line with this priority, where its body names none."""
+        if self.body is None or priority is None:
+            return self
+        return replace(self, body={"priority": priority, **self.body})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -119,5 +119,9 @@ class RequestRegistry:
         """Return the number of requests without a token that no worker has."""
         return sum(record.state is RequestState.QUEUED for record in self._records.values())
 
+    def num_unstarted(self) -> int:
+        """Return the number of requests without a token, with or without a worker."""
+        return sum(record.state is not RequestState.STREAMING for record in self._records.values())
+
     async def until_idle(self) -> None:
         await self._idle.wait()

@@ -6,6 +6,7 @@ Owns the way of a call's deltas into its answer. Does not own the answer's form 
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp.web import StreamResponse
 from blockyard.proto.runtime.logs import REQUEST_ID
@@ -37,17 +38,23 @@ class Completions:
 
         Raises RouterErrors, also in groups, but only before anything has been sent.
         """
-        wanted = asked.wanted
-        wanted.named(request_id)
+        if not asked.wanted.answering.streams:
+            return json_response(await self.whole(asked, call, request_id))
+        return await self._stream(events, call, asked.wanted, self._begun(asked, request_id))
+
+    async def whole(self, asked: Asked, call: HttpCall, request_id: str) -> dict[str, Any]:
+        """Run one call and return its answer as one value. Raises RouterErrors, also in groups."""
+        face = self._begun(asked, request_id)
+        async with self._outputs(asked.wanted, call) as run:
+            outputs = (await gathered(request_id, face.tally.of(run))).outputs
+        return await face.whole(outputs)
+
+    def _begun(self, asked: Asked, request_id: str) -> Face:
+        asked.wanted.named(request_id)
         # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
         model = self._calls.parts.facts.name
-        face = asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
-        if wanted.answering.streams:
-            return await self._stream(events, call, wanted, face)
-        async with self._outputs(wanted, call) as run:
-            gathered_outputs = (await gathered(request_id, face.tally.of(run))).outputs
-        return json_response(await face.whole(gathered_outputs))
+        return asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
 
     async def _stream(
         self, events: EventStream, call: HttpCall, wanted: Wanted, face: Face

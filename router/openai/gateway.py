@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from aiohttp.web import ServerRunner
 from blockyard.proto.security.tls import https_context
@@ -16,6 +17,7 @@ from blockyard.router.calls.generating import Calls
 from blockyard.router.calls.intake import Intake
 from blockyard.router.config import RouterConfig
 from blockyard.router.openai.about import AboutRouter
+from blockyard.router.openai.batches.runner import Runner
 from blockyard.router.openai.http.protocol import Connections
 from blockyard.router.openai.routes import Routes
 from blockyard.router.services.options import HANDSHAKE_SECONDS, max_connections
@@ -36,19 +38,19 @@ VANISHED_SECONDS = 15
 @asynccontextmanager
 async def gateway(
     calls: Calls, gate: CallGate, intake: Intake, config: RouterConfig, about: AboutRouter
-) -> AsyncIterator[str]:
-    """Serve for the life of the context. Yield "host:port", or "" if the config wants no gateway.
+) -> AsyncIterator[tuple[str, Runner | None]]:
+    """Serve for the life of the context. Yield "host:port" and what runs batches: "" if the config wants no gateway.
 
     Raises RuntimeError for a port that cannot be bound, and ValueError for TLS files that cannot be used.
     """
     if config.http_port is None:
-        yield ""
+        yield "", None
         return
     tls = https_context(config.tls)
     listener = _listener(config.host, config.http_port, shares_port=config.reuse_port)
-    connections = Connections(
-        Routes(calls, gate, intake, about, config.cors_origins), most_connections=max_connections()
-    )
+    batch_dir = None if config.batch_dir is None else Path(config.batch_dir)
+    routes = Routes(calls, gate, intake, about, config.cors_origins, batch_dir)
+    connections = Connections(routes, most_connections=max_connections())
     runner = ServerRunner(connections, shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     listening = await asyncio.get_running_loop().create_server(
@@ -63,7 +65,7 @@ async def gateway(
     try:
         address = f"{config.host}:{listener.getsockname()[1]}"
         logger.info("OpenAI's API is served on %s://%s/v1", "http" if tls is None else "https", address)
-        yield address
+        yield address, None if routes.batches is None else routes.batches.runner
     finally:
         listening.close()
         await runner.cleanup()

@@ -15,6 +15,8 @@ from typing import Any
 from blockyard.proto.limits import RANGES
 from blockyard.router.openai import tokens
 from blockyard.router.openai.anthropic import request as messages_request
+from blockyard.router.openai.batches import paths as batch_paths
+from blockyard.router.openai.batches.fields import CREATE_FIELDS
 from blockyard.router.openai.requests import chat as chat_request
 from blockyard.router.openai.requests import completion as completion_request
 from blockyard.router.openai.requests import embedding as embedding_request
@@ -51,12 +53,14 @@ class Described:
     """Media type of its answer."""
     error: str = "Error"
     """Schema of its errors."""
+    form: Mapping[str, str] | None = None
+    """Fields of a body that is a form, with their formats."""
     also: tuple["Described", ...] = ()
-    """The path with other verbs."""
+    """The other verbs of the path."""
 
     @property
-    def verbs(self) -> list[str]:
-        return [self.verb, *(other.verb for other in self.also)]
+    def verbs(self) -> tuple[str, ...]:
+        return self.verb, *(other.verb for other in self.also)
 
 
 PATHS: Mapping[str, Described] = {
@@ -97,6 +101,30 @@ PATHS: Mapping[str, Described] = {
     ),
     MODELS: Described(verb="GET", says="The model that is served."),
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
+    batch_paths.FILES: Described(
+        verb="GET",
+        says="The tenant's files, newest first. Query: purpose, after, limit, order.",
+        also=(
+            Described(
+                verb="POST",
+                says="Uploads a file of requests, one per line, with the purpose batch.",
+                form={"purpose": "string", "file": "binary"},
+            ),
+        ),
+    ),
+    batch_paths.FILE: Described(
+        verb="GET", says="One file, by its id.", also=(Described(verb="DELETE", says="Deletes the file."),)
+    ),
+    batch_paths.CONTENT: Described(verb="GET", says="The lines of a file.", answer="application/x-ndjson"),
+    batch_paths.BATCHES: Described(
+        verb="POST",
+        says="Answers a file of requests with the lowest priority, within 24 hours.",
+        fields=CREATE_FIELDS,
+        required=("input_file_id", "endpoint", "completion_window"),
+        also=(Described(verb="GET", says="The tenant's batches, newest first. Query: after, limit."),),
+    ),
+    batch_paths.BATCH: Described(verb="GET", says="One batch, by its id."),
+    batch_paths.CANCEL: Described(verb="POST", says="Ends a batch. Answers that exist stay."),
     "/tokenize": Described(
         verb="POST", says="The tokens of a prompt or a chat, as in vLLM.", fields=tokens.TOKENIZE_FIELDS
     ),
@@ -188,6 +216,10 @@ def _operation(described: Described) -> dict[str, Any]:
             "default": {"description": "What went wrong.", "content": error},
         },
     }
+    if described.form is not None:
+        form = {name: {"type": "string", "format": kind} for name, kind in described.form.items()}
+        schema = {"type": "object", "properties": form, "required": sorted(form)}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     if described.fields is not None:
         schema = body_schema(described.fields, described.required)
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

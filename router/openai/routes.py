@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp.web import BaseRequest, StreamResponse
@@ -24,6 +25,9 @@ from blockyard.router.openai.answers.face import Asked
 from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.anthropic.errors import anthropic_response
 from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
+from blockyard.router.openai.batches import paths as batch_paths
+from blockyard.router.openai.batches.handlers import BatchRoutes
+from blockyard.router.openai.batches.line_calls import LineCalls
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
@@ -37,7 +41,7 @@ from blockyard.router.openai.http.call import (
     own_headers,
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
-from blockyard.router.openai.http.errors import MethodNotAllowed, NoSuchRoute
+from blockyard.router.openai.http.errors import BatchesOff, MethodNotAllowed, NoSuchRoute
 from blockyard.router.openai.http.json_response import error_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
@@ -75,7 +79,13 @@ class Routes:
     """Handler of all requests of one gateway."""
 
     def __init__(
-        self, calls: Calls, gate: CallGate, intake: Intake, about: AboutRouter, cors_origins: Sequence[str]
+        self,
+        calls: Calls,
+        gate: CallGate,
+        intake: Intake,
+        about: AboutRouter,
+        cors_origins: Sequence[str],
+        batch_dir: Path | None,
     ) -> None:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
@@ -89,22 +99,31 @@ class Routes:
             for name in ("GenerateStream", "Embed", "ListModels", "Tokenize", "Detokenize")
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
+        chat = partial(chat_wanted, answers=calls.parts.answers)
+        asks: Mapping[str, Callable[[Body], Asked]] = {
+            "/v1/chat/completions": chat_asked("chat", chat, texts),
+            "/v1/completions": chat_asked("completions", completion_wanted, texts),
+        }
+        self.batches = (
+            BatchRoutes(
+                batch_dir,
+                calls,
+                LineCalls(self._completions.whole, asks),
+                intake,
+                endpoints=tuple(asks),
+            )
+            if batch_dir is not None
+            else None
+        )
         self._routes: Mapping[str, _Route] = {
-            "/v1/chat/completions": _Route(
-                generates,
-                self._generating(
-                    chat_asked("chat", partial(chat_wanted, answers=calls.parts.answers), texts)
-                ),
-            ),
-            "/v1/completions": _Route(
-                generates, self._generating(chat_asked("completions", completion_wanted, texts))
-            ),
+            **{path: _Route(generates, self._generating(_at_once(ask))) for path, ask in asks.items()},
             "/v1/embeddings": _Route(embeds, self._embedding),
             RESPONSES: _Route(generates, self._generating(responses.asked)),
             RESPONSE: _Route(generates, responses.get, also={"DELETE": responses.delete}),
             INPUT_ITEMS: _Route(generates, responses.input_items),
             MESSAGES: _Route(generates, self._generating(messages_asked(calls.parts.answers))),
             f"{MESSAGES}/count_tokens": _Route(tokenizes, self._answering(counted_tokens)),
+            **{path: _Route(generates, handler) for path, handler in self._batch_handlers().items()},
             MODELS: _Route(lists, about_routes.models),
             MODEL: _Route(lists, about_routes.model),
             "/tokenize": _Route(tokenizes, self._answering(tokenized)),
@@ -155,18 +174,18 @@ class Routes:
     async def _answer(self, path: str | None, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if path is None:
             raise NoSuchRoute("no such path: /openapi.json lists all")
-        route, described = self._routes[path], PATHS[path]
-        handler = route.handler if request.method == described.verb else route.also.get(request.method)
-        if handler is None:
-            allowed = ", ".join(described.verbs)
+        route, verbs = self._routes[path], PATHS[path].verbs
+        if request.method not in verbs:
+            allowed = ", ".join(verbs)
             raise MethodNotAllowed(f"this path allows only {allowed}", metadata={"allow": allowed})
-        return await handler(request, notes)
+        return await route.also.get(request.method, route.handler)(request, notes)
 
     def _path(self, path: str) -> str | None:
         """Return the path as in the table of routes, or None if it is not there."""
         if path in self._routes and "{" not in path:
             return path
-        return next((known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
+        known = next((known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
+        return known or batch_paths.known_path(path)
 
     def _generating(self, ask: Ask) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:
@@ -182,6 +201,19 @@ class Routes:
             return await self._completions.answer(asked, call, notes.request_id, events)
 
         return handle
+
+    def _batch_handlers(self) -> dict[str, Handler]:
+        batches = self.batches
+        if batches is None:
+            return dict.fromkeys(batch_paths.ALL, _batches_are_off)
+        return {
+            batch_paths.FILES: batches.files,
+            batch_paths.FILE: batches.file,
+            batch_paths.CONTENT: partial(batches.content, headed=self._headed),
+            batch_paths.BATCHES: batches.batches,
+            batch_paths.BATCH: batches.batch,
+            batch_paths.CANCEL: batches.cancel,
+        }
 
     async def _embedding(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         await self._arrivals.take()
@@ -226,6 +258,17 @@ class Routes:
         if self._calls.parts.registry.is_draining:
             # The client's next request should reach another router.
             response.force_close()
+
+
+async def _batches_are_off(request: BaseRequest, notes: CallNotes) -> StreamResponse:
+    raise BatchesOff("batches are off: this server was started without --batch-dir")
+
+
+def _at_once(ask: Callable[[Body], Asked]) -> Ask:
+    async def asked(body: Body, call: HttpCall) -> Asked:
+        return ask(body)
+
+    return asked
 
 
 def _is_anthropic(request: BaseRequest) -> bool:

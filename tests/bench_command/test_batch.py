@@ -75,6 +75,15 @@ def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
     assert target.read_text() == before
 
 
+def test_a_priority_is_added_where_a_line_names_none() -> None:
+    first, second, wrong = read_lines([line("a"), line("b", priority=-3), "nonsense\n"])
+    for one, expected in ((first, 100), (second, -3)):
+        body = one.with_priority(100).body
+        assert body is not None
+        assert body["priority"] == expected
+    assert (first.with_priority(None), wrong.with_priority(100)) == (first, wrong)
+
+
 def test_a_run_that_was_interrupted_goes_on_where_it_ended(bench: Bench, files: tuple[Path, Path]) -> None:
     source, target = files
     source.write_text("".join(line(f"r{number}", max_tokens=20) for number in range(40)))

@@ -150,4 +150,6 @@ MATRIX = (
     _fault(80, "worker dies before the sequences that it moved are fetched", "the rest is computed; as 16"),
     _fault(81, "worker dies to which a sequence has moved", "as 16, wherever it came from"),
     _fault(82, "all workers are full", "nothing wanders: a request moves at most four times, then stays"),
+    _fault(83, "router SIGKILL within a batch", "started again, it goes on: each line is answered once"),
+    _fault(84, "as 83, with another router of its folder", "the other one goes on within seconds"),
 )

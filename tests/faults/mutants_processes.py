@@ -1,4 +1,4 @@
-"""Mutants of rows 44 to 49: routers, and what the machine does to processes."""
+"""Mutants of rows 44 to 49, 83 and 84: routers, and what the machine does to processes."""
 
 from .mutant import mutant
 
@@ -70,5 +70,23 @@ MUTANTS = (
         "a worker cannot do without its map's folder",
         "machine.py::test_a_full_disk_and_a_folder_that_is_gone_fail_no_request",
         ("worker:WorkerServer._write_pool_map", "OSError", "FileExistsError"),
+    ),
+    mutant(
+        83,
+        "an unfinished line stays in a file of answers",
+        "batches.py::test_a_batch_whose_router_is_killed_again_and_again_answers_each_line_once",
+        ("router:_AnswerFile.__init__", "os.ftruncate(self._descriptor, self._num_bytes)", "None"),
+    ),
+    mutant(
+        83,
+        "a router that starts does not know which lines have an answer",
+        "batches.py::test_a_batch_whose_router_is_killed_again_and_again_answers_each_line_once",
+        ("router:_AnswerFile._read", "self.custom_ids.add(custom_id)", "None"),
+    ),
+    mutant(
+        84,
+        "two routers run the batches of a folder",
+        "batches.py::test_another_router_of_the_folder_goes_on_with_a_batch",
+        ("router:Store.become_owner", "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
     ),
 )

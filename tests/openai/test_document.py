@@ -24,8 +24,11 @@ CURL = next(block for _, name, block in BLOCKS if name == "curl")
 ADDRESS = "127.0.0.1:8000"
 SAID = (
     *("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "stored: False"),
-    "temperature invalid_request",
-    "tool_use get_weather {'city'",
+    *(
+        "temperature invalid_request",
+        "completed 3\n['line-0', 'line-1', 'line-2']",
+        "tool_use get_weather {'city'",
+    ),
 )
 """In what each program prints."""
 NOT_OVER_HTTP = {
@@ -44,7 +47,9 @@ NOT_OVER_HTTP = {
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with processes(tmp_path_factory.mktemp("document")) as running:
         worker = running.add_worker("w0", *DETERMINISTIC)
-        router = running.add_router("r0", "--http-port", "0", workers=[worker.address])
+        batches = str(tmp_path_factory.mktemp("batches"))
+        options = ("--http-port", "0", "--batch-dir", batches)
+        router = running.add_router("r0", *options, workers=[worker.address])
         running.start(worker, router)
         found = re.search(r"http://(\S+)/v1", router.log_text())
         assert found
@@ -54,7 +59,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("program", "said"),
     list(zip(PYTHON, SAID, strict=True)),
-    ids=["stream", "n", "schema", "tools", "responses", "errors", "anthropic"],
+    ids=["stream", "n", "schema", "tools", "responses", "errors", "batch", "anthropic"],
 )
 def test_each_program_runs(address: str, program: str, said: str) -> None:
     result = subprocess.run(

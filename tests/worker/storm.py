@@ -543,7 +543,7 @@ def random_request(chance: random.Random) -> dict[str, Any]:
     tokens = [*shared, *(chance.randint(1, 4) for _ in range(chance.randint(1, 40)))]
     kind = chance.random()
     request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
-    request["priority"] = chance.choice([0, 0, 0, 3, -2])
+    request["priority"] = chance.choice([0, 0, 0, 3, -2, 100])
     request["tenant"] = len(tokens) % 4
     request["pulled"] = chance.choice([0, 0, 3, 9])
     request["may_move"] = chance.random() < 0.9

@@ -28,6 +28,13 @@ from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
+from blockyard.worker.scheduling.background import (
+    background_prefill,
+    decodes_beside,
+    goes_before,
+    is_background,
+    num_background,
+)
 from blockyard.worker.scheduling.capacity import (
     available_blocks,
     fits,
@@ -182,7 +189,8 @@ class Scheduler:
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
-        for sequence in tuple(self.running):
+        held_back = self._held_back()
+        for sequence in self.running[: len(self.running) - len(held_back)]:
             if sequence.grammar is not None and self._is_held(sequence):
                 continue
             start = sequence.num_scheduled
@@ -202,16 +210,25 @@ class Scheduler:
                 continue
             todo = self._tokens_to_compute(sequence)
             if todo > 1:
-                chunks.append((sequence, todo))
+                if not held_back or not is_background(sequence):
+                    chunks.append((sequence, todo))
             elif todo and budget and is_plain:
                 self._add_row(sequence, 1, rows, is_plain=True)
                 budget -= 1
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
         budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
+        if self._has_background_alone():
+            budget = min(budget, background_prefill(self.mixed_steps.rates.prefill_tokens_per_second))
         for sequence, todo in chunks:
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
+        if not rows:
+            # What they are held back for cannot go on now.
+            for sequence in held_back:
+                budget -= self._schedule_running(
+                    sequence, min(self._tokens_to_compute(sequence), budget), rows
+                )
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
@@ -226,6 +243,25 @@ class Scheduler:
             self._moves[step] = moves
             self._queues.forget_ended()
         return plan
+
+    def _has_background_alone(self) -> bool:
+        last = self.running[-1:] or self.waiting[-1:]
+        if not last or not is_background(last[0]):
+            return False
+        return num_background(self.running) == len(self.running) and all(map(is_background, self.waiting))
+
+    def _held_back(self) -> list[Sequence]:
+        """Return the running sequences of background work that the step leaves to others. They are the last ones."""
+        count = num_background(self.running)
+        num_others = len(self.running) - count
+        if not count:
+            return []
+        if num_others:
+            beside = decodes_beside(num_others, count, self.mixed_steps.decode_times)
+            return self.running[num_others + beside :]
+        others = (sequence for sequence in self.waiting if not is_background(sequence))
+        first = next(others, None)
+        return [] if first is None else [one for one in self.running if one.order > first.order]
 
     def _is_held(self, sequence: Sequence) -> bool:
         return (
@@ -337,7 +373,11 @@ class Scheduler:
             sequence = self._queues.next_waiting(self._is_held)
             if sequence is None:
                 return
+            if is_background(sequence) and goes_before(self.running, sequence):
+                return
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
+                if self._makes_room(sequence, rows):
+                    continue
                 return
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
@@ -349,6 +389,8 @@ class Scheduler:
                 is_reserved=is_reserved,
                 max_protected=self.config.protected_blocks,
             ):
+                if self._makes_room(sequence, rows):
+                    continue
                 return
             sequence.is_reserved = is_reserved
             self._queues.run(sequence)
@@ -360,6 +402,24 @@ class Scheduler:
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
             budget -= todo
+
+    def _makes_room(self, sequence: Sequence, rows: dict[SequenceId, ScheduledRow]) -> bool:
+        """Preempt background work for a waiting sequence that is not. Return False if there is none to preempt."""
+        count = num_background(self.running)
+        if is_background(sequence) or not count:
+            return False
+        # The first one is never chosen.
+        victim = choose_victim(
+            [self.running[0], *self.running[max(len(self.running) - count, 1) :]],
+            rows,
+            self.tables,
+            mode=self.config.preemption,
+            rates=self.mixed_steps.rates,
+        )
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return True
 
     # Committing
 

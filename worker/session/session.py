@@ -42,6 +42,7 @@ from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.inspection.inspection import Inspection
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.scheduling.background import num_before
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.phases import Phase
@@ -440,7 +441,7 @@ class SessionService:
     ) -> RequestId:
         if self.is_draining:
             raise Refused(RejectReason.REJECT_REASON_DRAINING)
-        if len(engine.scheduler.waiting) >= self._max_waiting:
+        if num_before(engine.scheduler.waiting, submit.priority) >= self._max_waiting:
             raise Refused(RejectReason.REJECT_REASON_BUSY)
         if link not in self._links or submit.handle in link.requests:
             raise Refused(RejectReason.REJECT_REASON_INVALID)

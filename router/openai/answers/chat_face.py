@@ -1,6 +1,6 @@
 """Face of /v1/chat/completions and /v1/completions: choices in an envelope, whole or as chunks of a stream."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from blockyard.router.openai.answers.envelope import Chunks, Envelope
 from blockyard.router.openai.answers.face import Asked, Head
 from blockyard.router.openai.answers.tally import Tally
 from blockyard.router.openai.answers.token_texts import TokenTexts
-from blockyard.router.openai.http.call import HttpCall
 from blockyard.router.openai.http.errors import error_body
 from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.http.sse import DONE, event
@@ -21,10 +20,10 @@ from blockyard.router.openai.requests.wanted import Wanted
 
 def chat_asked(
     route: Route, wanted_of: Callable[[Body], Wanted], texts: TokenTexts
-) -> Callable[[Body, HttpCall], Awaitable[Asked]]:
+) -> Callable[[Body], Asked]:
     """Return the function that checks a body of the route."""
 
-    async def asked(body: Body, call: HttpCall) -> Asked:
+    def asked(body: Body) -> Asked:
         wanted = wanted_of(body)
         return Asked(wanted, partial(ChatFace, route, wanted, texts))
 

@@ -77,6 +77,26 @@ class UnsupportedMediaType(HttpRefusal):
     reason, status = "UNSUPPORTED_MEDIA_TYPE", 415
 
 
+class NoSuchFile(HttpRefusal):
+    reason, status = "FILE_NOT_FOUND", 404
+
+
+class NoSuchBatch(HttpRefusal):
+    reason, status = "BATCH_NOT_FOUND", 404
+
+
+class Conflict(HttpRefusal):
+    reason, status = "CONFLICT", 409
+
+
+class BatchLimit(HttpRefusal):
+    reason, status = "BATCH_LIMIT", 429
+
+
+class BatchesOff(HttpRefusal):
+    reason, status = "BATCHES_OFF", 501
+
+
 def status_of(error: RouterError) -> int:
     return error.status if isinstance(error, HttpRefusal) else STATUSES[code_of(error)][0]
 

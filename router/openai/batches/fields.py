@@ -1,0 +1,31 @@
+"""Fields of the body that creates a batch. Owns their checks and descriptions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.requests.fields import Fields, mapping, text
+
+MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
+CREATE_FIELDS: Fields = {
+    "input_file_id": text.said("The file of requests, uploaded with the purpose batch."),
+    "endpoint": text.said("The path of all its requests: /v1/chat/completions or /v1/completions."),
+    "completion_window": text.said("Must be 24h."),
+    "metadata": mapping.said("Up to 16 pairs of strings, which come back with the batch."),
+}
+
+
+def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return the metadata. Raises InvalidRequest for what is not pairs of short strings."""
+    if metadata is None:
+        return None
+    if len(metadata) > MAX_PAIRS:
+        raise InvalidRequest.of("metadata", f"must have at most {MAX_PAIRS} pairs")
+    for key, value in metadata.items():
+        if len(text("metadata", key)) > MAX_KEY_CHARACTERS:
+            raise InvalidRequest.of("metadata", f"a key must have at most {MAX_KEY_CHARACTERS} characters")
+        if len(text("metadata", value)) > MAX_VALUE_CHARACTERS:
+            raise InvalidRequest.of(
+                "metadata", f"a value must have at most {MAX_VALUE_CHARACTERS} characters"
+            )
+    return dict(metadata)

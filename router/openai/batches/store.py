@@ -1,0 +1,233 @@
+"""Store: files and batches of all tenants under one folder of the local disk.
+
+- `owner.lock` is held by the router that runs the batches.
+- `TENANT/files/file-ID.jsonl` has the lines of a file.
+- `TENANT/files/file-ID.json` is its record, written last: a file without a record is not there yet.
+- `TENANT/batches/batch_ID.json` is the record of a batch.
+- `TENANT/batches/batch_ID.cancel` says that a client has asked for its end.
+
+TENANT is a hash of the tenant's name, so no name is a path, and nobody finds what another tenant has. Ids are drawn
+here, and another text is no id. Records are replaced as a whole. Every call blocks for the disk, so callers use
+threads. Every call may raise OSError. Several routers may use one folder. Only the owner changes a batch after its
+creation.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from blockyard.router.openai.batches.records import BatchRecord, FileRecord, batch_record
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 200_000_000
+MAX_TENANT_FILES = 1000
+MAX_TENANT_BYTES = 4_000_000_000
+"""Limit on the bytes of all files of a tenant, beyond which it uploads nothing more. Answers are still written."""
+MAX_UNFINISHED = 100
+MAX_BATCHES = 1000
+"""Batches of a tenant that are remembered. Beyond it, the oldest that have ended are forgotten."""
+LEAST_FREE_BYTES = 2**30
+"""Space that uploads leave free on the disk."""
+UPLOAD_SECONDS = 3600
+"""An upload that is older than this was interrupted."""
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
+
+
+class LimitPassed(Exception):
+    """The tenant or the disk has no room for another file or batch."""
+
+
+def drawn_file_id() -> str:
+    return f"file-{secrets.token_hex(16)}"
+
+
+def drawn_batch_id() -> str:
+    return f"batch_{secrets.token_hex(16)}"
+
+
+class TenantStore:
+    """Files and batches of one tenant. An id that is unknown here, or is no id, has no record."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files, self._batches = folder / "files", folder / "batches"
+
+    def path(self, file_id: str) -> Path:
+        """Return the path of a file's lines. Raises ValueError for a text that is no id."""
+        return self._files / f"{_checked(file_id)}.jsonl"
+
+    # Files
+
+    def file(self, file_id: str) -> FileRecord | None:
+        document = _read(self._files, file_id)
+        return None if document is None else FileRecord(**document)
+
+    def files(self) -> list[FileRecord]:
+        return [FileRecord(**document) for document in _read_all(self._files)]
+
+    def add_file(self, record: FileRecord) -> None:
+        _write(self._files / f"{_checked(record.id)}.json", asdict(record))
+
+    def remove_file(self, file_id: str) -> None:
+        for path in (self._files / f"{_checked(file_id)}.json", self.path(file_id)):
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def upload(self, file_id: str) -> Iterator[BinaryIO]:
+        """Yield a file to write the lines to. It is kept if the context ends without an error. Raises LimitPassed."""
+        self._check_room()
+        part = self.path(file_id).with_suffix(".part")
+        try:
+            with _created(part).open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.path(file_id))
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _check_room(self) -> None:
+        files = self.files()
+        if len(files) >= MAX_TENANT_FILES:
+            raise LimitPassed(f"there are {MAX_TENANT_FILES} files already: delete some")
+        if sum(record.num_bytes for record in files) >= MAX_TENANT_BYTES:
+            raise LimitPassed(f"the files have {MAX_TENANT_BYTES} bytes already: delete some")
+        self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if shutil.disk_usage(self._files).free < LEAST_FREE_BYTES + MAX_FILE_BYTES:
+            raise LimitPassed("the disk of the server is full")
+
+    # Batches
+
+    def batch(self, batch_id: str) -> BatchRecord | None:
+        document = _read(self._batches, batch_id)
+        return None if document is None else batch_record(document)
+
+    def batches(self) -> list[BatchRecord]:
+        return [batch_record(document) for document in _read_all(self._batches)]
+
+    def create(self, record: BatchRecord) -> None:
+        """Add a new batch, and forget the oldest that have ended if there are too many. Raises LimitPassed."""
+        batches = sorted(self.batches(), key=lambda batch: batch.created_at)
+        ended = [batch for batch in batches if batch.has_ended]
+        if len(batches) - len(ended) >= MAX_UNFINISHED:
+            raise LimitPassed(f"{MAX_UNFINISHED} batches have not ended yet")
+        for batch in ended[: max(len(batches) + 1 - MAX_BATCHES, 0)]:
+            for suffix in ("json", "cancel"):
+                (self._batches / f"{batch.id}.{suffix}").unlink(missing_ok=True)
+        self.save(record)
+
+    def save(self, record: BatchRecord) -> None:
+        _write(self._batches / f"{_checked(record.id)}.json", asdict(record))
+
+    def cancel(self, batch_id: str) -> None:
+        _created(self._batches / f"{_checked(batch_id)}.cancel").touch()
+
+    def is_cancelled(self, batch_id: str) -> bool:
+        return (self._batches / f"{_checked(batch_id)}.cancel").exists()
+
+
+class Store:
+    """All tenants' files and batches."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock: int | None = None
+        self._ended: set[Path] = set()
+        """Records of batches that have ended, which are not read again."""
+
+    def of(self, tenant: str) -> TenantStore:
+        return TenantStore(self._folder / sha256(tenant.encode()).hexdigest()[:32])
+
+    def become_owner(self) -> bool:
+        """Return whether this process is the one that runs the folder's batches, from now to its end."""
+        if self._lock is None:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(self._folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            self._lock = descriptor
+            self._remove_interrupted_uploads()
+        return True
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def unfinished(self) -> list[BatchRecord]:
+        """Return the batches that have not ended, the oldest first."""
+        found = []
+        paths = set(self._folder.glob("*/batches/*.json"))
+        self._ended &= paths
+        for path in paths - self._ended:
+            try:
+                record = batch_record(json.loads(path.read_bytes()))
+            except FileNotFoundError:
+                continue
+            except (ValueError, KeyError, TypeError):
+                # Of another version, or harmed by a loss of power. Other batches go on.
+                logger.error("the record of a batch cannot be read: %s", path)
+                self._ended.add(path)
+                continue
+            if record.has_ended:
+                self._ended.add(path)
+            else:
+                found.append(record)
+        return sorted(found, key=lambda record: (record.created_at, record.id))
+
+    def _remove_interrupted_uploads(self) -> None:
+        for path in self._folder.glob("*/files/*.part"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - UPLOAD_SECONDS:
+                    path.unlink()
+
+
+def _checked(name: str) -> str:
+    if not _ID.fullmatch(name):
+        raise ValueError("not an id of ours")
+    return name
+
+
+def _created(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    """Replace a record as a whole."""
+    part = _created(path).with_suffix(".new")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _read(folder: Path, name: str) -> dict[str, Any] | None:
+    if not _ID.fullmatch(name):
+        return None
+    try:
+        document: dict[str, Any] = json.loads((folder / f"{name}.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    return document
+
+
+def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):
+            yield json.loads(path.read_bytes())

@@ -1,0 +1,436 @@
+"""Files and batches by OpenAI's own client: each line is answered once, and what is wrong is told with its line."""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from blockyard.router.openai.batches import handlers, runner, store, upload
+from blockyard.router.openai.batches.answer_file import Answers
+from blockyard.router.openai.batches.lines import unanswered_line
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+from openai.types import Batch, FileObject
+
+from .rig import (
+    CHAT,
+    COMPLETIONS,
+    HELLO,
+    Gateway,
+    Script,
+    Tokens,
+    running_gateway,
+    served_by,
+    until,
+    worker_of_model,
+)
+
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def batching(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    folder = tmp_path_factory.mktemp("batches")
+    async with (
+        running_gateway(batch_dir=str(folder), slow_reader_seconds=5.0) as running,
+        running.router.workers(worker_of_model("a")),
+    ):
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def batch_client(batching: Gateway) -> AsyncIterator[AsyncOpenAI]:
+    async with batching.client() as made:
+        yield made
+
+
+def line(custom_id: str, *, url: str = CHAT, **fields: Any) -> dict[str, Any]:
+    given = {"messages": HELLO} if url == CHAT else {"prompt": "def f("}
+    body = {"model": "demo", "max_tokens": 3, **given, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in lines)
+
+
+async def uploaded(client: AsyncOpenAI, content: bytes) -> FileObject:
+    return await client.files.create(file=("in.jsonl", content), purpose="batch")
+
+
+async def started(client: AsyncOpenAI, content: bytes, endpoint: Any = CHAT, **more: Any) -> Batch:
+    source = await uploaded(client, content)
+    return await client.batches.create(
+        input_file_id=source.id, endpoint=endpoint, completion_window="24h", **more
+    )
+
+
+async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
+    async with asyncio.timeout(150):
+        while True:
+            batch = await client.batches.retrieve(batch.id)
+            if batch.status in ENDED:
+                return batch
+            await asyncio.sleep(0.02)
+
+
+async def answers(client: AsyncOpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    assert file_id is not None
+    text = (await client.files.content(file_id)).text
+    found = [json.loads(one) for one in text.splitlines()]
+    by_id = {one["custom_id"]: one for one in found}
+    assert len(by_id) == len(found), "each once"
+    return by_id
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_file_comes_back_as_it_went(batch_client: AsyncOpenAI) -> None:
+    content = jsonl(line("a")) * 3000
+    made = await batch_client.files.create(file=("../../etc/passwd", content), purpose="batch")
+    assert (made.bytes, made.purpose, made.status, made.object) == (
+        len(content),
+        "batch",
+        "processed",
+        "file",
+    )
+    assert (await batch_client.files.content(made.id)).content == content
+    assert await batch_client.files.retrieve(made.id) == made
+    others = [await uploaded(batch_client, b"{}\n") for _ in range(3)]
+    listed = [one.id async for one in batch_client.files.list(limit=2, purpose="batch")]
+    assert {made.id, *(one.id for one in others)} <= set(listed)
+    assert len(listed) == len(set(listed))
+    assert (await batch_client.files.delete(made.id)).deleted
+    with pytest.raises(openai.NotFoundError) as refused:
+        await batch_client.files.content(made.id)
+    assert refused.value.code == "file_not_found"
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_each_line_is_answered_once_and_a_refused_one_has_the_routes_error(
+    batch_client: AsyncOpenAI, url: str
+) -> None:
+    wrong = [line("model", url=url, model="x"), line("range", url=url, temperature=-1)]
+    wrong += [line("stream", url=url, stream=True), line("name", url=url, nobody_knows=1)]
+    good = [line(f"r{number}", url=url) for number in range(30)]
+    batch = await started(batch_client, jsonl(*good[:9], b"\n", *wrong, *good[9:]), url, metadata={"k": "v"})
+    assert (batch.status, batch.endpoint, batch.completion_window) == ("validating", url, "24h")
+    done = await ended(batch_client, batch)
+    assert (done.status, done.metadata, done.errors) == ("completed", {"k": "v"}, None)
+    counts = done.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (34, 30, 4)
+    assert done.completed_at is not None
+    assert done.in_progress_at is not None
+    found = await answers(batch_client, done.output_file_id)
+    assert found.keys() == {f"r{number}" for number in range(30)}
+    for one in found.values():
+        assert (one["error"], one["response"]["status_code"]) == (None, 200)
+        assert one["response"]["body"]["usage"]["completion_tokens"] == 3
+        assert one["response"]["request_id"].startswith("req-")
+    errors = await answers(batch_client, done.error_file_id)
+    told = {
+        name: (one["response"]["status_code"], one["response"]["body"]["error"])
+        for name, one in errors.items()
+    }
+    assert {name: (status, error["code"], error["param"]) for name, (status, error) in told.items()} == {
+        "model": (404, "model_not_found", "model"),
+        "range": (400, "invalid_request", "temperature"),
+        "stream": (400, "unsupported", "stream"),
+        "name": (400, "invalid_request", "nobody_knows"),
+    }
+    made = await batch_client.files.retrieve(done.output_file_id or "")
+    assert (made.purpose, made.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_file_with_lines_that_are_no_requests_fails_with_their_numbers(
+    batch_client: AsyncOpenAI,
+) -> None:
+    unnamed = line("x")
+    del unnamed["custom_id"]
+    lines = [line("a"), b"nonsense\n", b"[]\n", unnamed, line("a"), b"\n", {**line("m"), "method": "GET"}]
+    lines += [line("u", url=COMPLETIONS), {**line("b"), "body": 1}, line(""), line("\ud800"), b'{"a": ']
+    done = await ended(batch_client, await started(batch_client, jsonl(*lines)))
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert [(error.line, error.code) for error in done.errors.data] == [
+        (2, "invalid_json_line"),
+        (3, "invalid_json_line"),
+        (4, "missing_required_parameter"),
+        (5, "duplicate_custom_id"),
+        (7, "invalid_method"),
+        (8, "invalid_url"),
+        (9, "invalid_body"),
+        (10, "invalid_custom_id"),
+        (11, "invalid_custom_id"),
+        (12, "invalid_json_line"),
+    ]
+    assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
+    empty = await ended(batch_client, await started(batch_client, b"\n\n"))
+    assert empty.errors is not None
+    assert empty.errors.data is not None
+    assert [error.code for error in empty.errors.data] == ["empty_file"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_lines_have_the_lowest_priority_and_are_bounded_in_number(tmp_path: Path) -> None:
+    running: list[int] = []
+
+    def scripted(submit: Any) -> Script:
+        running.append(worker.num_running)
+        return Script()
+
+    worker = worker_of_model("b", script=scripted)
+    async with (
+        running_gateway(batch_dir=str(tmp_path), max_requests=64) as gateway,
+        served_by(gateway, worker),
+        gateway.client() as client,
+    ):
+        batch = await started(client, jsonl(*(line(f"r{number}") for number in range(80))))
+        assert (await ended(client, batch)).status == "completed"
+    assert len(worker.submits) == 80
+    assert {submit.priority for submit in worker.submits} == {100}
+    assert max(running) <= 16, "a part of max_requests"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
+    batching: Gateway, batch_client: AsyncOpenAI
+) -> None:
+    count = 100
+    lines = [line(f"r{number}", max_tokens=1900, ignore_eos=True) for number in range(count)]
+    batch = await started(batch_client, jsonl(*lines))
+    source = batch.input_file_id
+    await until(lambda: batching.router.server.readings.get("router_running", 1))
+    with pytest.raises(openai.ConflictError):
+        await batch_client.files.delete(source)
+    while not (await batch_client.batches.retrieve(batch.id)).in_progress_at:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    behind = await started(batch_client, jsonl(line("a")))
+    await batch_client.batches.cancel(behind.id)
+    assert (await ended(batch_client, behind)).status == "cancelled", "before the first one has ended"
+    assert (await batch_client.batches.cancel(batch.id)).status == "cancelling"
+    done = await ended(batch_client, batch)
+    counts = done.request_counts
+    assert counts is not None
+    assert (done.status, counts.completed + counts.failed) == ("cancelled", count)
+    errors = await answers(batch_client, done.error_file_id)
+    assert {one["error"]["code"] for one in errors.values()} == {"batch_cancelled"}
+    good = await answers(batch_client, done.output_file_id) if counts.completed else {}
+    assert good.keys() | errors.keys() == {f"r{number}" for number in range(count)}
+    with pytest.raises(openai.ConflictError) as refused:
+        await batch_client.batches.cancel(batch.id)
+    assert refused.value.code == "conflict"
+    assert (await batch_client.files.delete(source)).deleted
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenAI) -> None:
+    made = [await started(batch_client, jsonl(line("a"))) for _ in range(3)]
+    listed = [one.id async for one in batch_client.batches.list(limit=2)]
+    assert {one.id for one in made} <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_file_id": "file-" + "0" * 32}, "input_file_id"),
+        ({"input_file_id": "../owner.lock"}, "input_file_id"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k": 1}}, "metadata"),
+        ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata"),
+        ({"nobody_knows": 1}, "nobody_knows"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_that_cannot_be_is_refused_by_its_field(
+    batching: Gateway, batch_client: AsyncOpenAI, fields: dict[str, Any], param: str
+) -> None:
+    source = await uploaded(batch_client, jsonl(line("a")))
+    body = {"input_file_id": source.id, "endpoint": CHAT, "completion_window": "24h", **fields}
+    answer = await batching.post(body, "/v1/batches")
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "file_id", ["..", "%2e%2e", "..%2f..%2fowner.lock", "file-" + "g" * 32, "file-" + "0" * 32, "", "\u00e4"]
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_id_that_is_not_ours_finds_nothing(batching: Gateway, file_id: str) -> None:
+    for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{file_id}"):
+        for verb in ("GET", "DELETE", "POST"):
+            answer = await batching.raw(f"{verb} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            assert answer.status in (400, 404, 405), (verb, path)
+
+
+@pytest.mark.parametrize(
+    ("body", "media_type", "status"),
+    [
+        (b"x", "application/json", 415),
+        (b"x", "multipart/form-data", 415),
+        (b"x", "multipart/form-data; boundary=", 400),
+        (b"x", "multipart/form-data; boundary=b", 400),
+        (b"--b\r\n\r\nx\r\n--b--\r\n", "multipart/form-data; boundary=b", 400),
+        (b"--b--\r\n", "multipart/form-data; boundary=b", 400),
+        (b"--b\r\n" * 100, "multipart/form-data; boundary=b", 400),
+        (
+            b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n',
+            "multipart/form-data; boundary=b",
+            400,
+        ),
+        (
+            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n',
+            "multipart/form-data; boundary=b",
+            400,
+        ),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_upload_that_is_none_is_refused(
+    batching: Gateway, body: bytes, media_type: str, status: int
+) -> None:
+    answer = await batching.post(body, "/v1/files", content_type=media_type)
+    assert answer.status == status
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_web_page_may_not_upload(batching: Gateway) -> None:
+    answer = await batching.post(
+        b"--b--", "/v1/files", content_type="multipart/form-data; boundary=b", origin="https://evil.example"
+    )
+    assert (answer.status, answer.error["code"]) == (403, "permission_denied")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_limits_of_a_tenant_are_told(
+    batching: Gateway, batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await uploaded(batch_client, jsonl(line("a")))
+    body: dict[str, Any] = {"input_file_id": source.id, "endpoint": CHAT, "completion_window": "24h"}
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "MAX_FILE_BYTES", 10)
+        with pytest.raises(openai.APIStatusError) as large:
+            await uploaded(batch_client, b"x" * 20_000)
+    assert (large.value.status_code, large.value.code) == (413, "body_too_large")
+    for name in ("MAX_TENANT_FILES", "MAX_TENANT_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, name, 1)
+            with pytest.raises(openai.RateLimitError) as many:
+                await uploaded(batch_client, b"{}")
+            assert many.value.code == "batch_limit"
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "MAX_UNFINISHED", 0)
+        with pytest.raises(openai.RateLimitError):
+            await batch_client.batches.create(**body)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "MAX_LINES", 1)
+        done = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
+    assert done.errors is not None
+    assert done.errors.data is not None
+    assert [error.code for error in done.errors.data] == ["too_many_lines"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_that_expires_names_the_lines_without_an_answer(
+    batching: Gateway, batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "WINDOW_SECONDS", 1)
+    lines = [line("short"), *(line(f"r{number}", max_tokens=1900, ignore_eos=True) for number in range(20))]
+    done = await ended(batch_client, await started(batch_client, jsonl(*lines)))
+    assert done.status == "expired"
+    assert done.expired_at is not None
+    errors = await answers(batch_client, done.error_file_id)
+    assert {one["error"]["code"] for one in errors.values()} == {"batch_expired"}
+    good = await answers(batch_client, done.output_file_id) if done.output_file_id else {}
+    assert good.keys() | errors.keys() == {one["custom_id"] for one in lines}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_without_a_folder_the_routes_say_that_batches_are_off(gateway: Gateway) -> None:
+    for path in ("/v1/files", "/v1/batches", "/v1/files/x/content", "/v1/batches/x"):
+        answer = await gateway.get(path)
+        assert (answer.status, answer.error["code"]) == (501, "batches_off")
+        assert "--batch-dir" in answer.error["message"]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_tenant_finds_only_its_own(tokens: Tokens, tmp_path: Path) -> None:
+    async with running_gateway(batch_dir=str(tmp_path), auth_file=str(tokens.path)) as gateway:
+        worker = worker_of_model("a")
+        async with (
+            served_by(gateway, worker),
+            gateway.client(api_key=tokens.of["ann"]) as ann,
+            gateway.client(api_key=tokens.of["bob"]) as bob,
+            gateway.client(api_key=tokens.of["vic"]) as viewer,
+        ):
+            with pytest.raises(openai.PermissionDeniedError):
+                await viewer.files.list()
+            batch = await started(ann, jsonl(line("a"), line("b")))
+            done = await ended(ann, batch)
+            assert (done.status, done.output_file_id is not None) == ("completed", True)
+            for call in (
+                bob.files.retrieve(batch.input_file_id),
+                bob.files.content(done.output_file_id or ""),
+                bob.files.delete(batch.input_file_id),
+                bob.batches.retrieve(batch.id),
+                bob.batches.cancel(batch.id),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await call
+            assert [one async for one in bob.files.list()] == []
+            assert [one async for one in bob.batches.list()] == []
+            with pytest.raises(openai.BadRequestError):
+                await bob.batches.create(
+                    input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+                )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_of_two_routers_of_a_folder_one_runs_the_batches_and_both_answer(tmp_path: Path) -> None:
+    async with (
+        running_gateway(batch_dir=str(tmp_path)) as first,
+        first.router.workers(worker_of_model("a")),
+        first.client() as client,
+    ):
+        await ended(client, await started(client, jsonl(line("a"))))
+        async with running_gateway(batch_dir=str(tmp_path)) as second, second.client() as other:
+            batch = await started(other, jsonl(line("a"), line("b")))
+            done = await ended(other, batch)
+            assert done.status == "completed"
+            assert done == await client.batches.retrieve(batch.id)
+            assert (await answers(other, done.output_file_id)).keys() == {"a", "b"}
+
+
+@given(
+    answered=st.lists(st.text(max_size=4), unique=True, max_size=6),
+    cut=st.integers(min_value=0, max_value=200),
+    tail=st.binary(max_size=20),
+)
+def test_an_answer_file_keeps_whole_lines_wherever_it_was_cut(
+    answered: list[str], cut: int, tail: bytes
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        good, bad = Path(folder) / "good", Path(folder) / "bad"
+        lines = [unanswered_line(name, code="c", message="m") for name in answered]
+        content = b"".join(lines)
+        good.write_bytes(content[:cut] + tail)
+        files = Answers(good, bad)
+        for name, text in zip(answered, lines, strict=True):
+            files.append(name, text, is_good=True)
+            files.append(name, text, is_good=False)
+        files.close()
+        files.append("late", b"x", is_good=True)
+        found = [json.loads(text)["custom_id"] for text in good.read_bytes().splitlines()]
+        assert sorted(set(found)) == sorted(found)
+        assert set(answered) <= set(found)
+        assert bad.read_bytes() == b""
