@@ -40,6 +40,16 @@ class TokenChunk:
     """With the first chunk of output 0, if requested."""
 
 
+def without_tokens(chunk: TokenChunk) -> TokenChunk:
+    """Return the only chunk of a prefetch, whose one token is dropped."""
+    return TokenChunk(
+        offset=0,
+        token_ids=[],
+        finish=EngineFinish(reason=inference_pb2.FINISH_REASON_LENGTH, stop_token=None),
+        index=chunk.index,
+    )
+
+
 class Outputs:
     """Outputs of one request, with all their tokens so far, from whichever worker."""
 

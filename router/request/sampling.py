@@ -141,3 +141,7 @@ def is_greedy(message: inference_pb2.SamplingParams) -> bool:
 def _temperature(message: inference_pb2.SamplingParams, defaults: SamplingDefaults) -> float:
     temperature = message.temperature if message.HasField("temperature") else defaults.temperature
     return 0.0 if message.beam_width or temperature < GREEDY_BELOW else temperature
+
+
+PREFETCH = parse_sampling(inference_pb2.SamplingParams(temperature=0, max_tokens=1, seed=0))
+"""The sampling of a request that generates nothing. The engine still makes one token, which is dropped."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from blockyard.proto.limits import MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
+from blockyard.proto.limits import MAX_PAUSE_SECONDS, MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
@@ -25,7 +25,7 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.placement.config import PolicyName
-from blockyard.router.request.sampling import SamplingRequest, parse_sampling
+from blockyard.router.request.sampling import PREFETCH, SamplingRequest, parse_sampling
 from blockyard.router.request.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.request.structured_output import is_deeper_than, parse_json
 from blockyard.router.tokenizing.model_facts import ModelFacts
@@ -83,6 +83,10 @@ class ValidGeneration:
     truncate_prompt_tokens: int | None
     """Number of last tokens of the prompt to keep. -1: as many as leave room for the output. None: all."""
     return_prompt_token_ids: bool
+    expected_pause_seconds: float
+    """Time from its end until its session is expected to come back. 0: unknown."""
+    prefetch: bool
+    """Compute the prompt alone."""
 
 
 def valid_generation(
@@ -101,9 +105,9 @@ def valid_generation(
         request_id=message.request_id if message.HasField("request_id") else f"req-{secrets.token_hex(12)}",
         prompt=prompt,
         estimated_tokens=prompt_estimate(prompt),
-        sampling=parse_sampling(message.sampling, facts.sampling_defaults),
+        sampling=PREFETCH if message.prefetch else parse_sampling(message.sampling, facts.sampling_defaults),
         cache_salt=message.cache_salt,
-        priority=message.priority,
+        priority=MAX_PRIORITY if message.prefetch and not message.HasField("priority") else message.priority,
         session_id=message.session_id,
         public_prefix=message.public_prefix,
         policy=_POLICIES.get(message.policy),
@@ -111,6 +115,8 @@ def valid_generation(
             message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
         ),
         return_prompt_token_ids=message.return_prompt_token_ids,
+        expected_pause_seconds=message.expected_pause_seconds,
+        prefetch=message.prefetch,
     )
 
 
@@ -422,6 +428,17 @@ def _field_violations(message: inference_pb2.GenerateRequest) -> list[FieldViola
         violations.append(
             FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
         )
+    if message.HasField("expected_pause_seconds") and not (
+        0 < message.expected_pause_seconds <= MAX_PAUSE_SECONDS
+    ):
+        description = f"must be above 0 and at most {MAX_PAUSE_SECONDS}"
+        violations.append(FieldViolation(field="expected_pause_seconds", description=description))
+    if message.prefetch:
+        violations += [
+            FieldViolation(field=f"sampling.{field}", description="excludes prefetch")
+            for field in ("n", "beam_width", "logprobs", "prompt_logprobs")
+            if message.sampling.HasField(field) and (field, getattr(message.sampling, field)) != ("n", 1)
+        ]
     if message.HasField("policy") and message.policy not in _POLICIES:
         description = f"must be one of {', '.join(_POLICIES)}"
         violations.append(FieldViolation(field="policy", description=description))

@@ -30,6 +30,8 @@ class PlannedRequest:
     session: str = ""
     follows: int | None = None
     """Number of the request before this one in its conversation. None for the first."""
+    expected_pause_seconds: float = 0.0
+    """What its client says about the time until the next one. 0: nothing."""
 
     @property
     def prompt_tokens(self) -> int:

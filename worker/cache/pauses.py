@@ -1,0 +1,78 @@
+"""Pauses: unused blocks that a client expects to need again at a known time, by that time.
+
+A request may say after how many seconds its session comes back. Until then its blocks do not age. They wait in buckets
+of BUCKET_SECONDS. Those that only this session has built on are *due* in a bucket: the farther away that is, the sooner
+they are evicted. Blocks that other chains build on too are *shared*: they may be needed at any time until then.
+
+Once the time has passed, a block is like one that was just used. So a wrong hint keeps a block at most for its pause
+longer. Does not own the choice among buckets and other blocks (block_pool.py).
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from math import ceil
+from typing import Generic, TypeVar
+
+BUCKET_SECONDS = 2.0
+NOT_PAUSED = 0
+"""The bucket of a block that nothing is expected to need."""
+
+Key = TypeVar("Key", bound=Hashable)
+Queue = OrderedDict[Key, None]
+
+
+def bucket_of(due_seconds: float) -> int:
+    """Return the bucket of a time on the pool's clock. Never NOT_PAUSED."""
+    return max(1, ceil(due_seconds / BUCKET_SECONDS))
+
+
+class Pauses(Generic[Key]):
+    """Paused things of one account. In a queue, the first is evicted first."""
+
+    __slots__ = ("_due", "_shared", "num")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._due: dict[int, Queue[Key]] = {}
+        self._shared: dict[int, Queue[Key]] = {}
+
+    def add(self, key: Key, bucket: int, *, is_shared: bool) -> None:
+        queues = self._shared if is_shared else self._due
+        queues.setdefault(bucket, OrderedDict())[key] = None
+        self.num += 1
+
+    def remove(self, key: Key, bucket: int, *, is_shared: bool) -> None:
+        del (self._shared if is_shared else self._due)[bucket][key]
+        self.num -= 1
+
+    def has(self, key: Key, bucket: int, *, is_shared: bool) -> bool:
+        return key in (self._shared if is_shared else self._due).get(bucket, ())
+
+    def pop_passed(self, now_seconds: float) -> Iterator[Key]:
+        """Take out what is due by now, in order of time, and yield it. A child comes before its parent."""
+        passed = {bucket for queues in (self._due, self._shared) for bucket in queues}
+        for bucket in sorted(each for each in passed if each * BUCKET_SECONDS <= now_seconds):
+            for queues in (self._due, self._shared):
+                queue = queues.pop(bucket, {})
+                self.num -= len(queue)
+                yield from queue
+                queue.clear()
+
+    def farthest(self) -> tuple[int, Queue[Key]] | None:
+        """Return the last bucket in which anything is due, and its queue."""
+        return _of(self._due, max)
+
+    def first_shared(self) -> tuple[int, Queue[Key]] | None:
+        """Return the first bucket until which anything shared may be needed, and its queue."""
+        return _of(self._shared, min)
+
+
+def _of(
+    queues: dict[int, Queue[Key]], choose: Callable[[Iterable[int]], int]
+) -> tuple[int, Queue[Key]] | None:
+    while queues:
+        bucket = choose(queues)
+        if queues[bucket]:
+            return bucket, queues[bucket]
+        del queues[bucket]
+    return None
