@@ -1,6 +1,6 @@
 """Study of agents' hints: reuse and time to the first token with `expected_pause_seconds`, right, wrong and hostile.
 
-    python -m bench.placement.hints --seeds 5
+    python -m bench.placement.hints --seeds 3
 
 Real routers and workers in virtual time. Agents wait 5 to 120 s for a tool between two calls, and say so in each call
 but their last. A *wrong* hint is 0.3 to 3 times the real pause. *Liars* send prompts that nobody sends again, and say
@@ -26,9 +26,9 @@ from bench.placement.simulation.workloads import independent, tool_agents
 from bench.reporting import Floor, write_report
 
 AGENTS_A_SECOND = 0.16
-ARRIVAL_SECONDS = 900.0
+ARRIVAL_SECONDS = 240.0
 NUM_WORKERS = 2
-GIGABYTES = (50, 70, 100)
+GIGABYTES = (40, 56)
 """Memory of each worker. The weights take 18 GB."""
 WRONG = (0.3, 3.0)
 LIES_A_SECOND = 0.5
@@ -196,11 +196,18 @@ def row(case: Case, gigabytes: int, results: Sequence[Result], bases: Sequence[R
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement.hints")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--gigabytes",
+        type=int,
+        nargs="+",
+        default=GIGABYTES,
+        help="memory of each worker; default %(default)s",
+    )
     parser.add_argument("--seconds", type=float, default=ARRIVAL_SECONDS, help="duration of arrivals")
     options = parser.parse_args()
     rows: list[Row] = []
-    for gigabytes in GIGABYTES:
+    for gigabytes in options.gigabytes:
         results: dict[Case, list[Result]] = {}
         for case in CASES:
             results[case] = [run(case, gigabytes, options.seconds, seed) for seed in range(options.seeds)]
@@ -220,7 +227,11 @@ def main() -> None:
 
 def _floors(rows: Sequence[Row]) -> list[Floor]:
     honest = [each for each in rows if each.case in ("exact", "wrong", "exact + lies")]
-    short = [each for each in rows if each.case == "exact" and each.gigabytes == GIGABYTES[0]]
+    short = [
+        each
+        for each in rows
+        if each.case == "exact" and each.gigabytes == min(other.gigabytes for other in rows)
+    ]
     return [
         Floor(
             name="gain of reuse by exact or wrong hints, plus two spreads, worst",

@@ -54,9 +54,9 @@ async def test_a_prefetch_asks_for_one_token_and_no_structure_last_of_all_and_an
     assert (submit.sampling.max_tokens, submit.sampling.min_tokens, submit.priority) == (1, 0, priority)
     assert not submit.sampling.HasField("structured_output")
     assert (answer.text, list(answer.token_ids)) == ("", [])
-    assert answer.finish.reason == inference_pb2.FINISH_REASON_LENGTH
-    assert answer.finish.usage.completion_tokens == 0
-    assert answer.finish.usage.prompt_tokens == len(answer.prompt_token_ids) == submit.prompt_tokens
+    assert answer.finish.reason == "length"
+    assert answer.finish.completion_tokens == 0
+    assert answer.finish.prompt_tokens == len(answer.prompt_token_ids) == submit.prompt_tokens
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def document_questions(rate: float, seconds: float, seed: int) -> Workload:
     return Workload(name="document-questions", about=about, requests=requests)
 
 
-TOOL_AGENTS = replace(AGENTS, num_turns=(5, 12))
+TOOL_AGENTS = replace(AGENTS, num_turns=(5, 12), output_tokens=(10, 50))
 TOOL_SECONDS = (5.0, 120.0)
 
 
