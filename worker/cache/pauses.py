@@ -53,10 +53,11 @@ class Pauses(Generic[Key]):
         passed = {bucket for queues in (self._due, self._shared) for bucket in queues}
         for bucket in sorted(each for each in passed if each * BUCKET_SECONDS <= now_seconds):
             for queues in (self._due, self._shared):
-                queue = queues.pop(bucket, {})
-                self.num -= len(queue)
-                yield from queue
-                queue.clear()
+                queue = queues.pop(bucket, None)
+                if queue is not None:
+                    self.num -= len(queue)
+                    yield from queue
+                    queue.clear()
 
     def farthest(self) -> tuple[int, Queue[Key]] | None:
         """Return the last bucket in which anything is due, and its queue."""

@@ -31,7 +31,7 @@ class PlannedRequest:
     follows: int | None = None
     """Number of the request before this one in its conversation. None for the first."""
     expected_pause_seconds: float = 0.0
-    """What its client says about the time until the next one. 0: nothing."""
+    """Time until the next request, as the client expects it. 0: the client does not say."""
 
     @property
     def prompt_tokens(self) -> int:
