@@ -1,10 +1,10 @@
 """Study of agents' hints: reuse and time to the first token with `expected_pause_seconds`, right, wrong and hostile.
 
-    python -m bench.placement.hints --seeds 3
+    python -m bench.placement.hints
 
-Real routers and workers in virtual time. Agents wait 5 to 120 s for a tool between two calls, and say so in each call
-but their last. A *wrong* hint is 0.3 to 3 times the real pause. *Liars* send prompts that nobody sends again, and say
-that they come back in 60 s. Their requests do not count in the figures.
+Agents wait 5 to 120 s for a tool between two calls, and say so in each call but their last. A *wrong* hint is 0.3 to 3
+times the real pause. *Liars* send prompts that nobody sends again, and say that they come back in 60 s. Their requests
+do not count in the figures.
 
 `keep` is another rule, for comparison: a hinted block is kept until it is due, and then ages as if it was just used.
 The rule of the worker also evicts first what is due last.
@@ -14,12 +14,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from random import Random
 from statistics import fmean, stdev
 
 from blockyard.deploy.bench.workloads.requests import PlannedRequest, Workload
 from blockyard.worker.cache.prefix_cache import PrefixCache
 
+from bench.placement.eviction import WorkerCache, requests_of
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Result, Setup, simulate
 from bench.placement.simulation.workloads import independent, tool_agents
@@ -28,8 +30,11 @@ from bench.reporting import Floor, write_report
 AGENTS_A_SECOND = 0.16
 ARRIVAL_SECONDS = 240.0
 NUM_WORKERS = 2
-GIGABYTES = (40, 56)
+GIGABYTES = 40
 """Memory of each worker. The weights take 18 GB."""
+BLOCK_TOKENS = 64
+SIZES = (2000, 4000, 8000, 16_000)
+"""Sizes of one cache, in blocks."""
 WRONG = (0.3, 3.0)
 LIES_A_SECOND = 0.5
 LIE_SECONDS = 60.0
@@ -122,9 +127,12 @@ BASES = {case: CASES[4] if case.liars else CASES[0] for case in CASES}
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Treat all hinted blocks as shared: they are kept until they are due."""
+def keeping(keeps: bool) -> Iterator[None]:
+    """Treat all hinted blocks as shared if `keeps`: they are kept until they are due."""
     original = PrefixCache.first_alone
+    if not keeps:
+        yield
+        return
     PrefixCache.first_alone = lambda self, blocks: len(blocks)  # type: ignore[method-assign]
     try:
         yield
@@ -132,149 +140,149 @@ def keeping() -> Iterator[None]:
         PrefixCache.first_alone = original  # type: ignore[method-assign]
 
 
-def run(case: Case, gigabytes: int, seconds: float, seed: int) -> Result:
-    profile = HardwareProfile(memory_bytes=gigabytes * 1e9, max_model_len=65_536, block_size=64)
+def simulated(case: Case, seconds: float, seed: int) -> Result:
+    """Run a case on real routers and workers in virtual time."""
+    profile = HardwareProfile(memory_bytes=GIGABYTES * 1e9, max_model_len=65_536, block_size=BLOCK_TOKENS)
     setup = Setup(num_workers=NUM_WORKERS, seed=seed, profile=profile)
-    workload = case.build(seconds, seed)
-    counts = lambda request: bool(request.session)  # noqa: E731
-    if case.keeps:
-        with keeping():
-            return simulate(workload, setup, counts=counts)
-    return simulate(workload, setup, counts=counts)
+    with keeping(case.keeps):
+        return simulate(case.build(seconds, seed), setup, counts=lambda request: bool(request.session))
+
+
+def reuse(case: Case, num_blocks: int, seconds: float, seed: int) -> float:
+    """Return the reuse of agents by one pool and prefix cache, which serves one request after the other."""
+    cache, hits, tokens = WorkerCache(num_blocks), 0, 0
+    with keeping(case.keeps):
+        for at, request in enumerate(requests_of(case.build(seconds, seed), BLOCK_TOKENS)):
+            found = cache.serve(request, at)
+            if request.session:
+                hits += found
+                tokens += request.prompt_tokens
+    return hits * BLOCK_TOKENS / tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of one case on one size of memory, as means over the seeds, beside those of its base."""
+    """Reuse of one case by one cache, as means over the seeds, beside its base."""
 
-    gigabytes: int
+    num_blocks: int
     case: str
     reuse: float
-    ideal: float
-    ttft_mean: float
-    ttft_p50: float
-    ttft_p99: float
     gain: float
     """Reuse less that of the base, which has the same requests without a hint."""
-    spread: float
-    """Standard deviation of that gain over the seeds."""
-    mean_ratio: float
-    """Mean time to the first token over that of the base, as the mean of the seeds' ratios."""
-    p99_ratio: float
+    error: float
+    """Standard error of that gain."""
 
     def cells(self) -> str:
-        shown = [
-            str(self.gigabytes), self.case, f"{self.reuse:.3f}", f"{self.gain:+.3f} ± {self.spread:.3f}",
-            f"{1000 * self.ttft_mean:.0f}", f"{self.mean_ratio:.2f}", f"{1000 * self.ttft_p50:.0f}",
-            f"{1000 * self.ttft_p99:.0f}", f"{self.p99_ratio:.2f}", f"{self.ideal:.3f}",
-        ]  # fmt: skip
-        return "| " + " | ".join(shown) + " |"
-
-
-def row(case: Case, gigabytes: int, results: Sequence[Result], bases: Sequence[Result]) -> Row:
-    gains = [result.reuse - base.reuse for result, base in zip(results, bases, strict=True)]
-    ratios = {
-        name: fmean(
-            getattr(result, name) / getattr(base, name) for result, base in zip(results, bases, strict=True)
+        return (
+            f"| {self.num_blocks:,} | {self.case} | {self.reuse:.3f} | {self.gain:+.3f} ± {self.error:.3f} |"
         )
-        for name in ("ttft_mean", "ttft_p99")
-    }
-    return Row(
-        gigabytes=gigabytes,
-        case=case.label,
-        reuse=fmean(result.reuse for result in results),
-        ideal=fmean(result.ideal_reuse for result in results),
-        ttft_mean=fmean(result.ttft_mean for result in results),
-        ttft_p50=fmean(result.ttft_p50 for result in results),
-        ttft_p99=fmean(result.ttft_p99 for result in results),
-        gain=fmean(gains),
-        spread=stdev(gains) if len(gains) > 1 else 0.0,
-        mean_ratio=ratios["ttft_mean"],
-        p99_ratio=ratios["ttft_p99"],
-    )
+
+
+def rows_of(num_blocks: int, seconds: float, seeds: int) -> Iterator[Row]:
+    found = {case: [reuse(case, num_blocks, seconds, seed) for seed in range(seeds)] for case in CASES}
+    for case, values in found.items():
+        gains = [value - base for value, base in zip(values, found[BASES[case]], strict=True)]
+        error = stdev(gains) / sqrt(seeds) if seeds > 1 else 0.0
+        yield Row(num_blocks=num_blocks, case=case.label, reuse=fmean(values), gain=fmean(gains), error=error)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement.hints")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=10, help="runs of one cache; default %(default)s")
     parser.add_argument(
-        "--gigabytes",
-        type=int,
-        nargs="+",
-        default=GIGABYTES,
-        help="memory of each worker; default %(default)s",
+        "--cluster-seeds", type=int, default=3, help="runs of the cluster; default %(default)s"
     )
-    parser.add_argument("--seconds", type=float, default=ARRIVAL_SECONDS, help="duration of arrivals")
+    parser.add_argument(
+        "--seconds", type=float, default=ARRIVAL_SECONDS, help="duration of arrivals; default %(default)g"
+    )
     options = parser.parse_args()
     rows: list[Row] = []
-    for gigabytes in options.gigabytes:
-        results: dict[Case, list[Result]] = {}
-        for case in CASES:
-            results[case] = [run(case, gigabytes, options.seconds, seed) for seed in range(options.seeds)]
-            rows.append(row(case, gigabytes, results[case], results[BASES[case]]))
-            print(rows[-1].cells(), flush=True)
-    print(
-        write_report(
-            "agent-hints",
-            title="Agents' hints: what the expected pause of a session is worth",
-            text=_text(rows),
-            figures={"rows": [asdict(each) for each in rows]},
-            floors=_floors(rows),
-            versions={},
-        )
+    for size in SIZES:
+        for each in rows_of(size, options.seconds, options.seeds):
+            rows.append(each)
+            print(each.cells(), flush=True)
+    results: dict[str, list[Result]] = {}
+    for case in CASES:
+        results[case.label] = [
+            simulated(case, options.seconds, seed) for seed in range(options.cluster_seeds)
+        ]
+        print(cluster_cells(case.label, results[case.label]), flush=True)
+    path = write_report(
+        "agent-hints",
+        title="Agents' hints: what the expected pause of a session is worth",
+        text=_text(rows, results),
+        figures={
+            "one cache": [asdict(each) for each in rows],
+            "cluster": {label: [one.as_dict() for one in found] for label, found in results.items()},
+        },
+        floors=_floors(rows, results),
+        versions={},
     )
+    print(path)
 
 
-def _floors(rows: Sequence[Row]) -> list[Floor]:
-    honest = [each for each in rows if each.case in ("exact", "wrong", "exact + lies")]
-    short = [
-        each
-        for each in rows
-        if each.case == "exact" and each.gigabytes == min(other.gigabytes for other in rows)
-    ]
+def _floors(rows: Sequence[Row], results: dict[str, list[Result]]) -> list[Floor]:
+    hinted_rows = [each for each in rows if each.case in ("exact", "wrong", "exact + lies")]
+    exact = [each for each in rows if each.case == "exact"]
+    means = {label: fmean(each.ttft_mean for each in found) for label, found in results.items()}
     return [
         Floor(
-            name="gain of reuse by exact or wrong hints, plus two spreads, worst",
-            value=min(each.gain + 2 * each.spread for each in honest),
+            name="gain of reuse by hints, plus two standard errors, worst",
+            value=min(each.gain + 2 * each.error for each in hinted_rows),
             floor=0.0,
             better="higher",
         ),
         Floor(
-            name="gain of reuse by exact hints where memory is shortest",
-            value=min(each.gain for each in short),
-            floor=0.02,
+            name="gain of reuse by exact hints, best size",
+            value=max(each.gain for each in exact),
+            floor=0.05,
             better="higher",
         ),
         Floor(
-            name="mean time to the first token by exact hints over none, where memory is shortest",
-            value=max(each.mean_ratio for each in short),
-            floor=0.95,
+            name="mean time to the first token in the cluster by exact hints, over none",
+            value=means["exact"] / means["none"],
+            floor=0.9,
             better="lower",
         ),
         Floor(
-            name="loss of reuse of silent agents by liars, beside the same requests without lies, worst",
+            name="reuse that silent agents lose by lies, worst",
             value=-min(each.gain for each in rows if each.case == "none + lies"),
-            floor=0.03,
+            floor=0.05,
             better="lower",
         ),
     ]
 
 
-def _text(rows: Sequence[Row]) -> str:
+def cluster_cells(label: str, found: Sequence[Result]) -> str:
+    figures = [fmean(getattr(each, name) for each in found) for name in ("ttft_mean", "ttft_p50", "ttft_p99")]
+    milliseconds = " | ".join(f"{1000 * figure:.0f}" for figure in figures)
+    shares = [fmean(getattr(each, name) for each in found) for name in ("reuse", "ideal_reuse")]
+    return f"| {label} | {shares[0]:.3f} | {milliseconds} | {shares[1]:.3f} |"
+
+
+def _text(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
     assert __doc__ is not None
-    heading = [
-        "GB", "hints", "reuse", "gain", "mean first token (ms)", "over none", "p50 (ms)", "p99 (ms)", "over none",
-        "no limit",
-    ]  # fmt: skip
+    num_runs = len(results["none"])
     lines = [
         __doc__.partition("\n\n")[2].partition("\n\n")[2],
-        f"{NUM_WORKERS} workers (H200, Qwen3-8B) with so many GB of memory each, {AGENTS_A_SECOND:g} new agents a "
-        f"second. The gain is that of reuse over the same requests without hints, with its deviation over the seeds. "
-        "`silent` are the liars' requests without their lies, which are the base of the rows with lies.",
+        "## One cache",
         "",
-        "| " + " | ".join(heading) + " |",
-        "|---" * len(heading) + "|",
+        "A worker's pool and prefix cache, which serve one request after the other. The gain is that of reuse over the "
+        "same requests without hints, with its standard error over the seeds. `silent` are the liars' requests without "
+        "their lies: the base of the rows with lies.",
+        "",
+        f"| blocks of {BLOCK_TOKENS} | hints | reuse | gain |",
+        "|---|---|---|---|",
         *(each.cells() for each in rows),
+        "",
+        "## A cluster",
+        "",
+        f"Real routers and {NUM_WORKERS} workers (H200 with {GIGABYTES} GB, Qwen3-8B) in virtual time, "
+        f"{AGENTS_A_SECOND:g} new agents a second. Means of {num_runs} runs, times to the first token in ms.",
+        "",
+        "| hints | reuse | mean | p50 | p99 | reuse without limit |",
+        "|---|---|---|---|---|---|",
+        *(cluster_cells(label, found) for label, found in results.items()),
     ]
     return "\n".join(lines)
 
