@@ -222,12 +222,12 @@ def main() -> None:
 
 
 def _floors(rows: Sequence[Row], results: dict[str, list[Result]]) -> list[Floor]:
-    hinted_rows = [each for each in rows if each.case in ("exact", "wrong", "exact + lies")]
+    hinted_rows = [each for each in rows if each.case in ("exact", "wrong")]
     exact = [each for each in rows if each.case == "exact"]
     means = {label: fmean(each.ttft_mean for each in found) for label, found in results.items()}
     return [
         Floor(
-            name="gain of reuse by hints, plus two standard errors, worst",
+            name="gain of reuse by exact or wrong hints, plus two standard errors, worst",
             value=min(each.gain + 2 * each.error for each in hinted_rows),
             floor=0.0,
             better="higher",
@@ -245,8 +245,8 @@ def _floors(rows: Sequence[Row], results: dict[str, list[Result]]) -> list[Floor
             better="lower",
         ),
         Floor(
-            name="reuse that silent agents lose by lies, worst",
-            value=-min(each.gain for each in rows if each.case == "none + lies"),
+            name="reuse that agents lose by lies, worst",
+            value=-min(each.gain for each in rows if each.case.endswith("+ lies")),
             floor=0.05,
             better="lower",
         ),

@@ -146,15 +146,14 @@ class BlockPool:
             queue.move_to_end(block, last=False)
             block = self._choose_run(account).popitem(last=False)[0]
             last_use = self._run_last_use
-        is_watched = self._is_watched[block]
         if self._buckets[block]:
+            last_use = self._odds.now - self._unused(self._buckets[block], block)
             account.pauses.num -= 1
             self._forget_pause(block)
-            is_watched = 0
         self._kept[block] = 0
         name = self.on_evict(block)
         if name is not None:
-            self._lost[name] = last_use << 3 | is_watched << 2 | self._kinds[block]
+            self._lost[name] = last_use << 3 | self._is_watched[block] << 2 | self._kinds[block]
         return block
 
     def _choose_run(self, account: Account[BlockId]) -> OrderedDict[BlockId, None]:
@@ -166,8 +165,11 @@ class BlockPool:
         lowest, pauses = 2.0, account.pauses
         if pauses.num:
             self._end_pauses(account)
-        if (due := pauses.farthest() if pauses.num else None) is not None:
-            lowest = self._take_run(due[1], self._unused(due[0], due[1]))
+        for bucket, queue in pauses.farthest() if pauses.num else ():
+            block = next(iter(queue))
+            odds = self._odds.of(self._kinds[block], self._odds.now - self._unused(bucket, block))
+            if odds < lowest:
+                self._run, self._run_last_use, lowest = queue, self._last_uses[block], odds
         for kind, queue in enumerate(account.offered):
             if queue:
                 last_use = self._last_uses[next(iter(queue))]
@@ -175,24 +177,22 @@ class BlockPool:
                 if odds < lowest or (odds == lowest and last_use < self._run_last_use):
                     self._run, self._run_last_use, lowest = queue, last_use, odds
         if pauses.num and (shared := pauses.first_shared()) is not None:
-            kind = self._kinds[next(iter(shared[1]))]
-            if self._odds.of(kind, self._odds.now) < lowest:
-                self._take_run(shared[1], 0)
+            block = next(iter(shared[1]))
+            if self._odds.of(self._kinds[block], self._odds.now) < lowest:
+                self._run, self._run_last_use = shared[1], self._last_uses[block]
         self._run_account = account
         return self._run
 
-    def _take_run(self, queue: OrderedDict[BlockId, None], unused: int) -> float:
-        """Choose a queue of paused blocks, and return the odds of its first block, unused for so many allocations."""
-        block = next(iter(queue))
-        self._run, self._run_last_use = queue, self._last_uses[block]
-        return self._odds.of(self._kinds[block], self._odds.now - unused)
+    def _unused(self, bucket: int, block: BlockId) -> int:
+        """Return the allocations until a block is due. While the pace is unknown, return those since its last use.
 
-    def _unused(self, bucket: int, queue: OrderedDict[BlockId, None]) -> int:
-        """Return the allocations until blocks are due. While the pace is unknown, return those since their last use."""
+        A shared pause counts none."""
+        if self._is_shared_pause[block]:
+            return 0
         if not self._odds.allocations_a_second:
-            return self._odds.now - self._last_uses[next(iter(queue))]
+            return self._odds.now - self._last_uses[block]
         seconds = max(0.0, bucket * BUCKET_SECONDS - self.now_seconds)
-        return int(seconds * self._odds.allocations_a_second)
+        return min(int(seconds * self._odds.allocations_a_second), self._odds.now)
 
     def _end_pauses(self, account: Account[BlockId]) -> None:
         """Make blocks whose time has passed the most recently used ones of their kind."""
@@ -209,7 +209,9 @@ class BlockPool:
         """Take a cached block out of its queue."""
         account, bucket = self._accounts[block], self._buckets[block]
         if bucket:
-            account.pauses.remove(block, bucket, is_shared=bool(self._is_shared_pause[block]))
+            account.pauses.remove(
+                block, bucket, self._kinds[block], is_shared=bool(self._is_shared_pause[block])
+            )
         else:
             del account.offered[self._kinds[block]][block]
 
@@ -230,8 +232,10 @@ class BlockPool:
                 assert self._kept[block], "a free block holds nothing to share"
                 self._withdraw(block)
                 num_taken += 1
-                if self._is_watched[block] and not self._buckets[block]:
-                    self._odds.reused(kind, self._last_uses[block])
+                if self._is_watched[block]:
+                    bucket = self._buckets[block]
+                    unused = self._unused(bucket, block) if bucket else 0
+                    self._odds.reused(kind, self._odds.now - unused if bucket else self._last_uses[block])
             references[block] += 1
             kinds[block] = AFTER_REUSE[kind]
         self._num_used += num_taken
@@ -280,7 +284,8 @@ class BlockPool:
                 self._shares.offers(account)
             last_uses[block] = now
             if buckets[block]:
-                account.pauses.add(block, buckets[block], is_shared=bool(self._is_shared_pause[block]))
+                is_shared = bool(self._is_shared_pause[block])
+                account.pauses.add(block, buckets[block], kinds[block], is_shared=is_shared)
             else:
                 account.offered[kinds[block]][block] = None
         self._num_used -= len(blocks) - num_left
@@ -361,5 +366,7 @@ class BlockPool:
     def _is_offered(self, block: BlockId) -> bool:
         account, bucket = self._accounts[block], self._buckets[block]
         if bucket:
-            return account.pauses.has(block, bucket, is_shared=bool(self._is_shared_pause[block]))
+            return account.pauses.has(
+                block, bucket, self._kinds[block], is_shared=bool(self._is_shared_pause[block])
+            )
         return block in account.offered[self._kinds[block]]

@@ -31,37 +31,44 @@ class Pauses(Generic[Key]):
 
     __slots__ = ("_due", "_shared", "num")
 
-    def __init__(self) -> None:
+    def __init__(self, num_kinds: int) -> None:
         self.num = 0
-        self._due: dict[int, Queue[Key]] = {}
+        self._due: tuple[dict[int, Queue[Key]], ...] = tuple({} for _ in range(num_kinds))
+        """Queues by kind and bucket."""
         self._shared: dict[int, Queue[Key]] = {}
 
-    def add(self, key: Key, bucket: int, *, is_shared: bool) -> None:
-        queues = self._shared if is_shared else self._due
-        queues.setdefault(bucket, OrderedDict())[key] = None
+    def _queues(self, kind: int, is_shared: bool) -> dict[int, Queue[Key]]:
+        return self._shared if is_shared else self._due[kind]
+
+    def add(self, key: Key, bucket: int, kind: int, *, is_shared: bool) -> None:
+        self._queues(kind, is_shared).setdefault(bucket, OrderedDict())[key] = None
         self.num += 1
 
-    def remove(self, key: Key, bucket: int, *, is_shared: bool) -> None:
-        del (self._shared if is_shared else self._due)[bucket][key]
+    def remove(self, key: Key, bucket: int, kind: int, *, is_shared: bool) -> None:
+        del self._queues(kind, is_shared)[bucket][key]
         self.num -= 1
 
-    def has(self, key: Key, bucket: int, *, is_shared: bool) -> bool:
-        return key in (self._shared if is_shared else self._due).get(bucket, ())
+    def has(self, key: Key, bucket: int, kind: int, *, is_shared: bool) -> bool:
+        return key in self._queues(kind, is_shared).get(bucket, ())
 
     def pop_passed(self, now_seconds: float) -> Iterator[Key]:
         """Take out what is due by now, in order of time, and yield it. A child comes before its parent."""
-        passed = {bucket for queues in (self._due, self._shared) for bucket in queues}
-        for bucket in sorted(each for each in passed if each * BUCKET_SECONDS <= now_seconds):
-            for queues in (self._due, self._shared):
+        sources = (*self._due, self._shared)
+        passed = {bucket for queues in sources for bucket in queues if bucket * BUCKET_SECONDS <= now_seconds}
+        for bucket in sorted(passed):
+            for queues in sources:
                 queue = queues.pop(bucket, None)
                 if queue is not None:
                     self.num -= len(queue)
                     yield from queue
                     queue.clear()
 
-    def farthest(self) -> tuple[int, Queue[Key]] | None:
-        """Return the last bucket in which anything is due, and its queue."""
-        return _of(self._due, max)
+    def farthest(self) -> Iterator[tuple[int, Queue[Key]]]:
+        """Yield, for each kind in order, the last bucket in which anything is due, and its queue."""
+        for queues in self._due:
+            found = _of(queues, max)
+            if found is not None:
+                yield found
 
     def first_shared(self) -> tuple[int, Queue[Key]] | None:
         """Return the first bucket until which anything shared may be needed, and its queue."""

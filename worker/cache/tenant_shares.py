@@ -31,7 +31,7 @@ class Account(Generic[Key]):
         self.num_held = 0
         self.offered = tuple(OrderedDict[Key, None]() for _ in range(num_queues))
         """Queues of unused things, the least recently used first. After adding to one, call `TenantShares.offers`."""
-        self.pauses = Pauses[Key]()
+        self.pauses = Pauses[Key](num_queues)
         """Other unused things, which are offered too. After adding one, call `TenantShares.offers`."""
 
     @property
