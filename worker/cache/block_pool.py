@@ -184,9 +184,10 @@ class BlockPool:
         return self._run
 
     def _unused(self, bucket: int, block: BlockId) -> int:
-        """Return the allocations until a block is due. While the pace is unknown, return those since its last use.
+        """Return the allocations until a block is due: none for a shared pause.
 
-        A shared pause counts none."""
+        While the pace is unknown, return those since its last use.
+        """
         if self._is_shared_pause[block]:
             return 0
         if not self._odds.allocations_a_second:
@@ -224,18 +225,21 @@ class BlockPool:
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Add a reference to each of these blocks, used or cached, which a prompt has found."""
-        references, kinds = self._references, self._kinds
-        num_taken = 0
+        references, accounts, kinds = self._references, self._accounts, self._kinds
+        num_taken, buckets = 0, self._buckets
         for block in blocks:
             kind = kinds[block]
             if not references[block]:
                 assert self._kept[block], "a free block holds nothing to share"
-                self._withdraw(block)
+                last_use = self._last_uses[block]
+                if buckets[block]:
+                    self._withdraw(block)
+                    last_use = self._odds.now - self._unused(buckets[block], block)
+                else:
+                    del accounts[block].offered[kind][block]
                 num_taken += 1
                 if self._is_watched[block]:
-                    bucket = self._buckets[block]
-                    unused = self._unused(bucket, block) if bucket else 0
-                    self._odds.reused(kind, self._odds.now - unused if bucket else self._last_uses[block])
+                    self._odds.reused(kind, last_use)
             references[block] += 1
             kinds[block] = AFTER_REUSE[kind]
         self._num_used += num_taken
@@ -261,7 +265,7 @@ class BlockPool:
             self._note_pauses(blocks, bucket, len(blocks) if first_alone is None else first_alone)
         references, kept, accounts, free = self._references, self._kept, self._accounts, self._free
         kinds, last_uses, buckets = self._kinds, self._last_uses, self._buckets
-        num_left, account, least_kind = 0, self._no_account, 0
+        num_left, account, least_kind, num_paused = 0, self._no_account, 0, self._num_paused
         self._odds.now += 1
         now = self._odds.now
         for block in reversed(blocks):
@@ -283,7 +287,7 @@ class BlockPool:
                 account = accounts[block]
                 self._shares.offers(account)
             last_uses[block] = now
-            if buckets[block]:
+            if num_paused and buckets[block]:
                 is_shared = bool(self._is_shared_pause[block])
                 account.pauses.add(block, buckets[block], kinds[block], is_shared=is_shared)
             else:

@@ -74,8 +74,8 @@ class PrefixCache:
         """The other blocks of the few names that have several, in order."""
         self._names: dict[BlockId, BlockName] = {}
         self._parents: dict[BlockId, BlockName | None] = {}
-        self._num_children: dict[BlockName, int] = {}
-        """How many blocks build on each name, if any do."""
+        self._num_children: Counter[BlockName] | None = None
+        """How many blocks build on each name. None until `first_alone` asks, because to count costs time."""
         self._named_at: dict[BlockId, float] = {}
         """Two dicts of plain values, which the garbage collector skips (up to CPython 3.13). One object for each block
         cost it milliseconds."""
@@ -132,8 +132,8 @@ class PrefixCache:
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
         self._parents[block], self._named_at[block] = parent, self._pool.now_seconds
-        if parent is not None:
-            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        if self._num_children is not None and parent is not None:
+            self._num_children[parent] += 1
         if self._blocks.setdefault(name, block) != block:
             self._copies.setdefault(name, []).append(block)
         self._unconfirmed.add(block)
@@ -207,8 +207,10 @@ class PrefixCache:
         """Take the block's name. Return the name where it was published and no other block has it."""
         name = self._names.pop(block)
         parent = self._parents.pop(block)
-        if parent is not None:
-            self._drop_child(parent)
+        if self._num_children is not None and parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
         del self._named_at[block]
         is_indexed = block not in self._unindexed
         if not is_indexed:
@@ -228,23 +230,22 @@ class PrefixCache:
             return name
         return None
 
-    def _drop_child(self, parent: BlockName) -> None:
-        if self._num_children[parent] == 1:
-            del self._num_children[parent]
-        else:
-            self._num_children[parent] -= 1
-
     def first_alone(self, blocks: Sequence[BlockId]) -> int:
         """Return the index from which on no other chain builds on these blocks, which are a chain from its first block
         on. Blocks without a name are alone."""
+        if self._num_children is None:
+            self._num_children = self._count_children()
         is_named_after = 0
         for index in range(len(blocks) - 1, -1, -1):
             name = self._names.get(blocks[index])
             if name is not None:
-                if self._num_children.get(name, 0) != is_named_after:
+                if self._num_children[name] != is_named_after:
                     return index + 1
                 is_named_after = 1
         return 0
+
+    def _count_children(self) -> Counter[BlockName]:
+        return Counter(parent for parent in self._parents.values() if parent is not None)
 
     def _drop_block(self, block: BlockId, name: BlockName) -> None:
         copies = self._copies.get(name)
@@ -280,8 +281,6 @@ class PrefixCache:
         published = {name for block, name in self._names.items() if block not in self._unconfirmed}
         assert len(published) == self._num_published
         assert self._names.keys() == self._parents.keys() == self._named_at.keys()
-        assert self._num_children == Counter(
-            parent for parent in self._parents.values() if parent is not None
-        )
+        assert self._num_children in (None, self._count_children())
         assert self._unconfirmed <= self._names.keys()
         assert self._unindexed <= self._names.keys()
