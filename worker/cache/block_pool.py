@@ -226,20 +226,20 @@ class BlockPool:
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Add a reference to each of these blocks, used or cached, which a prompt has found."""
         references, accounts, kinds = self._references, self._accounts, self._kinds
-        num_taken, buckets = 0, self._buckets
+        num_taken, buckets, num_paused = 0, self._buckets, self._num_paused
         for block in blocks:
             kind = kinds[block]
             if not references[block]:
                 assert self._kept[block], "a free block holds nothing to share"
-                last_use = self._last_uses[block]
-                if buckets[block]:
+                bucket = buckets[block] if num_paused else NOT_PAUSED
+                if bucket:
                     self._withdraw(block)
-                    last_use = self._odds.now - self._unused(buckets[block], block)
                 else:
                     del accounts[block].offered[kind][block]
                 num_taken += 1
                 if self._is_watched[block]:
-                    self._odds.reused(kind, last_use)
+                    waited = self._odds.now - self._unused(bucket, block)
+                    self._odds.reused(kind, waited if bucket else self._last_uses[block])
             references[block] += 1
             kinds[block] = AFTER_REUSE[kind]
         self._num_used += num_taken
