@@ -278,7 +278,7 @@ def _text(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
         "## A cluster",
         "",
         f"Real routers and {NUM_WORKERS} workers (H200 with {GIGABYTES} GB, Qwen3-8B) in virtual time, "
-        f"{AGENTS_A_SECOND:g} new agents a second. Means of {num_runs} runs, times to the first token in ms.",
+        f"{AGENTS_A_SECOND:g} new agents a second. Runs: {num_runs}. Means, with times to the first token in ms.",
         "",
         "| hints | reuse | mean | p50 | p99 | reuse without limit |",
         "|---|---|---|---|---|---|",
