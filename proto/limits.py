@@ -44,6 +44,8 @@ MAX_STOP_CHARS = 256
 MAX_BAD_WORD_CHARS = 64
 MAX_PRIORITY = 100
 """The largest magnitude of a priority, which may be negative."""
+MAX_PAUSE_SECONDS = 3600
+"""The longest pause that a session may announce. No GPU keeps an unused block for longer."""
 
 MAX_STRUCTURED_BYTES = 65_536
 """UTF-8 bytes of any grammar, such as a JSON schema."""

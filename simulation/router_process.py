@@ -63,6 +63,7 @@ class Call:
     priority: int = 0
     tenant: str = ""
     session_id: str = ""
+    expected_pause_seconds: float = 0.0
 
 
 class Client(Protocol):
@@ -197,4 +198,5 @@ class RouterProcess:
             priority=call.priority,
             client=call.tenant,
             session_id=call.session_id,
+            expected_pause_seconds=call.expected_pause_seconds,
         )

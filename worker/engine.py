@@ -189,6 +189,7 @@ class Engine:
                 num_outputs=sampling.n if forks else 1,
                 grammar=request.grammar,
                 may_move=request.preemptions is not None,
+                expected_pause_seconds=request.expected_pause_seconds,
                 num_preemptions=min(request.preemptions or 0, self.scheduler.config.max_preemptions),
                 deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
             )
@@ -220,7 +221,7 @@ class Engine:
         """
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise EngineFailed(f"{self._failures_in_a_row} requests in a row have failed")
-        now = self.cache.now_seconds = self._clock()
+        now = self.pool.now_seconds = self._clock()
         self.scheduler.pulls.release_late(now)
         expired = self._expire(now)
         outputs, has_stepped = expired, self.steps.is_any_in_flight

@@ -44,6 +44,8 @@ class EngineRequest:
     """Blocks to fetch from another worker before the prompt is computed."""
     preemptions: int | None = None
     """How many workers have preempted it and given it back. None: it must not be given back."""
+    expected_pause_seconds: float = 0.0
+    """Time from its end until its session is expected to come back. 0: unknown."""
 
 
 @dataclass(slots=True, kw_only=True)

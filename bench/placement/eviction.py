@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from blockyard.deploy.bench.workloads.mooncake import TRACE_BLOCK_TOKENS, read_trace
 from blockyard.deploy.bench.workloads.requests import PlannedRequest, Run, Workload
 from blockyard.worker.cache.block_pool import BlockPool
+from blockyard.worker.cache.pauses import NOT_PAUSED, bucket_of
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.sequences.identifiers import BlockName
 
@@ -43,6 +44,10 @@ class Request(NamedTuple):
     """Leading blocks that may be found: the last prompt token is always computed."""
     num_prompt_blocks: int
     prompt_tokens: int
+    session: str = ""
+    arrival: float = 0.0
+    due: float = 0.0
+    """When its client expects to come back, in seconds. 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +75,13 @@ def requests_of(workload: Workload, block_tokens: int) -> list[Request]:
             parent = known.setdefault((parent, *content), len(known))
             names.append(parent)
         size = each.prompt_tokens
-        found.append(Request(names, (size - 1) // block_tokens, size // block_tokens, size))
+        pause = each.expected_pause_seconds
+        found.append(
+            Request(
+                names, (size - 1) // block_tokens, size // block_tokens, size, each.session,
+                arrival=arrivals[each.number], due=ends[each.number] + pause if pause else 0.0,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -119,6 +130,7 @@ class WorkerCache:
 
     def serve(self, request: Request, at: int) -> int:
         """Serve a request, and return how many blocks it found."""
+        self._pool.now_seconds = request.arrival
         names = _bytes(request.names)
         found = self._cache.match(names[: request.num_findable])
         self._pool.share(found)
@@ -129,7 +141,11 @@ class WorkerCache:
             parent = names[index - 1] if index else None
             self._cache.assign(table[index], names[index], parent=parent, is_generated=is_generated)
         self._cache.confirm_all(table)
-        self._pool.release(table)
+        if request.due or self._pool.has_pauses:
+            bucket = bucket_of(request.due) if request.due else NOT_PAUSED
+            self._pool.release(table, bucket=bucket, first_alone=self._cache.first_alone(table))
+        else:
+            self._pool.release(table)
         self._cache.take_changes()
         return len(found)
 

@@ -184,7 +184,7 @@ class ToolCallGrammar(_message.Message):
     def __init__(self, tools: _Optional[_Iterable[_Union[ToolForm, _Mapping]]] = ..., begin: _Optional[str] = ..., separator: _Optional[str] = ..., end: _Optional[str] = ..., allows_many: _Optional[bool] = ..., allows_text: _Optional[bool] = ..., think_open: _Optional[str] = ..., think_close: _Optional[str] = ..., is_thinking: _Optional[bool] = ..., tokens: _Optional[_Mapping[str, int]] = ..., text_schema: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "chat", "prompt_token_ids", "sampling", "request_id", "cache_salt", "priority", "session_id", "public_prefix", "lora_name", "policy", "truncate_prompt_tokens", "return_prompt_token_ids")
+    __slots__ = ("model", "prompt", "chat", "prompt_token_ids", "sampling", "request_id", "cache_salt", "priority", "session_id", "public_prefix", "lora_name", "policy", "truncate_prompt_tokens", "return_prompt_token_ids", "expected_pause_seconds", "prefetch")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,8 @@ class GenerateRequest(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     chat: Chat
@@ -213,7 +215,9 @@ class GenerateRequest(_message.Message):
     policy: str
     truncate_prompt_tokens: int
     return_prompt_token_ids: bool
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ..., policy: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
+    expected_pause_seconds: float
+    prefetch: bool
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ..., policy: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: _Optional[bool] = ..., expected_pause_seconds: _Optional[float] = ..., prefetch: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

@@ -185,7 +185,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "hands_over", "wants_phases")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "expected_pause_seconds", "hands_over", "wants_phases")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class Submit(_message.Message):
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     WANTS_PHASES_FIELD_NUMBER: _ClassVar[int]
     handle: int
@@ -214,9 +215,10 @@ class Submit(_message.Message):
     client: int
     pull: Pull
     preemptions: int
+    expected_pause_seconds: float
     hands_over: bool
     wants_phases: bool
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., hands_over: _Optional[bool] = ..., wants_phases: _Optional[bool] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., expected_pause_seconds: _Optional[float] = ..., hands_over: _Optional[bool] = ..., wants_phases: _Optional[bool] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")

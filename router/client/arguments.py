@@ -98,6 +98,10 @@ class GenerateArguments(ChatArguments, total=False):
     session_id: Annotated[
         str | None, "Name of a conversation. Its requests prefer the worker that served it before."
     ]
+    expected_pause_seconds: Annotated[
+        float | None, "Seconds until the session is expected to come back. Steers what the cache keeps."
+    ]
+    prefetch: Annotated[bool | None, "Compute the prompt for later requests, and generate nothing."]
     n: Annotated[int | None, "Number of outputs."]
     beam_width: Annotated[int | None, "Search with this many beams instead of sampling."]
     length_penalty: Annotated[float | None, "Beam search: above 0 favours longer beams."]

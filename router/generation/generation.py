@@ -23,7 +23,7 @@ from blockyard.router.errors import (
 from blockyard.router.generation.assembly import Assembly
 from blockyard.router.generation.client_buffer import Emit
 from blockyard.router.generation.grammar_quota import GrammarQuota
-from blockyard.router.generation.joined_outputs import TokenChunk
+from blockyard.router.generation.joined_outputs import TokenChunk, without_tokens
 from blockyard.router.generation.metrics import FINISHES, RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
@@ -202,6 +202,7 @@ async def generate(
         cache_account="" if valid.public_prefix else record.tenant,
         session_id=scoped_session(valid.session_id, record.realm),
         policy=valid.policy,
+        expected_pause_seconds=valid.expected_pause_seconds,
     )
     assembly = Assembly(
         parts.tokenizing.tokenizer,
@@ -213,12 +214,12 @@ async def generate(
         shown_tokens=frozenset() if parsed is None else parsed.shown_tokens,
     )
     has_grammar = generation.sampling.HasField("structured_output")
-    with RequestMeter(parts.metrics, record) as meter:
+    with RequestMeter(parts.metrics, record, is_prefetch=valid.prefetch) as meter:
         async with parts.grammar_quota.permit(record.client if has_grammar else None) as leave:
 
             def take(chunk: TokenChunk) -> bool:
                 leave()
-                delta = assembly.delta(chunk)
+                delta = assembly.delta(without_tokens(chunk) if valid.prefetch else chunk)
                 meter.piece(chunk.index, len(delta.token_ids))
                 finish = delta.finish
                 if finish is not None:

@@ -42,6 +42,16 @@ class TokenChunk:
     """The prompt's embedding, with the only chunk of a request for it."""
 
 
+def without_tokens(chunk: TokenChunk) -> TokenChunk:
+    """Return the only chunk of a prefetch, whose one token is dropped."""
+    return TokenChunk(
+        offset=0,
+        token_ids=[],
+        finish=EngineFinish(reason=inference_pb2.FINISH_REASON_LENGTH, stop_token=None),
+        index=chunk.index,
+    )
+
+
 class Outputs:
     """Outputs of one request, with all their tokens so far, from whichever worker."""
 

@@ -141,9 +141,11 @@ class RouterMetrics:
 class RequestMeter:
     """Measures the pieces of one request, as a context manager. `record` has its arrival and the time it was sent."""
 
-    __slots__ = ("_began", "_last", "_metrics", "_num_generated", "_record", "_tenant")
+    __slots__ = ("_began", "_is_prefetch", "_last", "_metrics", "_num_generated", "_record", "_tenant")
 
-    def __init__(self, metrics: RouterMetrics, record: RequestRecord) -> None:
+    def __init__(self, metrics: RouterMetrics, record: RequestRecord, *, is_prefetch: bool = False) -> None:
+        """A prefetch has no first token, and nobody waits for it: it counts in no histogram of times."""
+        self._is_prefetch = is_prefetch
         self._metrics = metrics
         self._record = record
         self._tenant = metrics.tenants.of(record.tenant)
@@ -157,7 +159,7 @@ class RequestMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._last:
+        if self._last and not self._is_prefetch:
             self._metrics.decode.observe(max(self._last.values()) - self._began)
             self._metrics.request_generated.observe(self._num_generated)
 
@@ -181,8 +183,9 @@ class RequestMeter:
         metrics, record, progress = self._metrics, self._record, self._record.progress
         self._began = now
         self._tenant = metrics.tenants.served(record.tenant)
-        metrics.first_token.observe(now - record.arrival)
-        if progress.sent_at is not None:
+        if not self._is_prefetch:
+            metrics.first_token.observe(now - record.arrival)
+        if progress.sent_at is not None and not self._is_prefetch:
             metrics.queued.observe(progress.sent_at - record.arrival)
             metrics.prefill.observe(now - progress.sent_at)
         metrics.request_prompt.observe(record.prompt_tokens)

@@ -86,6 +86,8 @@ class Generation:
     """Id of the request's conversation. Empty: none."""
     policy: PolicyName | None = None
     """Placement policy of the request. None: the router's own."""
+    expected_pause_seconds: float = 0.0
+    """Time from its end until its session is expected to come back. 0: unknown."""
 
     @property
     def identity(self) -> bytes:
@@ -289,6 +291,7 @@ class Relay:
             client=tenant_key(generation.client),
             pull=None if pull is None else _pull_message(pull),
             hands_over=placed.is_split,
+            expected_pause_seconds=generation.expected_pause_seconds,
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")

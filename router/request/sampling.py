@@ -148,3 +148,5 @@ def _temperature(message: inference_pb2.SamplingParams, defaults: SamplingDefaul
 
 EMBEDDING = replace(parse_sampling(inference_pb2.SamplingParams(max_tokens=0, seed=0)), embeds=True)
 """Sampling parameters of a request for an embedding, which samples nothing."""
+PREFETCH = parse_sampling(inference_pb2.SamplingParams(temperature=0, max_tokens=1, seed=0))
+"""The sampling of a request that generates nothing. The engine still makes one token, which is dropped."""

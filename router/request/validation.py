@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict, get_args
 
-from blockyard.proto.limits import MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
+from blockyard.proto.limits import MAX_PAUSE_SECONDS, MAX_PRIORITY, MAX_SCHEMA_DEPTH, MAX_TOOLS
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
@@ -25,7 +25,7 @@ from blockyard.router.errors import (
     Unsupported,
 )
 from blockyard.router.placement.config import PolicyName
-from blockyard.router.request.sampling import EMBEDDING, SamplingRequest, parse_sampling
+from blockyard.router.request.sampling import EMBEDDING, PREFETCH, SamplingRequest, parse_sampling
 from blockyard.router.request.sampling_checks import SamplingLimits, sampling_violations
 from blockyard.router.request.structured_output import is_deeper_than, parse_json
 from blockyard.router.tokenizing.model_facts import ModelFacts
@@ -39,6 +39,8 @@ MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 MAX_TOOLS_BYTES = 262_144
 MAX_NAMES_TOLD = 8
+PREFETCH_PRIORITY = MAX_PRIORITY - 1
+"""Default of a prefetch: behind all requests but background work, of which a busy worker takes no prompt."""
 """The most names of the served model that the error for another model lists."""
 MAX_TOLD = 5
 """The most violations in the text of an error. Its details have all of them."""
@@ -84,6 +86,10 @@ class ValidGeneration:
     truncate_prompt_tokens: int | None
     """Number of last tokens of the prompt to keep. -1: as many as leave room for the output. None: all."""
     return_prompt_token_ids: bool = False
+    expected_pause_seconds: float = 0.0
+    """Time from its end until its session is expected to come back. 0: unknown."""
+    prefetch: bool = False
+    """Compute the prompt alone."""
 
     @property
     def least_room_tokens(self) -> int:
@@ -105,12 +111,17 @@ def valid_generation(
         raise Unsupported.of("lora_name", "is not supported yet")
     violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
     prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
+    common = _common(message)
+    if message.prefetch and not message.HasField("priority"):
+        common["priority"] = PREFETCH_PRIORITY
     return ValidGeneration(
-        **_common(message),
+        **common,
         prompt=prompt,
         estimated_tokens=prompt_estimate(prompt),
-        sampling=parse_sampling(message.sampling, facts.sampling_defaults),
+        sampling=PREFETCH if message.prefetch else parse_sampling(message.sampling, facts.sampling_defaults),
         return_prompt_token_ids=message.return_prompt_token_ids,
+        expected_pause_seconds=message.expected_pause_seconds,
+        prefetch=message.prefetch,
     )
 
 
@@ -454,6 +465,17 @@ def _field_violations(
         violations.append(
             FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
         )
+    if message.HasField("expected_pause_seconds") and not (
+        0 < message.expected_pause_seconds <= MAX_PAUSE_SECONDS
+    ):
+        description = f"must be above 0 and at most {MAX_PAUSE_SECONDS}"
+        violations.append(FieldViolation(field="expected_pause_seconds", description=description))
+    if message.prefetch:
+        violations += [
+            FieldViolation(field=f"sampling.{field}", description="excludes prefetch")
+            for field in ("n", "beam_width", "logprobs", "prompt_logprobs")
+            if message.sampling.HasField(field) and (field, getattr(message.sampling, field)) != ("n", 1)
+        ]
     if message.HasField("policy") and message.policy not in _POLICIES:
         description = f"must be one of {', '.join(_POLICIES)}"
         violations.append(FieldViolation(field="policy", description=description))

@@ -197,3 +197,18 @@ async def test_a_refused_call_says_grpcs_code_and_the_counter_our_reason() -> No
         error = await refused(router.inference.Generate(request()))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         await readings_once(router, {reason_of(error): 1})
+
+
+async def test_a_prefetch_counts_its_prompt_but_no_time_to_a_first_token() -> None:
+    async with running_router() as router, router.workers(worker_of_model("w0")):
+        answer = await router.inference.Generate(request(prefetch=True))
+        readings = await readings_once(router, {"OK": 1})
+    assert readings["router_prompt_tokens"] == answer.finish.usage.prompt_tokens > 0
+    assert (readings["router_generated_tokens"], readings["outputs"]) == (0, {"length": 1})
+    for name in (
+        "time_to_first_token_seconds",
+        "prefill_seconds",
+        "decode_seconds",
+        "request_generated_tokens",
+    ):
+        assert distribution(readings, name).count == 0

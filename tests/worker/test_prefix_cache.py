@@ -109,7 +109,7 @@ def test_a_name_remembers_its_parent_and_when_it_was_given_until_its_block_is_ev
     pool, cache = make(num_blocks=2)
     root, child = pool.allocate(2)
     cache.assign(root, A)
-    cache.now_seconds = 5.0
+    pool.now_seconds = 5.0
     cache.assign(child, B, parent=A)
     assert cache.lineage(root) == (None, 0.0)
     assert cache.lineage(child) == (A, 5.0)

@@ -294,3 +294,19 @@ def test_a_prefix_that_several_waiting_prompts_share_is_queued_once() -> None:
     scheduler.submit(make_sequence(3, shared[:96]))
     # The last token of a prompt is always computed, with its block.
     assert scheduler.waiting[-1].cached_at_submit == 80
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+def test_a_long_prompt_holds_up_what_is_less_urgent_and_nothing_else(priority: int) -> None:
+    scheduler = make_scheduler(128, max_num_batched_tokens=32)
+    long = make_sequence(0, prompt(600))
+    scheduler.submit(long)
+    step(scheduler)
+    other = make_sequence(1, prompt(32, start=3), priority=priority)
+    scheduler.submit(other)
+    step(scheduler)
+    assert other.num_generated == (priority < 0)
+    assert long.num_computed == (32 if priority < 0 else 64)
+    while not long.num_generated:
+        step(scheduler)
+    assert other.num_generated == (7 if priority < 0 else 0) or other.is_over

@@ -16,7 +16,9 @@ SHARED = [5 + index % 9 for index in range(200)]
 def random_sequence(number: int, chance: random.Random) -> Sequence:
     shared = SHARED[: chance.choice([0, 16, 48, 100])]
     own = [chance.randint(1, 50) for _ in range(chance.randint(1, 60))]
-    return make_sequence(number, shared + own, max_tokens=chance.randint(1, 40), block_size=16)
+    sequence = make_sequence(number, shared + own, max_tokens=chance.randint(1, 40), block_size=16)
+    sequence.expected_pause_seconds = chance.choice([0.0, 0.0, 5.0, 50.0, 500.0])
+    return sequence
 
 
 @settings(max_examples=40, deadline=None)
@@ -34,6 +36,7 @@ def test_a_storm_of_submits_and_cancels_conserves_blocks(seed: int, num_blocks: 
             scheduler.submit(sequences[-1])
         if sequences and chance.random() < 0.08:
             scheduler.cancel(chance.choice(sequences))
+        scheduler.pool.now_seconds += chance.choice([0.1, 3.0])
         in_flight.append(scheduler.plan())
         while len(in_flight) > pipelined:
             plan = in_flight.pop(0)
@@ -113,6 +116,7 @@ def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int
         sequence = random_sequence(number, chance)
         scheduler.submit(sequence)
         for _ in range(chance.randint(0, 12)):
+            scheduler.pool.now_seconds += chance.choice([0.1, 3.0, 30.0])
             plan = scheduler.plan()
             poisoned = chance.random() < 0.05
             scheduler.commit(

@@ -14,6 +14,7 @@ from math import inf
 from blockyard.proto.naming.block_hash import chain
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
+from blockyard.worker.cache.pauses import NOT_PAUSED, bucket_of
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, HostSlot, SwappedBlocks, TenantId
 from blockyard.worker.sequences.sequence import Sequence
@@ -315,11 +316,19 @@ class BlockTables:
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back. Those that no step has confirmed lose their names, and are not found again.
 
+        If the sequence is over, they are due when its session is expected back.
+
         Only an unconfirmed block that another sequence holds keeps its name. So a child's name never outlives its
         parent's.
         """
         self.cache.retract_unshared(sequence.block_table)
-        self.pool.release(sequence.block_table)
+        pause = sequence.expected_pause_seconds if sequence.is_over else 0.0
+        if pause or self.pool.has_pauses:
+            bucket = bucket_of(self.pool.now_seconds + pause) if pause else NOT_PAUSED
+            first_alone = self.cache.first_alone(sequence.block_table.blocks)
+            self.pool.release(sequence.block_table, bucket=bucket, first_alone=first_alone)
+        else:
+            self.pool.release(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
 

@@ -18,6 +18,7 @@ names before it, which are held whenever it is. Of any two of these the parent s
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class Lineage(NamedTuple):
     parent: BlockName | None
     """The name before its own in the chain. None for a prefix's first block."""
     named_at: float
-    """Time on the clock that `now_seconds` follows."""
+    """Time on the pool's clock."""
 
 
 class PrefixCache:
@@ -73,11 +74,11 @@ class PrefixCache:
         """The other blocks of the few names that have several, in order."""
         self._names: dict[BlockId, BlockName] = {}
         self._parents: dict[BlockId, BlockName | None] = {}
+        self._num_children: Counter[BlockName] | None = None
+        """How many blocks build on each name. None until `first_alone` asks, because to count costs time."""
         self._named_at: dict[BlockId, float] = {}
         """Two dicts of plain values, which the garbage collector skips (up to CPython 3.13). One object for each block
         cost it milliseconds."""
-        self.now_seconds = 0.0
-        """The current time. The engine's loop sets it at each step: this class reads no clock."""
         self._unconfirmed: set[BlockId] = set()
         self._unindexed: set[BlockId] = set()
         """Blocks with names that are not published to the index."""
@@ -130,7 +131,9 @@ class PrefixCache:
         """
         assert block not in self._names, f"block {block} has a name already"
         self._names[block] = name
-        self._parents[block], self._named_at[block] = parent, self.now_seconds
+        self._parents[block], self._named_at[block] = parent, self._pool.now_seconds
+        if self._num_children is not None and parent is not None:
+            self._num_children[parent] += 1
         if self._blocks.setdefault(name, block) != block:
             self._copies.setdefault(name, []).append(block)
         self._unconfirmed.add(block)
@@ -204,6 +207,10 @@ class PrefixCache:
         """Take the block's name. Return the name where it was published and no other block has it."""
         name = self._names.pop(block)
         parent = self._parents.pop(block)
+        if self._num_children is not None and parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
         del self._named_at[block]
         is_indexed = block not in self._unindexed
         if not is_indexed:
@@ -222,6 +229,23 @@ class PrefixCache:
                 self._changes.remove(name)
             return name
         return None
+
+    def first_alone(self, blocks: Sequence[BlockId]) -> int:
+        """Return the index from which on no other chain builds on these blocks, which are a chain from its first block
+        on. Blocks without a name are alone."""
+        if self._num_children is None:
+            self._num_children = self._count_children()
+        is_named_after = 0
+        for index in range(len(blocks) - 1, -1, -1):
+            name = self._names.get(blocks[index])
+            if name is not None:
+                if self._num_children[name] != is_named_after:
+                    return index + 1
+                is_named_after = 1
+        return 0
+
+    def _count_children(self) -> Counter[BlockName]:
+        return Counter(parent for parent in self._parents.values() if parent is not None)
 
     def _drop_block(self, block: BlockId, name: BlockName) -> None:
         copies = self._copies.get(name)
@@ -257,5 +281,6 @@ class PrefixCache:
         published = {name for block, name in self._names.items() if block not in self._unconfirmed}
         assert len(published) == self._num_published
         assert self._names.keys() == self._parents.keys() == self._named_at.keys()
+        assert self._num_children in (None, self._count_children())
         assert self._unconfirmed <= self._names.keys()
         assert self._unindexed <= self._names.keys()

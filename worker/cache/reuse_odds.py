@@ -72,6 +72,9 @@ class ReuseOdds:
         skips plain numbers.
         """
         self.refresh_at = 0
+        self._refreshed_at = (0, 0.0)
+        self.allocations_a_second = 0.0
+        """Pace of the pool's clock lately. 0 is unknown."""
         self._odds: list[list[float]] = []
         self.refresh()
 
@@ -98,12 +101,17 @@ class ReuseOdds:
             self.reused(kind, lost >> 3)
         return AFTER_REUSE[kind]
 
-    def refresh(self) -> None:
-        """Compute the odds from the counts, and let the counts fade.
+    def refresh(self, now_seconds: float = 0.0) -> None:
+        """Compute the odds from the counts, and let the counts fade. Measure the pace.
 
         Half as many evicted blocks are remembered as the pool has. The waits of the others ended unused.
         """
         self.refresh_at = self.now + self._turnover // REFRESHES_A_TURNOVER
+        last, last_seconds = self._refreshed_at
+        if now_seconds > last_seconds > 0:
+            pace = (self.now - last) / (now_seconds - last_seconds)
+            self.allocations_a_second = (pace + (self.allocations_a_second or pace)) / 2
+        self._refreshed_at = (self.now, now_seconds)
         for name in list(islice(self.lost, max(0, len(self.lost) - self._turnover // 2))):
             lost = self.lost.pop(name)
             if lost & 4:

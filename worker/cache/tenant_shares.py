@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
+from blockyard.worker.cache.pauses import Pauses
 from blockyard.worker.sequences.identifiers import TenantId
 
 Key = TypeVar("Key", bound=Hashable)
@@ -23,13 +24,23 @@ Key = TypeVar("Key", bound=Hashable)
 class Account(Generic[Key]):
     """The things that one tenant holds."""
 
-    __slots__ = ("num_held", "offered", "tenant")
+    __slots__ = ("num_held", "offered", "pauses", "tenant")
 
     def __init__(self, tenant: TenantId, num_queues: int = 1) -> None:
         self.tenant = tenant
         self.num_held = 0
         self.offered = tuple(OrderedDict[Key, None]() for _ in range(num_queues))
         """Queues of unused things, the least recently used first. After adding to one, call `TenantShares.offers`."""
+        self.pauses = Pauses[Key](num_queues)
+        """Other unused things, which are offered too. After adding one, call `TenantShares.offers`."""
+
+    @property
+    def num_offered(self) -> int:
+        return self.pauses.num + sum(map(len, self.offered))
+
+    @property
+    def offers_any(self) -> bool:
+        return any(self.offered) or self.pauses.num > 0
 
 
 class TenantShares(Generic[Key]):
@@ -54,7 +65,7 @@ class TenantShares(Generic[Key]):
 
     def num_offered(self, tenant: TenantId) -> int:
         account = self._accounts.get(tenant)
-        return 0 if account is None else sum(map(len, account.offered))
+        return 0 if account is None else account.num_offered
 
     def hold(self, tenant: TenantId) -> Account[Key]:
         """Count one more thing in use by the tenant, and return its account."""
@@ -81,7 +92,7 @@ class TenantShares(Generic[Key]):
     def can_give(self) -> bool:
         """Return whether anything is offered."""
         account = self._alone or self._largest()
-        return account is not None and any(account.offered)
+        return account is not None and account.offers_any
 
     def give(self) -> Account[Key]:
         """Count one thing less on the account that loses the next one, and return the account. The caller takes one
@@ -109,7 +120,7 @@ class TenantShares(Generic[Key]):
         while ranking:
             count, tenant = ranking[0]
             account = accounts.get(tenant)
-            if account is not None and account.num_held == -count and any(account.offered):
+            if account is not None and account.num_held == -count and account.offers_any:
                 return account
             heappop(ranking)
         return None
@@ -134,4 +145,4 @@ class TenantShares(Generic[Key]):
         for tenant, account in self._accounts.items():
             assert self.num_offered(tenant) <= account.num_held > 0
             is_ranked = (-account.num_held, tenant) in self._ranking or tenant in self._changed
-            assert is_ranked or not any(account.offered) or account is self._alone
+            assert is_ranked or not account.offers_any or account is self._alone

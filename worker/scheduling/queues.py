@@ -100,6 +100,7 @@ class Queues:
             is_reserved=parent.is_reserved and is_beam,
             num_preemptions=parent.num_preemptions if is_beam else 0,
             may_move=parent.may_move,
+            expected_pause_seconds=parent.expected_pause_seconds,
         )
         self._tables.fork(parent, child)
         self.run(child)

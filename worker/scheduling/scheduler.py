@@ -9,12 +9,11 @@ may be in flight while the next is planned:
     computed   [ =================== ]        KV valid below num_computed
     scheduled  [ ========================= ]  planned below num_scheduled, at most two steps ahead
 
-Running sequences come first, decodes before chunks of long prompts, so that no prompt stalls a decode. Waiting
-sequences follow in order of rank, each admitted once the pool has room for its whole uncached prompt. When blocks run
-out, a running sequence is preempted (preemption.py): its blocks are swapped to host memory, or recomputed later, or
-its request moves to another worker. After
-`max_preemptions` preemptions a sequence is admitted only with room for all that it can ever need, and is never
-preempted again.
+Decodes come first, so that no prompt stalls them. Chunks of running prompts and waiting sequences follow in order of
+rank, so that a long prompt does not hold up a more urgent one. A waiting sequence is admitted once the pool has room
+for its whole uncached prompt. When blocks run out, a running sequence is preempted (preemption.py): its blocks are
+swapped to host memory, or recomputed later, or its request moves to another worker. After `max_preemptions` preemptions
+a sequence is admitted only with room for all that it can ever need, and is never preempted again.
 
 A request with several outputs runs as one sequence until its first token, and then forks. Beams fork and end as their
 search decides (sequences/beams.py). Owns the queues and the counters of sequences. Has no tensors, clocks or I/O.
@@ -221,6 +220,8 @@ class Scheduler:
         if self._has_background_alone():
             budget = min(budget, background_prefill(self.mixed_steps.rates.prefill_tokens_per_second))
         for sequence, todo in chunks:
+            if self.waiting and self.waiting[0].order < sequence.order:
+                budget = self._admit(budget, rows, before=sequence)
             budget -= self._schedule_running(sequence, min(todo, budget), rows)
         self._admit(budget, rows)
         if not rows:
@@ -367,18 +368,23 @@ class Scheduler:
 
     # Admission
 
-    def _admit(self, budget: int, rows: dict[SequenceId, ScheduledRow]) -> None:
-        """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last."""
+    def _admit(
+        self, budget: int, rows: dict[SequenceId, ScheduledRow], *, before: Sequence | None = None
+    ) -> int:
+        """Admit waiting sequences in order and add their rows, while token budget, sequence slots and blocks last.
+
+        With `before`, admit only what is more urgent than that sequence. Return the budget that is left.
+        """
         while budget > 0 and self.waiting:
             sequence = self._queues.next_waiting(self._is_held)
-            if sequence is None:
-                return
+            if sequence is None or (before is not None and sequence.order > before.order):
+                return budget
             if is_background(sequence) and goes_before(self.running, sequence):
-                return
+                return budget
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 if self._makes_room(sequence, rows):
                     continue
-                return
+                return budget
             hits = self.tables.match(sequence)
             is_reserved = sequence.num_preemptions >= self.config.max_preemptions
             if not fits(
@@ -391,7 +397,7 @@ class Scheduler:
             ):
                 if self._makes_room(sequence, rows):
                     continue
-                return
+                return budget
             sequence.is_reserved = is_reserved
             self._queues.run(sequence)
             self.tables.start(sequence, hits)
@@ -402,6 +408,7 @@ class Scheduler:
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
             budget -= todo
+        return budget
 
     def _makes_room(self, sequence: Sequence, rows: dict[SequenceId, ScheduledRow]) -> bool:
         """Preempt background work for a waiting sequence that is not. Return False if there is none to preempt."""

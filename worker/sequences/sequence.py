@@ -117,6 +117,8 @@ class Sequence:
     is_pulling: bool = False
     """Whether it waits for blocks from another worker, and is not admitted yet."""
     num_preemptions: int = 0
+    expected_pause_seconds: float = 0.0
+    """Time from its end until its session is expected to come back. 0: unknown."""
     may_move: bool = False
     """Whether its request may be given back to the router, which continues it on another worker."""
     swapped: "SwappedBlocks | None" = None

@@ -9,7 +9,7 @@ older routers leave out. Does not own capacity (the scheduler) or whether a stru
 import math
 from collections.abc import Iterator, Sequence
 
-from blockyard.proto.limits import COUNTS, MAX_PRIORITY
+from blockyard.proto.limits import COUNTS, MAX_PAUSE_SECONDS, MAX_PRIORITY
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, chain, split_names, unpack_tokens
 from blockyard.proto.naming.identifiers import is_name
 from blockyard.proto.v1 import inference_pb2, session_pb2
@@ -59,6 +59,10 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {submit.priority}")
     if not 0 <= submit.deadline_seconds < math.inf:
         raise ValueError(f"deadline_seconds must not be negative, not {submit.deadline_seconds}")
+    if not 0 <= submit.expected_pause_seconds <= MAX_PAUSE_SECONDS:
+        raise ValueError(
+            f"expected_pause_seconds must be from 0 to {MAX_PAUSE_SECONDS}, not {submit.expected_pause_seconds}"
+        )
     return EngineRequest(
         token_ids=token_ids,
         prompt_length=submit.prompt_tokens,
@@ -71,6 +75,7 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         continuations=continuations,
         pull=_pull(submit.pull) if submit.HasField("pull") else None,
         preemptions=submit.preemptions if submit.HasField("preemptions") else None,
+        expected_pause_seconds=submit.expected_pause_seconds,
     )
 
 

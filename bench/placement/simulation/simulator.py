@@ -161,8 +161,11 @@ class UniformSpeeds(ClusterSpeeds):
 class Simulation:
     """One run of a workload on a simulated cluster."""
 
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(
+        self, workload: Workload, setup: Setup, *, counts: Callable[[PlannedRequest], bool] = lambda _: True
+    ) -> None:
         self._setup = setup
+        self._counts = counts
         self._records: list[Record] = []
         self._requests = workload.requests
         self._followers = {
@@ -265,7 +268,7 @@ class Simulation:
             self._network.later(SAMPLE_SECONDS, self._sample)
 
     def _result(self) -> Result:
-        records = self._records
+        records = [record for record in self._records if self._counts(record.request)]
         firsts = [record.first_token - record.arrived for record in records]
         latencies = [record.ended - record.arrived for record in records]
         gaps = [
@@ -305,11 +308,13 @@ class Simulation:
         )
 
 
-def simulate(workload: Workload, setup: Setup) -> Result:
-    """Run a workload. Raise ValueError if it has no requests."""
+def simulate(
+    workload: Workload, setup: Setup, *, counts: Callable[[PlannedRequest], bool] = lambda _: True
+) -> Result:
+    """Run a workload, and return the result of the requests that count. Raise ValueError if it has no requests."""
     if not workload.requests:
         raise ValueError(f"workload {workload.name} has no requests")
-    return Simulation(workload, setup).run()
+    return Simulation(workload, setup, counts=counts).run()
 
 
 def ideal_reuse(requests: Sequence[PlannedRequest], block_size: int) -> float:
@@ -380,6 +385,7 @@ def _call(request: PlannedRequest) -> Call:
         ),
         deadline_seconds=DEADLINE_SECONDS,
         session_id=request.session,
+        expected_pause_seconds=request.expected_pause_seconds,
     )
 
 

@@ -1,6 +1,7 @@
 """Workloads of the simulation by name, and their sizes. blockyard.deploy.bench.workloads owns the types."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -265,6 +266,23 @@ def document_questions(rate: float, seconds: float, seed: int) -> Workload:
     return Workload(name="document-questions", about=about, requests=requests)
 
 
+TOOL_AGENTS = replace(AGENTS, num_turns=(5, 12), output_tokens=(10, 50))
+TOOL_SECONDS = (5.0, 120.0)
+
+
+def tool_agents(rate: float, seconds: float, seed: int) -> Workload:
+    """Make agents that wait for a tool between two calls, each time for another time."""
+    chance = Random(f"tools {seed}")
+    requests = tuple(
+        request
+        if request.follows is None
+        else replace(request, arrival_seconds=chance.uniform(*TOOL_SECONDS))
+        for request in _conversations(TOOL_AGENTS, rate, seconds, seed)
+    )
+    about = f"agents of 5-12 calls, tools of 5-120 s between them, {rate:g} new ones a second"
+    return Workload(name="tool-agents", about=about, requests=requests)
+
+
 GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -281,5 +299,6 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "uniform-pool": uniform_pool,
     "hot-set": hot_set,
     "document-questions": document_questions,
+    "tool-agents": tool_agents,
 }
 """Generators by name. Arguments: rate per second, seconds, seed."""

@@ -30,6 +30,8 @@ class PlannedRequest:
     session: str = ""
     follows: int | None = None
     """Number of the request before this one in its conversation. None for the first."""
+    expected_pause_seconds: float = 0.0
+    """Time until the next request, as the client expects it. 0: the client does not say."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -46,6 +46,8 @@ def completion_wanted(body: Body) -> Wanted:
 
 def _with_echo(template: inference_pb2.GenerateRequest) -> Echo:
     """Change the template to ask for what an echo needs, and return the echo. Raises InvalidRequest."""
+    if template.prefetch:
+        raise InvalidRequest.of("echo", "excludes prefetch")
     sampling = template.sampling
     echo = Echo(only_prompt=not sampling.max_tokens, shows_token_ids=template.return_prompt_token_ids)
     if sampling.HasField("logprobs"):

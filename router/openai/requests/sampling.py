@@ -7,7 +7,7 @@ are checked as for gRPC.
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from blockyard.proto.limits import COUNTS, MAX_LOGIT_BIAS
+from blockyard.proto.limits import COUNTS, MAX_LOGIT_BIAS, MAX_PAUSE_SECONDS
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.openai.requests.fields import (
@@ -86,6 +86,10 @@ REQUEST_SCALARS: Fields = {
     "cache_salt": text,
     "public_prefix": boolean,
     "truncate_prompt_tokens": integer(INT32),
+    "expected_pause_seconds": Kind(
+        number.check, {**number.schema, "exclusiveMinimum": 0, "maximum": MAX_PAUSE_SECONDS}
+    ).said("Seconds from the answer's end until the session is expected to come back. Steers the cache."),
+    "prefetch": boolean.said("Compute the prompt's blocks and generate nothing. Default false."),
 }
 """Fields with the same name in GenerateRequest."""
 LOGIT_BIAS = _counted("logit_bias", mapping).then(
