@@ -39,9 +39,9 @@ MAX_TEMPLATE_KWARGS_DEPTH = 16
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 MAX_TOOLS_BYTES = 262_144
 MAX_NAMES_TOLD = 8
+"""The most names of the served model that the error for another model lists."""
 PREFETCH_PRIORITY = MAX_PRIORITY - 1
 """Default of a prefetch: behind all requests but background work, of which a busy worker takes no prompt."""
-"""The most names of the served model that the error for another model lists."""
 MAX_TOLD = 5
 """The most violations in the text of an error. Its details have all of them."""
 _POLICIES: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
