@@ -19,6 +19,7 @@ from blockyard.router.cluster.link import CHANNEL_OPTIONS
 from blockyard.router.config import RouterConfig
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.registry import RequestRegistry
@@ -98,8 +99,27 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         registry=RequestRegistry(),
         limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
         grammar_quota=grammar_quota,
+        answer_store=_answer_store(config, stack),
     )
     return parts, _index(config, stack)
+
+
+def _answer_store(config: RouterConfig, stack: AsyncExitStack) -> AnswerStore | None:
+    """Return the store of sessions' answers. Without a cluster secret nothing could seal them."""
+    if config.redis_url is None or not config.cluster_secret or not config.keep_answers_seconds:
+        return None
+    clients = [
+        connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True)
+        for url in split_urls(config.redis_url)
+    ]
+    for client in clients:
+        stack.push_async_callback(client.aclose)
+    return AnswerStore(
+        clients,
+        cluster=config.cluster,
+        secret=config.cluster_secret,
+        keep_seconds=config.keep_answers_seconds,
+    )
 
 
 def _index(config: RouterConfig, stack: AsyncExitStack) -> list[PrefixIndex]:

@@ -137,6 +137,12 @@ class RouterLimits:
         help="Format of the model's reasoning in chats over HTTP. `auto` takes the one that the chat template shows, "
         "`none` leaves it in the text.",
     )
+    keep_answers_seconds: float = setting(
+        1800.0,
+        help="Time for which the token ids of a session's answers are kept in Redis, sealed with the cluster secret, so "
+        "that its next prompt repeats them exactly. 0 keeps none.",
+        minimum=0,
+    )
     tokenizer_processes: int = setting(
         1,
         help="Short prompts that each router tokenises at once. Texts above 64 Ki characters have a process of their "

@@ -1,5 +1,5 @@
-"""The permissions of each role in Redis, as rules of an ACL (Redis >= 6.2). Routers read the index, workers write their
-part.
+"""The permissions of each role in Redis, as rules of an ACL (Redis >= 6.2). Routers read the index and keep answers of
+sessions, workers write their part of the index.
 
 Owns the rules. Does not own the scripts that need them (lua/). Each command here is sent or called from a script, and
 each command that is sent is here: tests/security/test_redis_roles.py tries every command of Redis.
@@ -22,6 +22,9 @@ COMMANDS: dict[Role, tuple[str, ...]] = {
         *("hget", "hgetall", "hlen", "hmget", "zrangebyscore"),
         # The size of the index, for operators.
         *("memory|usage", "zcard", "zcount"),
+        # Answers of sessions (router/generation/answer_store.py). Neither command changes a key that is no string, and
+        # the index has no strings.
+        *("append", "getex"),
     ),
     "worker": (
         *("ping", "evalsha", "script|load", "time"),

@@ -76,6 +76,11 @@ def is_genuine(record: WorkerRecord, *, secret: str, cluster: str) -> bool:
     return hmac.compare_digest(proof.encode(), record.proof.encode())
 
 
+def answers_key(secret: str, cluster: str) -> bytes:
+    """Return the key from which those of sessions' answers in Redis are derived."""
+    return _derived(secret, cluster, b"answers of sessions")
+
+
 @lru_cache(maxsize=8)
 def _root_key(secret: str, cluster: str) -> bytes:
     salt = b"blockyard cluster identity 1\0" + cluster.encode()
