@@ -193,7 +193,7 @@ class Splicer:
             part = shown(count)
             end = at + len(part)
             is_whole = count == len(token_ids) or not _splits_word(text, end)
-            if is_whole and text.startswith(part, at) and self._may_part(text, end):
+            if part and is_whole and text.startswith(part, at) and self._may_part(text, end):
                 return _Match(token_ids[:count], end, text)
         return _Match([], at, text)
 
@@ -206,10 +206,9 @@ class Splicer:
             last = before[-1]
         text, self._text = self._text, match.text
         plain = self._encode(at, match.end, last)
-        context = self._context(at)
-        decode, control = self._spelling.decode, self._spelling.control
-        if control(plain) != control(match.token_ids) or decode(context + plain) != decode(
-            context + match.token_ids
+        control = self._spelling.control
+        if control(plain) != control(match.token_ids) or self._shown(at, plain, match.end) != self._shown(
+            at, match.token_ids, match.end
         ):
             self._text = text
             return False
@@ -217,6 +216,11 @@ class Splicer:
         self._plain_control += control(before) + control(plain)
         self._done = match.end
         return True
+
+    def _shown(self, at: int, token_ids: list[int], end: int) -> str:
+        """Return the text of a part's tokens with what is before and behind it in the prompt."""
+        behind = self._encode(end, end + _BORDER_CHARACTERS, token_ids[-1])
+        return self._spelling.decode(self._context(at) + token_ids + behind)
 
     def _context(self, at: int) -> list[int]:
         return self._encode(max(0, at - _BORDER_CHARACTERS), at, None)[-_CONTEXT_TOKENS:]
