@@ -139,8 +139,8 @@ class RouterLimits:
     )
     keep_answers_seconds: float = setting(
         1800.0,
-        help="Time for which the token ids of a session's answers are kept in Redis, sealed with the cluster secret, so "
-        "that its next prompt repeats them exactly. 0 keeps none.",
+        help="Time for which the token ids of a session's answers are kept in Redis, sealed with the cluster secret. "
+        "The session's next prompt then repeats them exactly. 0 keeps none.",
         minimum=0,
     )
     tokenizer_processes: int = setting(

@@ -91,8 +91,7 @@ class AnswerStore:
         session = self._session(tenant, session_id, salt)
         client = self._clients[session.shard]
         record = await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
-        if not isinstance(record, bytes):
-            return b""
+        record = record if isinstance(record, bytes) else b""
         self._note_size(session, len(record))
         return b"".join(_opened(record, session))
 
@@ -148,7 +147,9 @@ class AnswerStore:
             breaker.failed(self._clock())
             kind = error_kind(error)
             if kind is ErrorKind.DENIED and not self.errors[kind]:
-                logger.warning("Redis refuses APPEND or GETEX to this router: answers of sessions are not kept")
+                logger.warning(
+                    "Redis refuses APPEND or GETEX to this router: answers of sessions are not kept"
+                )
             self.errors[kind] += 1
             return None
         breaker.succeeded()

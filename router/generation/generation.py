@@ -239,9 +239,7 @@ class _KeptSession:
         self._outputs: dict[int, list[int]] = {}
 
     @classmethod
-    def of(
-        cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord
-    ) -> "_KeptSession | None":
+    def of(cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord) -> "_KeptSession | None":
         """Return the request's session, or None if its answers are not kept."""
         if parts.answer_store is None or not valid.session_id or isinstance(valid.prompt, TokenPrompt):
             return None

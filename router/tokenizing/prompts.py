@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from blockyard.router.tokenizing.splices import Answer, Piece, Splicer, calls_of
+from jinja2 import TemplateError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -274,7 +273,9 @@ class PromptEncoder:
 
     def _encode_text(self, text: str, answers: Sequence[Answer]) -> Encoded:
         found = Splicer(self, [Piece(text, is_template=False)]).spliced(answers) if answers else None
-        token_ids, num_spliced = (self._spell(text), 0) if found is None else (found.token_ids, found.num_spliced)
+        token_ids, num_spliced = (
+            (self._spell(text), 0) if found is None else (found.token_ids, found.num_spliced)
+        )
         return Encoded([*self._start_ids, *token_ids, *self._end_ids], text, num_spliced)
 
     def _encode_chat(self, prompt: ChatPrompt, answers: Sequence[Answer]) -> Encoded:
@@ -288,10 +289,9 @@ class PromptEncoder:
         segments = self._segments(chat)
         template_control = self._template_control(chat, segments)
         whole = [Piece(rendered, is_template=True)]
-        if answers:
-            found = Splicer(self, whole, calls_of(chat.messages)).spliced(answers)
-            if found is not None and found.plain_control == template_control:
-                return Encoded(found.token_ids, rendered, found.num_spliced)
+        found = Splicer(self, whole, calls_of(chat.messages)).spliced(answers) if answers else None
+        if found is not None and found.plain_control == template_control:
+            return Encoded(found.token_ids, rendered, found.num_spliced)
         joint = self._encode(rendered)
         if self.control(joint) == template_control:
             return Encoded(joint, rendered)
@@ -304,9 +304,9 @@ class PromptEncoder:
             if text
         ]
         text = "".join(piece.text for piece in pieces)
-        if answers and (found := Splicer(self, pieces).spliced(answers)) is not None:
-            if found.plain_control == template_control:
-                return Encoded(found.token_ids, text, found.num_spliced)
+        found = Splicer(self, pieces).spliced(answers) if answers else None
+        if found is not None and found.plain_control == template_control:
+            return Encoded(found.token_ids, text, found.num_spliced)
         token_ids: list[int] = []
         for piece in pieces:
             token_ids += self.encode_part(piece.text, is_template=piece.is_template)

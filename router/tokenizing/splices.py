@@ -50,7 +50,7 @@ class Call:
 
 
 class Spelling(Protocol):
-    """What splices need of a tokenizer."""
+    """Tokenizer of one model, as far as splices need it."""
 
     def encode_part(self, text: str, *, is_template: bool, after: int | None) -> list[int]:
         """Return the token ids of a part of a prompt that follows the token `after`. None: it is the prompt's first.
@@ -204,13 +204,15 @@ class Splicer:
         before = self._encode(self._done, at, last) if at > self._done else []
         if before:
             last = before[-1]
-        text, self._text = self._text, match.text
+        pieces, text = self._pieces, self._text
+        if match.text != text:
+            self._pieces, self._text = [Piece(match.text, pieces[0].is_template)], match.text
         plain = self._encode(at, match.end, last)
         control = self._spelling.control
         if control(plain) != control(match.token_ids) or self._shown(at, plain, match.end) != self._shown(
             at, match.token_ids, match.end
         ):
-            self._text = text
+            self._pieces, self._text = pieces, text
             return False
         self._token_ids += before + match.token_ids
         self._plain_control += control(before) + control(plain)
@@ -238,13 +240,8 @@ class Splicer:
     def _encode(self, start: int, end: int, last: int | None) -> list[int]:
         """Return the tokens of a part of the text, which follows the token `last`."""
         token_ids: list[int] = []
-        if len(self._pieces) == 1:
-            # Its text may have been respelled.
-            pieces = [Piece(self._text, self._pieces[0].is_template)]
-        else:
-            pieces = list(self._pieces)
         begin = 0
-        for piece in pieces:
+        for piece in self._pieces:
             part = piece.text[max(0, start - begin) : max(0, end - begin)]
             begin += len(piece.text)
             if part:
@@ -261,7 +258,9 @@ def _num_equal(answer: str, text: str, at: int) -> int:
     """Return how many characters of an answer the text repeats from `at` on."""
     if text.startswith(answer, at):
         return len(answer)
-    return bisect_right(range(1, len(answer) + 1), False, key=lambda num: not text.startswith(answer[:num], at))
+    return bisect_right(
+        range(1, len(answer) + 1), False, key=lambda num: not text.startswith(answer[:num], at)
+    )
 
 
 def respelled(text: str, at: int, answer: str, calls: Set[Call]) -> str:
@@ -313,7 +312,9 @@ def _are_same(of_answer: dict[str, Any], of_text: dict[str, Any], calls: Set[Cal
     if spelling == _one_spelling(of_answer):
         name = of_text.get("name")
         own = [_one_spelling(of_text[key]) for key in ARGUMENT_KEYS if key in of_text]
-        return any(call.arguments == spelling or (call.name == name and call.arguments in own) for call in calls)
+        return any(
+            call.arguments == spelling or (call.name == name and call.arguments in own) for call in calls
+        )
     return False
 
 

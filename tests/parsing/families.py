@@ -1,5 +1,6 @@
-"""Four families of models, as far as sessions of tools need them: a chat template with the family's rules, a tokenizer
-with its control tokens, and the way from an answer's tokens to the message that a client sends back.
+"""Four families of models, each with a chat template and a tokenizer that has the family's control tokens.
+
+`Conversation` goes the way from an answer's tokens to the message that a client sends back.
 
 The templates are short ones of our own. Each renders answers, reasoning, calls and results as its family's does.
 """

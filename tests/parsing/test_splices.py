@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 import pytest
+from blockyard.proto.naming.block_hash import pack_tokens
 from blockyard.router.tokenizing.prompts import ChatMessage, ChatPrompt, PromptError, TextPrompt
 from blockyard.router.tokenizing.splices import (
     Answer,
@@ -15,11 +16,10 @@ from blockyard.router.tokenizing.splices import (
     respelled,
     unpack_answers,
 )
-from blockyard.proto.naming.block_hash import pack_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .families import FAMILIES, TOOLS, Conversation, Family, num_common, other_tokens
+from .families import FAMILIES, Conversation, Family, num_common, other_tokens
 
 BLOCK_SIZE = 16
 SPACED = '{"path": "a.py", "lines": [1, 2]}'
@@ -107,7 +107,9 @@ def test_a_call_with_other_spaces_keeps_the_models_spelling_if_nothing_else_diff
 def test_reasoning_is_found_again_while_tools_run_and_a_template_that_drops_it_changes_the_prompt() -> None:
     talk = Conversation(BY_NAME["qwen3"], 1)
     talk.said("user", "Read it.")
-    talk.answered(f"<think>\nLet me see, and think of it.\n</think>\n\nI read.\n{call_text(BY_NAME['qwen3'], SPACED)}")
+    talk.answered(
+        f"<think>\nLet me see, and think of it.\n</think>\n\nI read.\n{call_text(BY_NAME['qwen3'], SPACED)}"
+    )
     assert talk.messages[-1].reasoning
     assert talk.messages[-1].tool_calls
     talk.said("tool", "x = 1")
@@ -141,18 +143,20 @@ def test_of_several_outputs_the_one_that_the_client_sends_back_is_taken() -> Non
     talk = Conversation(BY_NAME["hermes"], 1)
     talk.said("user", "Say it.")
     place = place_of(talk.encode(()).text)
-    encode, tokenizer = talk.encoder.encode_part, talk.tokenizer
+    encode = talk.encoder.encode_part
     outputs = [encode(f"{text}<|im_end|>", is_template=True) for text in ("one thing", SAID, "another")]
     talk.answered(SAID)
     others = [Answer(place, ids) for ids in outputs]
-    assert reused(talk, [*others, *talk.answers, *others]) == 1 or tokenizer is None
+    assert reused(talk, [*others, *talk.answers, *others]) == 1
 
 
 def test_a_text_prompt_repeats_an_output_too() -> None:
     talk = Conversation(BY_NAME["hermes"], 3)
     encoder = talk.encoder
     first = encoder.encode_with(TextPrompt("def foo(bar):"), ())
-    sampled = encoder.encode_part("\n  ret", is_template=False) + encoder.encode_part("urn", is_template=False)
+    sampled = encoder.encode_part("\n  ret", is_template=False) + encoder.encode_part(
+        "urn", is_template=False
+    )
     answers = [Answer(place_of(first.text), sampled)]
     second = TextPrompt("def foo(bar):\n  return bar")
     spliced = encoder.encode_with(second, answers)
@@ -176,7 +180,19 @@ def test_a_control_token_that_was_sampled_stays_text_where_a_client_sends_it_bac
 
 CONVERSATIONS = {family.name: Conversation(family, 0) for family in FAMILIES}
 TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["<|im_end|>", "<|im_start|>assistant\n", "</s>", "[/INST]", "<think>", "a<|im", "_end|>b", " x ", "\n\n", "é", "é"]
+    [
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "</s>",
+        "[/INST]",
+        "<think>",
+        "a<|im",
+        "_end|>b",
+        " x ",
+        "\n\n",
+        "é",
+        "é",
+    ]
 )
 MESSAGES = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS), min_size=1, max_size=5)
 
@@ -234,9 +250,9 @@ ARGUMENTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=3)
 
 
 def spelt(arguments: object, spaces: tuple[str, str], is_ascii: bool) -> str:
-    return "Ok {.\n<tool_call>\n%s\n</tool_call>" % json.dumps(
-        {"name": "f", "arguments": arguments}, separators=spaces, ensure_ascii=is_ascii
-    )
+    call = {"name": "f", "arguments": arguments}
+    text = json.dumps(call, separators=spaces, ensure_ascii=is_ascii)
+    return f"Ok {{.\n<tool_call>\n{text}\n</tool_call>"
 
 
 @given(
@@ -268,4 +284,6 @@ def test_an_answer_belongs_behind_its_prompts_text_alone(text: str, tail: str, o
     answers = [Answer(place_of(text), [1]), Answer(place_of(other), [2])]
     found = dict(placed(text + tail, answers))
     assert [1] in found[len(text)]
-    assert ([2] in found.get(len(other), [])) == (text + tail).startswith(other) or len(other) >= len(text + tail)
+    assert ([2] in found.get(len(other), [])) == (text + tail).startswith(other) or len(other) >= len(
+        text + tail
+    )

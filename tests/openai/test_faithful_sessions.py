@@ -1,0 +1,149 @@
+"""Sessions on real processes. The next turn finds every full block of an answer, over HTTP and gRPC and by
+another router.
+
+It does so too where a drained worker has handed the answer over to another one.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from blockyard.router.client import AsyncClient
+from openai import AsyncOpenAI
+
+from ..faults.load import until_ready  # noqa: TID252
+from ..faults.processes import DETERMINISTIC, Process, Processes, processes  # noqa: TID252
+
+BLOCK_SIZE = 16
+HOT = {"temperature": 1.5, "max_tokens": 120}
+"""At this temperature the demo model often samples other tokens than its tokenizer makes of the text."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    prompt_tokens: int
+    num_generated: int
+    cached_tokens: int
+    worker_id: str
+
+    def check_reused_by(self, following: "Turn") -> None:
+        """Check that the next turn has found all full blocks of this one's prompt and answer. The answer's last token
+        was not computed by the step that sampled it."""
+        full = (self.prompt_tokens + self.num_generated - 1) // BLOCK_SIZE
+        assert following.cached_tokens // BLOCK_SIZE >= full, (self, following)
+
+
+class Talk:
+    """One conversation, whose turns any router serves over any protocol."""
+
+    def __init__(self, number: int, *, session: bool = True) -> None:
+        name = f"talk-{number}-{session}"
+        self.options: dict[str, Any] = {"cache_salt": name, **({"session_id": name} if session else {})}
+        self.messages: list[Any] = [{"role": "user", "content": f"Write the function number {number}."}]
+        self.seed = number
+
+    async def over_grpc(self, router: Process) -> Turn:
+        async with AsyncClient(router.address) as client:
+            answer = await client.generate(messages=self.messages, seed=self.seed, **HOT, **self.options)
+        output = answer.outputs[0]
+        self._go_on(output.text)
+        finish = output.finish
+        return Turn(finish.prompt_tokens, len(output.token_ids), finish.cached_tokens, finish.worker_id)
+
+    async def over_http(self, router: Process) -> Turn:
+        found = re.search(r"http://(\S+)/v1", router.log_text())
+        assert found
+        async with AsyncOpenAI(base_url=f"http://{found[1]}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(
+                model="demo", messages=self.messages, seed=self.seed, extra_body=self.options, **HOT
+            )
+        (choice,), usage = answer.choices, answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        self._go_on(choice.message.content or "")
+        cached = usage.prompt_tokens_details.cached_tokens or 0
+        return Turn(usage.prompt_tokens, usage.completion_tokens, cached, choice.model_dump()["worker_id"])
+
+    def _go_on(self, text: str) -> None:
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+        self.seed += 1
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with processes(tmp_path_factory.mktemp("faithful"), with_redis=True) as running:
+        for name in ("w0", "w1"):
+            running.add_worker(name, *DETERMINISTIC, "--host-cache-gib", "0.1")
+        for name in ("r0", "r1"):
+            running.add_router(name, "--http-port", "0")
+        running.start(*running.workers.values(), *running.routers.values())
+        yield running
+
+
+async def all_ready(cluster: Processes, *workers: str) -> None:
+    for router in cluster.routers.values():
+        async with AsyncClient(router.address) as client:
+            await until_ready(client, *workers)
+
+
+async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) -> None:
+    await all_ready(cluster, "w0", "w1")
+    one, other = cluster.routers.values()
+    without = []
+    for number in range(4):
+        talk = Talk(number)
+        turns = [await talk.over_http(one), await talk.over_grpc(one), await talk.over_http(other)]
+        turns.append(await talk.over_grpc(other))
+        for turn, following in pairwise(turns):
+            turn.check_reused_by(following)
+        plain = Talk(number, session=False)
+        first = await plain.over_http(one)
+        full = (first.prompt_tokens + first.num_generated) // BLOCK_SIZE
+        without.append((await plain.over_grpc(one)).cached_tokens // BLOCK_SIZE >= full)
+    assert not all(without), "without a session the plain tokens are others"
+
+
+async def test_an_answer_that_moved_in_the_middle_is_found_again(cluster: Processes) -> None:
+    """The first worker is drained while it generates. The other one fetches its blocks and continues."""
+    await all_ready(cluster, "w0", "w1")
+    router = cluster.routers["r0"]
+    talk = Talk(100)
+    sampled: list[int] = []
+    async with AsyncClient(router.address) as client:
+        stream = client.stream(
+            messages=talk.messages, seed=1, temperature=1.5, max_tokens=400, ignore_eos=True, **talk.options
+        )
+        text, home = "", ""
+        async for delta in stream:
+            sampled += delta.token_ids
+            text += delta.text
+            if not home and len(sampled) > 40:
+                (home,) = [info.worker_id for info in await client.list_requests()]
+                await client.drain_worker(home, grace_seconds=0)
+            finish = delta.finish
+        assert finish is not None
+        turn = Turn(finish.prompt_tokens, len(sampled), 0, finish.worker_id)
+        assert turn.worker_id != home
+        talk._go_on(text)
+        turn.check_reused_by(await talk.over_http(cluster.routers["r1"]))
+        await client.resume_worker(home)
+
+
+async def test_after_the_loss_of_a_worker_the_same_tokens_are_computed_once_more(cluster: Processes) -> None:
+    """No worker has the blocks then. The second turn computes them, and the third finds all of them."""
+    await all_ready(cluster, "w0", "w1")
+    one, other = cluster.routers.values()
+    talk = Talk(200)
+    first = await talk.over_grpc(one)
+    home = cluster.workers[first.worker_id]
+    home.kill()
+    await all_ready(cluster, *cluster.workers.keys() - {home.name})
+    second = await talk.over_http(one)
+    assert second.worker_id != first.worker_id
+    assert second.cached_tokens < BLOCK_SIZE * 2
+    second.check_reused_by(await talk.over_grpc(other))
+    home.spawn()
+    home.await_address()
