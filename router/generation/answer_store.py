@@ -85,19 +85,19 @@ class AnswerStore:
         self.num_spliced_tokens = 0
         """Tokens of prompts that came from kept answers."""
 
-    async def read(self, tenant: str, session_id: str, salt: str) -> bytes:
+    async def read(self, name: bytes) -> bytes:
         """Return a session's answers, packed (tokenizing/splices.py), and renew their expiry. Return nothing where
         there are none, or Redis does not answer in time."""
-        session = self._session(tenant, session_id, salt)
+        session = self._session(name)
         client = self._clients[session.shard]
         record = await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
         record = record if isinstance(record, bytes) else b""
         self._note_size(session, len(record))
         return b"".join(_opened(record, session))
 
-    async def add(self, tenant: str, session_id: str, salt: str, answers: bytes) -> None:
+    async def add(self, name: bytes, answers: bytes) -> None:
         """Append packed answers to a session's record, unless it is full."""
-        session = self._session(tenant, session_id, salt)
+        session = self._session(name)
         if session.key in self._full:
             return
         client = self._clients[session.shard]
@@ -114,8 +114,7 @@ class AnswerStore:
             # The record is new and has no expiry yet.
             await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
 
-    def _session(self, tenant: str, session_id: str, salt: str) -> _Session:
-        name = "\0".join((tenant, session_id, salt)).encode()
+    def _session(self, name: bytes) -> _Session:
         derived = hmac.digest(self._secret, name, "sha512")
         named = derived[_SEAL_BYTES : _SEAL_BYTES + 16]
         return _Session(

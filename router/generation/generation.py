@@ -167,12 +167,13 @@ async def generate(
     format in which the caller parses the outputs.
     """
     identity = await parts.placer.identity()
-    session = _KeptSession.of(parts, valid, record)
+    root = parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix)
+    session = _KeptSession.of(parts, valid, record, root)
     prepared = await tokenise(
         parts,
         valid.prompt,
         charge,
-        root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
+        root=root,
         block_size=identity.block_size,
         client=record.client,
         keep_last=kept_tokens(valid, identity.max_model_len),
@@ -232,25 +233,29 @@ async def generate(
 class _KeptSession:
     """The answers of a request's session: those before it, and its own."""
 
-    def __init__(self, store: AnswerStore, name: tuple[str, str, str], prompt: PromptInput) -> None:
+    def __init__(self, store: AnswerStore, name: bytes, prompt: PromptInput) -> None:
         self._store = store
         self._name = name
         self._prompt = prompt
         self._outputs: dict[int, list[int]] = {}
 
     @classmethod
-    def of(cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord) -> "_KeptSession | None":
+    def of(
+        cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord, root: bytes
+    ) -> "_KeptSession | None":
         """Return the request's session, or None if its answers are not kept."""
         if parts.answer_store is None or not valid.session_id or isinstance(valid.prompt, TokenPrompt):
             return None
-        return cls(parts.answer_store, (record.tenant, valid.session_id, valid.cache_salt), valid.prompt)
+        # The root differs by model and salt.
+        name = b"\0".join((root, record.tenant.encode(), valid.session_id.encode()))
+        return cls(parts.answer_store, name, valid.prompt)
 
     async def answers(self) -> bytes:
         """Return the earlier answers that the prompt may repeat, packed."""
         prompt = self._prompt
         if isinstance(prompt, ChatPrompt) and all(message.role != "assistant" for message in prompt.messages):
             return b""
-        return await self._store.read(*self._name)
+        return await self._store.read(self._name)
 
     def take(self, delta: Delta) -> None:
         self._outputs.setdefault(delta.index, []).extend(delta.token_ids)
@@ -260,7 +265,7 @@ class _KeptSession:
         self._store.num_spliced_tokens += prepared.num_spliced
         answers = [pack_answer(prepared.place, pack_tokens(ids)) for ids in self._outputs.values() if ids]
         if prepared.place and answers:
-            await self._store.add(*self._name, b"".join(answers))
+            await self._store.add(self._name, b"".join(answers))
 
 
 def _prompt_end(parts: RouterParts, prepared: Prepared) -> str:

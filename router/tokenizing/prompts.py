@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from blockyard.router.tokenizing.splices import Answer, Piece, Splicer, calls_of
@@ -226,6 +226,7 @@ class PromptEncoder:
             *inspect.signature(tokenizer.apply_chat_template).parameters,
             *tokenizer.special_tokens_map,
         }
+        self._vocab_size = len(tokenizer)
         self._start_ids, self._end_ids = self._frame()
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
@@ -240,6 +241,7 @@ class PromptEncoder:
     ) -> Encoded:
         """Encode a prompt, with the tokens of earlier `answers` where it repeats their text (splices.py). Raises
         PromptTooLong and PromptError."""
+        answers = [self._known(answer) for answer in answers]
         match prompt:
             case TextPrompt(text):
                 if not text:
@@ -270,6 +272,13 @@ class PromptEncoder:
                 num_tokens += len(self._encode(text[at : at + COUNTED_CHARACTERS], split_special=True))
                 if num_tokens > max_tokens:
                     raise PromptTooLong(f"the prompt has more than {max_tokens} tokens")
+
+    def _known(self, answer: Answer) -> Answer:
+        """Return an answer up to the first token that the tokenizer does not know."""
+        if max(answer.token_ids, default=0) < self._vocab_size:
+            return answer
+        known = takewhile(lambda token_id: token_id < self._vocab_size, answer.token_ids)
+        return Answer(answer.place, list(known))
 
     def _encode_text(self, text: str, answers: Sequence[Answer]) -> Encoded:
         found = Splicer(self, [Piece(text, is_template=False)]).spliced(answers) if answers else None

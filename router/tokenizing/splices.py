@@ -29,6 +29,8 @@ _CONTEXT_TOKENS = 8
 """Tokens before an answer that are decoded with it. Some tokenizers write a first token without its space."""
 _BORDER_CHARACTERS = 16
 """Characters on both sides of a border that show whether the text may be encoded in two parts there."""
+_FIRST_TOKENS = 32
+"""Tokens of an answer that show whether it is worth decoding whole. A place may have many answers."""
 _MOST_STEPS_BACK = 16
 _MOST_BRACES = 256
 """Most places in an answer at which a call is looked for."""
@@ -183,12 +185,16 @@ class Splicer:
         def shown(count: int) -> str:
             return self._spelling.decode(context + token_ids[:count])[len(before) :]
 
+        if not self._calls and not self._text.startswith(shown(_FIRST_TOKENS), at):
+            token_ids = token_ids[:_FIRST_TOKENS]
         answer = shown(len(token_ids))
         text = respelled(self._text, at, answer, self._calls) if self._calls else self._text
         if not self._may_part(text, at):
             return _Match([], at, text)
         equal = _num_equal(answer, text, at)
-        most = bisect_right(range(len(token_ids)), equal, key=lambda index: len(shown(index + 1)))
+        most = len(token_ids)
+        if equal < len(answer):
+            most = bisect_right(range(most), equal, key=lambda index: len(shown(index + 1)))
         for count in range(most, max(most - _MOST_STEPS_BACK, 0), -1):
             part = shown(count)
             end = at + len(part)

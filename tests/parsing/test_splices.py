@@ -178,6 +178,17 @@ def test_a_control_token_that_was_sampled_stays_text_where_a_client_sends_it_bac
     assert talk.encoder.decode(spliced.token_ids) == talk.encoder.decode(plain.token_ids)
 
 
+def test_tokens_of_another_tokenizer_are_no_part_of_a_prompt() -> None:
+    talk = Conversation(BY_NAME["hermes"], 3)
+    talk.said("user", "Say it.")
+    sampled = talk.answered(SAID)
+    talk.said("user", "Go on.")
+    unknown = [*sampled[:9], 2**31 - 1, *sampled[9:]]
+    prompt = talk.encode([Answer(talk.answers[0].place, unknown)])
+    assert 0 < prompt.num_spliced <= 9
+    assert max(prompt.token_ids) < len(talk.tokenizer)
+
+
 CONVERSATIONS = {family.name: Conversation(family, 0) for family in FAMILIES}
 TEXTS = st.text(max_size=12) | st.sampled_from(
     [
