@@ -48,14 +48,15 @@ async def gateways(server: RedisProcess) -> AsyncIterator[tuple[Gateway, Gateway
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def worker(gateways: tuple[Gateway, Gateway]) -> AsyncIterator[FakeWorker]:
+    servers = [gateway.router.server for gateway in gateways]
     async with worker_of_model("a", script=lambda submit: answer_of(SAID)) as made:
-        for gateway in gateways:
-            gateway.router.server.set_workers([made.address])
-            await until(lambda g=gateway: g.router.server.num_ready_workers == 1, seconds=60.0)  # type: ignore[misc]
+        for server in servers:
+            server.set_workers([made.address])
+        await until(lambda: all(server.num_ready_workers == 1 for server in servers), seconds=30.0)
         yield made
-        for gateway in gateways:
-            gateway.router.server.set_workers([])
-            await until(lambda g=gateway: g.router.server.num_ready_workers == 0, seconds=60.0)  # type: ignore[misc]
+        for server in servers:
+            server.set_workers([])
+    await until(lambda: all(server.num_ready_workers == 0 for server in servers), seconds=30.0)
 
 
 def answer_of(text: str) -> Script:
@@ -99,7 +100,9 @@ async def test_the_next_turn_repeats_the_sampled_tokens_on_any_router_over_any_p
     assert TOKENIZER.decode(without) == TOKENIZER.decode(third)
 
 
-async def test_a_call_keeps_the_models_spelling(gateways: tuple[Gateway, Gateway], worker: FakeWorker) -> None:
+async def test_a_call_keeps_the_models_spelling(
+    gateways: tuple[Gateway, Gateway], worker: FakeWorker
+) -> None:
     worker.script = lambda submit: answer_of(CALL)
     one, other = gateways
     asked = {"tools": TOOLS, "session_id": "calls"}
