@@ -4,8 +4,11 @@ another router.
 It does so too where a drained worker has handed the answer over to another one.
 """
 
+import asyncio
+import itertools
 import re
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +21,9 @@ from ..faults.load import until_ready  # noqa: TID252
 from ..faults.processes import SIMULATED, Process, Processes, processes  # noqa: TID252
 
 BLOCK_SIZE = 16
+LATE = re.compile(
+    r"^blockyard_(?:answer_store_failures|index_failed_lookups|index_skipped_lookups)\S* (\S+)$", re.MULTILINE
+)
 OPTIONS = {"temperature": 1.0, "max_tokens": 70}
 """A simulated engine samples any token, so its text often has other tokens in its tokenizer."""
 
@@ -49,27 +55,54 @@ class Talk:
         async with AsyncClient(router.address) as client:
             answer = await client.generate(messages=self.messages, seed=self.seed, **OPTIONS, **self.options)
         output = answer.outputs[0]
-        self._go_on(output.text)
+        self.go_on(output.text)
         finish = output.finish
         return Turn(finish.prompt_tokens, len(output.token_ids), finish.cached_tokens, finish.worker_id)
 
     async def over_http(self, router: Process) -> Turn:
-        found = re.search(r"http://(\S+)/v1", router.log_text())
-        assert found
-        async with AsyncOpenAI(base_url=f"http://{found[1]}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=f"{gateway_of(router)}/v1", api_key="none", max_retries=0) as client:
             answer = await client.chat.completions.create(
                 model="demo", messages=self.messages, seed=self.seed, extra_body=self.options, **OPTIONS
             )
         (choice,), usage = answer.choices, answer.usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
-        self._go_on(choice.message.content or "")
+        self.go_on(choice.message.content or "")
         cached = usage.prompt_tokens_details.cached_tokens or 0
         return Turn(usage.prompt_tokens, usage.completion_tokens, cached, choice.model_dump()["worker_id"])
 
-    def _go_on(self, text: str) -> None:
+    def go_on(self, text: str) -> None:
         self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
         self.seed += 1
+
+
+def gateway_of(router: Process) -> str:
+    found = re.search(r"(http://\S+)/v1", router.log_text())
+    assert found
+    return found[1]
+
+
+async def num_late(cluster: Processes) -> float:
+    """Return how often Redis was not there in time for the routers. Their readings are at most a second old."""
+    await asyncio.sleep(1.5)
+    late = 0.0
+    for router in cluster.routers.values():
+        text = await asyncio.to_thread(
+            lambda url: urllib.request.urlopen(url).read(), f"{gateway_of(router)}/metrics"
+        )
+        late += sum(float(value) for value in LATE.findall(text.decode()))
+    return late
+
+
+async def in_time(cluster: Processes, attempt: Callable[[int], Awaitable[None]]) -> None:
+    """Run an attempt until it succeeds. It may fail only where Redis was late, as on a busy machine."""
+    for number in itertools.count():
+        before = await num_late(cluster)
+        try:
+            return await attempt(number)
+        except AssertionError:
+            if await num_late(cluster) == before:
+                raise
 
 
 @pytest.fixture(scope="module")
@@ -92,29 +125,32 @@ async def all_ready(cluster: Processes, *workers: str) -> None:
 async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) -> None:
     await all_ready(cluster, "w0", "w1")
     one, other = cluster.routers.values()
-    without = []
-    for number in range(2):
+
+    async def attempt(number: int) -> None:
         talk = Talk(number)
         turns = [await talk.over_http(one), await talk.over_grpc(one), await talk.over_http(other)]
         turns.append(await talk.over_grpc(other))
         for turn, following in pairwise(turns):
             turn.check_reused_by(following)
-        plain = Talk(number, session=False)
-        first = await plain.over_http(one)
-        full = (first.prompt_tokens + first.num_generated) // BLOCK_SIZE
-        without.append((await plain.over_grpc(one)).cached_tokens // BLOCK_SIZE >= full)
-    assert not all(without), "without a session the plain tokens are others"
+
+    await in_time(cluster, attempt)
+    plain = Talk(0, session=False)
+    with pytest.raises(AssertionError):
+        (await plain.over_http(one)).check_reused_by(await plain.over_grpc(one))
 
 
 async def test_an_answer_that_moved_in_the_middle_is_found_again(cluster: Processes) -> None:
     """The first worker is drained while it generates. The other one fetches its blocks and continues."""
     await all_ready(cluster, "w0", "w1")
+    await in_time(cluster, lambda number: answer_that_moves(cluster, Talk(100 + number)))
+
+
+async def answer_that_moves(cluster: Processes, talk: Talk) -> None:
     router = cluster.routers["r0"]
-    talk = Talk(100)
     sampled: list[int] = []
     async with AsyncClient(router.address) as client:
         stream = client.stream(
-            messages=talk.messages, seed=1, temperature=1.5, max_tokens=400, ignore_eos=True, **talk.options
+            messages=talk.messages, seed=1, max_tokens=300, ignore_eos=True, **talk.options
         )
         text, home = "", ""
         async for delta in stream:
@@ -127,23 +163,31 @@ async def test_an_answer_that_moved_in_the_middle_is_found_again(cluster: Proces
         assert finish is not None
         turn = Turn(finish.prompt_tokens, len(sampled), 0, finish.worker_id)
         assert turn.worker_id != home
-        talk._go_on(text)
-        turn.check_reused_by(await talk.over_http(cluster.routers["r1"]))
-        await client.resume_worker(home)
+        talk.go_on(text)
+        try:
+            turn.check_reused_by(await talk.over_http(cluster.routers["r1"]))
+        finally:
+            await client.resume_worker(home)
 
 
 async def test_after_the_loss_of_a_worker_the_same_tokens_are_computed_once_more(cluster: Processes) -> None:
     """No worker has the blocks then. The second turn computes them, and the third finds all of them."""
     await all_ready(cluster, "w0", "w1")
+    await in_time(cluster, lambda number: answer_that_is_lost(cluster, Talk(200 + number)))
+
+
+async def answer_that_is_lost(cluster: Processes, talk: Talk) -> None:
     one, other = cluster.routers.values()
-    talk = Talk(200)
     first = await talk.over_grpc(one)
     home = cluster.workers[first.worker_id]
     home.kill()
-    await all_ready(cluster, *cluster.workers.keys() - {home.name})
-    second = await talk.over_http(one)
-    assert second.worker_id != first.worker_id
-    assert second.cached_tokens < BLOCK_SIZE * 2
-    second.check_reused_by(await talk.over_grpc(other))
-    home.spawn()
-    home.await_address()
+    try:
+        await all_ready(cluster, *cluster.workers.keys() - {home.name})
+        second = await talk.over_http(one)
+        assert second.worker_id != first.worker_id
+        assert second.cached_tokens == 0, "the salt is the talk's own"
+        second.check_reused_by(await talk.over_grpc(other))
+    finally:
+        home.spawn()
+        home.await_address()
+    await all_ready(cluster, "w0", "w1")
