@@ -19,6 +19,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from blockyard.proto.naming.block_hash import TOKEN_BYTES, unpack_tokens
+from blockyard.proto.text import REPLACEMENT
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 """Keys under which models and templates write a call's arguments."""
@@ -185,7 +186,9 @@ class Splicer:
         def shown(count: int) -> str:
             return self._spelling.decode(context + token_ids[:count])[len(before) :]
 
-        if not self._calls and not self._text.startswith(shown(_FIRST_TOKENS), at):
+        # The last character may be incomplete.
+        begin = shown(_FIRST_TOKENS).rstrip(REPLACEMENT)
+        if not self._calls and not self._text.startswith(begin, at):
             token_ids = token_ids[:_FIRST_TOKENS]
         answer = shown(len(token_ids))
         text = respelled(self._text, at, answer, self._calls) if self._calls else self._text
@@ -196,7 +199,7 @@ class Splicer:
         if equal < len(answer):
             most = bisect_right(range(most), equal, key=lambda index: len(shown(index + 1)))
         for count in range(most, max(most - _MOST_STEPS_BACK, 0), -1):
-            part = shown(count)
+            part = answer if count == len(token_ids) else shown(count)
             end = at + len(part)
             is_whole = count == len(token_ids) or not _splits_word(text, end)
             if part and is_whole and text.startswith(part, at) and self._may_part(text, end):
@@ -215,9 +218,11 @@ class Splicer:
             self._pieces, self._text = [Piece(match.text, pieces[0].is_template)], match.text
         plain = self._encode(at, match.end, last)
         control = self._spelling.control
-        if control(plain) != control(match.token_ids) or self._shown(at, plain, match.end) != self._shown(
-            at, match.token_ids, match.end
-        ):
+        is_safe = plain == match.token_ids or (
+            control(plain) == control(match.token_ids)
+            and self._shown(at, plain, match.end) == self._shown(at, match.token_ids, match.end)
+        )
+        if not is_safe:
             self._pieces, self._text = pieces, text
             return False
         self._token_ids += before + match.token_ids
