@@ -28,6 +28,7 @@ from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import bucket_of, key_prefix
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.router.client import AsyncClient
+from blockyard.router.dispatch.prefix_lookup import PrefixLookupConfig
 from blockyard.router.generation.answer_store import AnswerStore
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -278,17 +279,23 @@ async def be_a_router(url: str) -> None:
 
 async def keep_an_answer(client: redis.asyncio.Redis) -> None:
     name = f"talk-{time.monotonic()}".encode()
-    store = AnswerStore([client], cluster=CLUSTER, secret="s" * 32, keep_seconds=60)
+    patient = PrefixLookupConfig(timeout_seconds=5.0)
+    store = AnswerStore([client], cluster=CLUSTER, secret="s" * 32, keep_seconds=60, config=patient)
     await store.add(name, b"answer")
     assert await store.read(name) == b"answer"
     assert not store.errors
 
 
-async def test_a_router_that_was_taken_over_cannot_change_the_index_with_its_commands(server: Server) -> None:
-    async with index_as(server.worker_url) as worker:
+async def test_a_router_that_was_taken_over_cannot_change_the_index_with_its_commands(
+    flushed: Server,
+) -> None:
+    async with index_as(flushed.worker_url) as worker:
         berth = await worker.register(RECORD, lease_seconds=10.0)
         assert await worker.apply(berth, Batch(sequence=1, added=NAMES)) is ApplyResult.OK
-    with redis.Redis.from_url(server.process.url) as admin, redis.Redis.from_url(server.router_url) as router:
+    with (
+        redis.Redis.from_url(flushed.process.url) as admin,
+        redis.Redis.from_url(flushed.router_url) as router,
+    ):
         keys = admin.keys(f"{key_prefix(CLUSTER)}*")
         before = {key: admin.dump(key) for key in keys}
         assert len(before) > 5
