@@ -20,6 +20,7 @@ from blockyard.router.cluster.link import CHANNEL_OPTIONS
 from blockyard.router.config import RouterConfig
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.registry import RequestRegistry
@@ -107,13 +108,23 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
             if clients and config.cluster_secret
             else None
         ),
+        answer_store=(
+            AnswerStore(
+                clients,
+                cluster=config.cluster,
+                secret=config.cluster_secret,
+                keep_seconds=config.keep_answers_seconds,
+            )
+            if clients and config.cluster_secret and config.keep_answers_seconds
+            else None
+        ),
     )
     return parts, _index(config, clients)
 
 
 def _clients(config: RouterConfig, stack: AsyncExitStack) -> list[Redis]:
     """Connect to each server of the index. Placement has a connection of its own; the directory shares one with the
-    sealed records, because its timeout is as long."""
+    sealed records and the sessions' answers, because its timeout is as long."""
     urls = split_urls(config.redis_url) if config.redis_url is not None else ()
     clients = [connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True) for url in urls]
     for client in clients:

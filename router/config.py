@@ -144,6 +144,12 @@ class RouterLimits:
         "and one of them runs the batches. Default: no batches.",
         metavar="FOLDER",
     )
+    keep_answers_seconds: float = setting(
+        1800.0,
+        help="Time for which the token ids of a session's answers are kept in Redis, sealed with the cluster secret. "
+        "The session's next prompt then repeats them exactly. 0 keeps none.",
+        minimum=0,
+    )
     tokenizer_processes: int = setting(
         1,
         help="Short prompts that each router tokenises at once. Texts above 64 Ki characters have a process of their "

@@ -13,6 +13,7 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.config import RouterConfig
 from blockyard.router.dispatch.index_report import current_condition
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
+from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.generation.generation import RouterParts
 
 
@@ -34,6 +35,7 @@ async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Hi
         **_requests(parts, config),
         **_fleet(parts),
         **_index(parts.placer.prefix_lookup, condition.state),
+        **_answers(parts.answer_store),
         "loop_lag_seconds": loop_lag.read(),
     }
 
@@ -60,6 +62,13 @@ def _fleet(parts: RouterParts) -> Readings:
         "promised_blocks": view.promised_blocks,
         "stale_blocks": view.stale_blocks,
         "reused_blocks": view.reused_blocks,
+    }
+
+
+def _answers(store: AnswerStore | None) -> Readings:
+    return {
+        "spliced_tokens": store.num_spliced_tokens if store else 0,
+        "answer_store_failures": store.errors.total() + store.num_skipped if store else 0,
     }
 
 

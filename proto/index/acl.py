@@ -22,8 +22,8 @@ COMMANDS: dict[Role, tuple[str, ...]] = {
         *("hget", "hgetall", "hlen", "hmget", "zrangebyscore"),
         # The size of the index, for operators.
         *("memory|usage", "zcard", "zcount"),
-        # Sealed records (router/sealed_records.py). Neither command changes a key that is no string, and the index has
-        # no strings.
+        # Sealed records and answers of sessions (router/sealed_records.py, router/generation/answer_store.py). Neither
+        # command changes a key that is no string, and the index has no strings.
         *("append", "getex"),
     ),
     "worker": (

@@ -306,6 +306,12 @@ ROUTER_METRICS = (
     _counter("index_lookups", "look-ups", "Look-ups of placement."),
     _counter("index_failed_lookups", "look-ups", "Look-ups of placement that failed or took too long."),
     _counter("index_skipped_lookups", "requests", "Requests placed without a look-up after several failed."),
+    _counter("spliced_tokens", "tokens", "Prompt tokens taken from kept answers of their sessions."),
+    _counter(
+        "answer_store_failures",
+        "calls",
+        "Calls to Redis for answers of sessions that failed or were not tried.",
+    ),
     _histogram("loop_lag_seconds", _LAG_SECONDS, "How late the event loop's watch woke up."),
     _gauge("router_draining", "0 or 1", "1 while the router takes no new requests."),
 )

@@ -81,6 +81,11 @@ def records_key(secret: str, cluster: str) -> bytes:
     return _derived(secret, cluster, b"sealed records")
 
 
+def answers_key(secret: str, cluster: str) -> bytes:
+    """Return the key from which those of sessions' answers in Redis are derived."""
+    return _derived(secret, cluster, b"answers of sessions")
+
+
 @lru_cache(maxsize=8)
 def _root_key(secret: str, cluster: str) -> bytes:
     salt = b"blockyard cluster identity 1\0" + cluster.encode()

@@ -174,7 +174,7 @@ class _Shard:
     ) -> Sequence[Holder] | ErrorKind:
         """Run a look-up that the breaker has admitted, and tell the breaker its result. Return an error as its kind."""
         try:
-            async with _patient_timeout(self._config.timeout_seconds):
+            async with patient_timeout(self._config.timeout_seconds):
                 holders = await self.index.lookup(names, most=most, expects_workers=expects_workers)
         except (PrefixIndexError, TimeoutError) as error:
             kind = error.kind if isinstance(error, PrefixIndexError) else ErrorKind.TIMEOUT
@@ -298,7 +298,7 @@ def _sum_of(sizes: Sequence[IndexInfo | None]) -> IndexInfo | None:
 
 
 @asynccontextmanager
-async def _patient_timeout(seconds: float) -> AsyncIterator[None]:
+async def patient_timeout(seconds: float) -> AsyncIterator[None]:
     """Apply a timeout, but extend it if the event loop itself is late: the answer may be in the socket, unread.
 
     The extension is as long as the delay of the loop, and at most `seconds`.

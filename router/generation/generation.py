@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.proto.naming.block_hash import TOKEN_BYTES, unpack_tokens
+from blockyard.proto.naming.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
@@ -20,8 +20,9 @@ from blockyard.router.errors import (
     InternalError,
     InvalidRequest,
 )
+from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.generation.assembly import Assembly
-from blockyard.router.generation.client_buffer import Emit
+from blockyard.router.generation.client_buffer import Delta, Emit
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.joined_outputs import TokenChunk, without_tokens
 from blockyard.router.generation.metrics import FINISHES, RequestMeter, RouterMetrics
@@ -41,6 +42,7 @@ from blockyard.router.request.validation import (
 from blockyard.router.sealed_records import SealedRecords
 from blockyard.router.tokenizing.model_facts import ModelFacts
 from blockyard.router.tokenizing.service import (
+    ChatPrompt,
     Prepared,
     PromptError,
     PromptInput,
@@ -49,7 +51,9 @@ from blockyard.router.tokenizing.service import (
     TokenizerService,
     TokenizingError,
     TokenizingTimeout,
+    TokenPrompt,
 )
+from blockyard.router.tokenizing.splices import pack_answer
 
 PROMPT_END_TOKENS = 32
 """Tokens of the prompt's end that show whether it ends within the reasoning. Templates end with fewer of their own."""
@@ -75,6 +79,8 @@ class RouterParts:
     """Format of the model's answers in chats."""
     records: SealedRecords | None = None
     """Keeps what clients may name in later calls. None: nothing is kept."""
+    answer_store: AnswerStore | None = None
+    """Keeps the tokens of sessions' answers. None: they are not kept."""
 
     @property
     def max_model_len(self) -> int:
@@ -103,12 +109,13 @@ async def tokenise(
     block_size: int,
     client: str,
     keep_last: int | None = None,
+    answers: bytes | None = None,
     room_tokens: int = 1,
 ) -> Prepared:
     """Tokenize a prompt, name its blocks, and set the charge to its number of tokens. Raises RouterErrors.
 
     Waiting clients take turns by the name `client`. Only the last `keep_last` tokens of a longer prompt are kept. It
-    must leave `room_tokens` of the context.
+    must leave `room_tokens` of the context. `answers` are earlier ones of the prompt's session, packed.
     """
     max_tokens = most_encoded_tokens(parts.max_model_len)
     try:
@@ -119,6 +126,7 @@ async def tokenise(
             client=client,
             max_tokens=max_tokens,
             keep_last=keep_last,
+            answers=answers,
         )
     except PromptTooLong:
         most = parts.max_model_len - room_tokens
@@ -168,17 +176,20 @@ async def generate(
     format in which the caller parses the outputs.
     """
     identity = await parts.placer.identity()
+    root = parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix)
+    session = _KeptSession.of(parts, valid, record, root)
     trace = record.progress.trace
     tokenising_at = 0.0 if trace is None else parts.clock()
     prepared = await tokenise(
         parts,
         valid.prompt,
         charge,
-        root=parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix),
+        root=root,
         block_size=identity.block_size,
         client=record.client,
         keep_last=kept_tokens(valid, identity.max_model_len),
         room_tokens=valid.least_room_tokens,
+        answers=await session.answers() if session is not None else None,
     )
     check_context(prepared.num_tokens, identity.max_model_len, valid.least_room_tokens)
     check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
@@ -220,6 +231,8 @@ async def generate(
             def take(chunk: TokenChunk) -> bool:
                 leave()
                 delta = assembly.delta(without_tokens(chunk) if valid.prefetch else chunk)
+                if session is not None:
+                    session.take(delta)
                 meter.piece(chunk.index, len(delta.token_ids))
                 finish = delta.finish
                 if finish is not None:
@@ -230,6 +243,46 @@ async def generate(
                 return finish is not None
 
             await parts.relay.run(generation, record.progress, take)
+            if session is not None:
+                await session.keep(prepared)
+
+
+class _KeptSession:
+    """The answers of a request's session: those before it, and its own."""
+
+    def __init__(self, store: AnswerStore, name: bytes, prompt: PromptInput) -> None:
+        self._store = store
+        self._name = name
+        self._prompt = prompt
+        self._outputs: dict[int, list[int]] = {}
+
+    @classmethod
+    def of(
+        cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord, root: bytes
+    ) -> "_KeptSession | None":
+        """Return the request's session, or None if its answers are not kept."""
+        if parts.answer_store is None or not valid.session_id or isinstance(valid.prompt, TokenPrompt):
+            return None
+        # The root differs by model and salt.
+        name = b"\0".join((root, record.tenant.encode(), valid.session_id.encode()))
+        return cls(parts.answer_store, name, valid.prompt)
+
+    async def answers(self) -> bytes:
+        """Return the earlier answers that the prompt may repeat, packed."""
+        prompt = self._prompt
+        if isinstance(prompt, ChatPrompt) and all(message.role != "assistant" for message in prompt.messages):
+            return b""
+        return await self._store.read(self._name)
+
+    def take(self, delta: Delta) -> None:
+        self._outputs.setdefault(delta.index, []).extend(delta.token_ids)
+
+    async def keep(self, prepared: Prepared) -> None:
+        """Keep the outputs, before the client can send them back in its next prompt."""
+        self._store.num_spliced_tokens += prepared.num_spliced
+        answers = [pack_answer(prepared.place, pack_tokens(ids)) for ids in self._outputs.values() if ids]
+        if prepared.place and answers:
+            await self._store.add(self._name, b"".join(answers))
 
 
 def _prompt_end(parts: RouterParts, prepared: Prepared) -> str:

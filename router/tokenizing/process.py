@@ -26,6 +26,7 @@ from typing import Any, cast
 from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.tokenizing.prompts import PromptEncoder, PromptError
+from blockyard.router.tokenizing.splices import place_of, unpack_answers
 from blockyard.router.tokenizing.wire import (
     Answer,
     Frames,
@@ -188,18 +189,28 @@ def _end_with_parent(connection: socket.socket) -> None:
 
 def _answer(encoder: PromptEncoder, question: Question) -> Answer:
     try:
-        token_ids = encoder.encode(question.prompt, max_tokens=question.max_tokens)
+        answers = unpack_answers(question.answers or b"")
+        encoded = encoder.encode_with(question.prompt, answers, max_tokens=question.max_tokens)
     except PromptError as error:
         return error
     except Exception as error:
         # Only the type: the message may quote the prompt, and it goes to a log.
         return TokenizingError(f"tokenising failed with {type(error).__name__}")
+    token_ids = encoded.token_ids
     if question.keep_last is not None:
         token_ids = token_ids[-question.keep_last :]
+    # The answer to a prompt that was cut belongs to no later prompt.
+    keeps = question.answers is not None and encoded.text and len(token_ids) == len(encoded.token_ids)
     packed = pack_tokens(token_ids)
     root = question.root
     names = [] if root is None else [root, *chain(root, packed, question.block_size)]
-    return Prepared(token_ids=packed, num_tokens=len(token_ids), block_names=b"".join(names))
+    return Prepared(
+        token_ids=packed,
+        num_tokens=len(token_ids),
+        block_names=b"".join(names),
+        place=place_of(encoded.text) if keeps else b"",
+        num_spliced=encoded.num_spliced,
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
+from blockyard.router.tokenizing.splices import Answer, Piece, Splicer, calls_of
 from jinja2 import TemplateError
 
 if TYPE_CHECKING:
@@ -191,6 +192,15 @@ def _inner_keys(value: Any) -> Iterator[str]:
         yield from _inner_keys(item)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    token_ids: list[int]
+    text: str
+    """The prompt's text. Empty for token ids."""
+    num_spliced: int = 0
+    """Tokens that come from earlier answers as they were sampled."""
+
+
 class PromptEncoder:
     """Encodes prompts with one tokenizer."""
 
@@ -198,6 +208,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
         control = _control_tokens(tokenizer)
+        self._control_texts = control
         self._control_ids = frozenset(control)
         ends = {character for token in control.values() for character in (token[:1], token[-1:])}
         self._delimiters = frozenset(character for character in ends if not character.isalnum())
@@ -215,6 +226,7 @@ class PromptEncoder:
             *inspect.signature(tokenizer.apply_chat_template).parameters,
             *tokenizer.special_tokens_map,
         }
+        self._vocab_size = len(tokenizer)
         self._start_ids, self._end_ids = self._frame()
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
@@ -222,22 +234,30 @@ class PromptEncoder:
 
         Raises PromptTooLong for a text with far more than `max_tokens`, and PromptError for other faults.
         """
+        return self.encode_with(prompt, (), max_tokens=max_tokens).token_ids
+
+    def encode_with(
+        self, prompt: PromptInput, answers: Sequence[Answer], *, max_tokens: int | None = None
+    ) -> Encoded:
+        """Encode a prompt, with the tokens of earlier `answers` where it repeats their text (splices.py). Raises
+        PromptTooLong and PromptError."""
+        answers = [self._known(answer) for answer in answers]
         match prompt:
             case TextPrompt(text):
                 if not text:
                     raise PromptError("the prompt is empty")
                 self._check_length([text], max_tokens)
-                token_ids = [*self._start_ids, *self._spell(text), *self._end_ids]
+                encoded = self._encode_text(text, answers)
             case ChatPrompt():
                 self._check_length(list(prompt.texts()), max_tokens)
-                token_ids = self._encode_chat(prompt)
+                encoded = self._encode_chat(prompt, answers)
             case TokenPrompt(ids):
                 if any(not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
                     raise PromptError("a token id of the prompt is out of range")
-                token_ids = list(ids)
-        if not token_ids:
+                encoded = Encoded(list(ids), "")
+        if not encoded.token_ids:
             raise PromptError("the prompt has no tokens")
-        return token_ids
+        return encoded
 
     def _check_length(self, texts: Sequence[str], max_tokens: int | None) -> None:
         """Count the tokens of long texts in pieces. Raises PromptTooLong as soon as there are too many.
@@ -253,37 +273,64 @@ class PromptEncoder:
                 if num_tokens > max_tokens:
                     raise PromptTooLong(f"the prompt has more than {max_tokens} tokens")
 
-    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    def _known(self, answer: Answer) -> Answer:
+        """Return an answer up to the first token that the tokenizer does not know."""
+        if max(answer.token_ids, default=0) < self._vocab_size:
+            return answer
+        known = takewhile(lambda token_id: token_id < self._vocab_size, answer.token_ids)
+        return Answer(answer.place, list(known))
+
+    def _encode_text(self, text: str, answers: Sequence[Answer]) -> Encoded:
+        found = Splicer(self, [Piece(text, is_template=False)]).spliced(answers) if answers else None
+        token_ids, num_spliced = (
+            (self._spell(text), 0) if found is None else (found.token_ids, found.num_spliced)
+        )
+        return Encoded([*self._start_ids, *token_ids, *self._end_ids], text, num_spliced)
+
+    def _encode_chat(self, prompt: ChatPrompt, answers: Sequence[Answer]) -> Encoded:
         _check_messages(prompt.messages)
         chat = _Chat.of(prompt)
         self._check_kwargs(chat.kwargs)
         calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
         if any(map(self._may_control, set(_inner_keys([chat.tools, calls])))):
             raise PromptError("a key in tools or in a call's arguments may contain part of a control token")
-        joint = self._encode(self._render(chat))
+        rendered = self._render(chat)
         segments = self._segments(chat)
-        if self._control(joint) == self._template_control(chat, segments):
-            return joint
+        template_control = self._template_control(chat, segments)
+        whole = [Piece(rendered, is_template=True)]
+        found = Splicer(self, whole, calls_of(chat.messages)).spliced(answers) if answers else None
+        if found is not None and found.plain_control == template_control:
+            return Encoded(found.token_ids, rendered, found.num_spliced)
+        joint = self._encode(rendered)
+        if self.control(joint) == template_control:
+            return Encoded(joint, rendered)
         if segments is None:
             raise PromptError("the chat template cannot separate this chat's text from its own")
-        template_texts, user_texts = segments
-        template_ids = [self._encode(text) for text in template_texts]
-        user_ids = [self._spell(text) for text in user_texts]
+        pieces = [
+            Piece(text, is_template)
+            for texts in zip_longest(*segments, fillvalue="")
+            for text, is_template in zip(texts, (True, False), strict=True)
+            if text
+        ]
+        text = "".join(piece.text for piece in pieces)
+        found = Splicer(self, pieces).spliced(answers) if answers else None
+        if found is not None and found.plain_control == template_control:
+            return Encoded(found.token_ids, text, found.num_spliced)
         token_ids: list[int] = []
-        for of_template, of_user in zip_longest(template_ids, user_ids, fillvalue=()):
-            token_ids += [*of_template, *of_user]
-        return token_ids
+        for piece in pieces:
+            token_ids += self.encode_part(piece.text, is_template=piece.is_template)
+        return Encoded(token_ids, text)
 
     def _template_control(self, chat: _Chat, segments: _Segments | None) -> list[int]:
         """Return the control tokens, in order, that the template itself writes around the chat's texts."""
         if segments is not None:
-            return [token_id for text in segments[0] for token_id in self._control(self._encode(text))]
+            return [token_id for text in segments[0] for token_id in self.control(self._encode(text))]
 
         def neutral(text: str) -> str:
             return secrets.token_hex(8)
 
         neutral_chat = chat.changed(neutral, lambda text: neutral(text) if self._may_control(text) else text)
-        return self._control(self._encode(self._render(neutral_chat)))
+        return self.control(self._encode(self._render(neutral_chat)))
 
     def _segments(self, chat: _Chat) -> _Segments | None:
         """Render the chat and split it into the template's texts and the users' texts between them.
@@ -311,7 +358,7 @@ class PromptEncoder:
     def _may_control(self, text: str) -> bool:
         """Return True if the text contains a control token, or a part that other texts could complete to one."""
         is_part = text.endswith(self._heads) or text.startswith(self._tails)
-        return is_part or not self._delimiters.isdisjoint(text) or bool(self._control(self._encode(text)))
+        return is_part or not self._delimiters.isdisjoint(text) or bool(self.control(self._encode(text)))
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Check the names of the variables. Raises TemplateKwargsError."""
@@ -337,7 +384,7 @@ class PromptEncoder:
         cannot be."""
         for pieces in ([text], self._cut.split(text)):
             token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
-            if not self._control(token_ids):
+            if not self.control(token_ids):
                 return token_ids
         raise PromptError("the text holds a control token that this tokenizer cannot spell as text")
 
@@ -352,7 +399,26 @@ class PromptEncoder:
         )
         return list(encoding["input_ids"])
 
-    def _control(self, token_ids: Iterable[int]) -> list[int]:
+    def encode_part(self, text: str, *, is_template: bool, after: int | None = None) -> list[int]:
+        """Return the token ids of a part of a prompt, which follows the token `after`. The users' text never becomes
+        control tokens. Raises PromptError."""
+        if not is_template:
+            return self._spell(text)
+        if after in self._control_ids:
+            # Some tokenizers encode the begin of a text otherwise than what follows a control token.
+            token_ids = self._encode(self._control_texts[after] + text)
+            if token_ids[0] == after:
+                return token_ids[1:]
+        return self._encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, with the text of control tokens."""
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def control(self, token_ids: Iterable[int]) -> list[int]:
+        """Return the control tokens among these, in order."""
         return list(filter(self._control_ids.__contains__, token_ids))
 
     def _frame(self) -> tuple[list[int], list[int]]:

@@ -161,15 +161,21 @@ class TokenizerService:
         client: str = "",
         max_tokens: int | None = None,
         keep_last: int | None = None,
+        answers: bytes | None = None,
     ) -> Prepared:
         """Return a prompt's token ids and, with a root, its block names. Raises PromptError or TokenizingError.
 
         Waiting clients take turns by the name `client`. A text that clearly has more than `max_tokens` raises
         PromptTooLong before all of it is encoded. One with only a few more may pass. Only the last `keep_last` tokens
-        are kept.
+        are kept. `answers` are the earlier ones of the prompt's session, packed (splices.py).
         """
         question = Question(
-            prompt=prompt, root=root, block_size=block_size, max_tokens=max_tokens, keep_last=keep_last
+            prompt=prompt,
+            root=root,
+            block_size=block_size,
+            max_tokens=max_tokens,
+            keep_last=keep_last,
+            answers=answers,
         )
         num_characters = _text_characters(prompt)
         lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane

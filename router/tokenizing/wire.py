@@ -45,6 +45,8 @@ class Question:
     """A text with clearly more tokens is refused."""
     keep_last: int | None = None
     """A prompt with more tokens than this keeps only its last ones."""
+    answers: bytes | None = None
+    """Earlier answers of the prompt's session, packed (splices.py). None: the prompt belongs to none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,10 @@ class Prepared:
     num_tokens: int
     block_names: bytes
     """The root's name, then those of the prompt's full blocks, 16 bytes each. Empty without a root."""
+    place: bytes = b""
+    """Place of the answer (splices.py), for a prompt of a session. Empty: the answer is not kept."""
+    num_spliced: int = 0
+    """Tokens that come from earlier answers as they were sampled."""
 
 
 Answer: TypeAlias = Prepared | Exception | None
@@ -107,7 +113,9 @@ def parse_start(content: bytes) -> str | None:
 def question_frame(question: Question) -> bytes:
     head: dict[str, Any] = {"block_size": question.block_size, "has_root": question.root is not None}
     head |= {"max_tokens": question.max_tokens, "keep_last": question.keep_last}
-    body = question.root or b""
+    if question.answers is not None:
+        head["answers_bytes"] = len(question.answers)
+    body = (question.root or b"") + (question.answers or b"")
     match question.prompt:
         case TextPrompt(text):
             head["text"] = True
@@ -127,11 +135,12 @@ def question_frame(question: Question) -> bytes:
 def parse_question(content: bytes) -> Question:
     head, body = _parts(content)
     root_bytes = NAME_BYTES if head["has_root"] else 0
+    begin = root_bytes + head.get("answers_bytes", 0)
     prompt: PromptInput
     if "text" in head:
-        prompt = TextPrompt(_decoded(body[root_bytes:]))
+        prompt = TextPrompt(_decoded(body[begin:]))
     elif "chat" in head:
-        ends = accumulate(head["sizes"], initial=root_bytes)
+        ends = accumulate(head["sizes"], initial=begin)
         *texts, tools = [_decoded(body[start:end]) for start, end in pairwise(ends)]
         count = len(_LONG_FIELDS)
         messages = [
@@ -145,13 +154,14 @@ def parse_question(content: bytes) -> Question:
         ]
         prompt = ChatPrompt(messages, tools=tools, **head["options"])
     else:
-        prompt = TokenPrompt(unpack_tokens(body[root_bytes:]))
+        prompt = TokenPrompt(unpack_tokens(body[begin:]))
     return Question(
         prompt=prompt,
         root=body[:root_bytes] or None,
         block_size=head["block_size"],
         max_tokens=head["max_tokens"],
         keep_last=head["keep_last"],
+        answers=body[root_bytes:begin] if "answers_bytes" in head else None,
     )
 
 
@@ -169,7 +179,10 @@ def answer_frame(answer: Answer) -> bytes:
         case None:
             return _frame({}, b"")
         case Prepared():
-            return _frame({"num_tokens": answer.num_tokens}, answer.token_ids + answer.block_names)
+            head: dict[str, Any] = {"num_tokens": answer.num_tokens}
+            if answer.place:
+                head |= {"place_bytes": len(answer.place), "num_spliced": answer.num_spliced}
+            return _frame(head, answer.place + answer.token_ids + answer.block_names)
         case Exception():
             kind = next((kind for kind, error in _ERRORS.items() if isinstance(answer, error)), "value")
             return _frame({"error": kind, "text": str(answer)}, b"")
@@ -182,8 +195,15 @@ def parse_answer(content: bytes) -> Answer:
     if "num_tokens" not in head:
         return None
     num_tokens: int = head["num_tokens"]
-    packed_bytes = num_tokens * TOKEN_BYTES
-    return Prepared(token_ids=body[:packed_bytes], num_tokens=num_tokens, block_names=body[packed_bytes:])
+    begin = head.get("place_bytes", 0)
+    end = begin + num_tokens * TOKEN_BYTES
+    return Prepared(
+        token_ids=body[begin:end],
+        num_tokens=num_tokens,
+        block_names=body[end:],
+        place=body[:begin],
+        num_spliced=head.get("num_spliced", 0),
+    )
 
 
 def _frame(head: dict[str, Any], body: bytes) -> bytes:

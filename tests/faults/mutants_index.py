@@ -30,8 +30,8 @@ MUTANTS = (
         "redis_outages.py::test_a_redis_that_is_cut_off_silently_holds_nobody_up",
         (
             "router:_Shard.ask",
-            "_patient_timeout(self._config.timeout_seconds)",
-            "_patient_timeout(60.0)",
+            "patient_timeout(self._config.timeout_seconds)",
+            "patient_timeout(60.0)",
         ),
     ),
     mutant(

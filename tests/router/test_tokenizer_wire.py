@@ -47,6 +47,7 @@ QUESTIONS = st.builds(
     block_size=st.integers(1, 256),
     max_tokens=st.none() | st.integers(1, 2**20),
     keep_last=st.none() | st.integers(1, 2**20),
+    answers=st.none() | st.binary(max_size=40),
 )
 
 
@@ -59,9 +60,22 @@ def test_questions_arrive_as_they_were(questions: list[Question]) -> None:
     assert arrived == questions
 
 
-@given(st.lists(st.integers(0, 2**31 - 1)), st.binary(), st.integers(1, 20))
-def test_an_answer_arrives_whole_however_it_is_cut(token_ids: list[int], names: bytes, piece: int) -> None:
-    answer = Prepared(token_ids=pack_tokens(token_ids), num_tokens=len(token_ids), block_names=names)
+@given(
+    token_ids=st.lists(st.integers(0, 2**31 - 1)),
+    names=st.binary(),
+    piece=st.integers(1, 20),
+    place=st.just(b"") | st.binary(min_size=24, max_size=24),
+)
+def test_an_answer_arrives_whole_however_it_is_cut(
+    token_ids: list[int], names: bytes, piece: int, place: bytes
+) -> None:
+    answer = Prepared(
+        token_ids=pack_tokens(token_ids),
+        num_tokens=len(token_ids),
+        block_names=names,
+        place=place,
+        num_spliced=len(token_ids) if place else 0,
+    )
     sent = answer_frame(None) + answer_frame(answer)
     frames = Frames()
     cuts = (sent[at : at + piece] for at in range(0, len(sent), piece))

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import bucket_of, key_prefix
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.router.client import AsyncClient
+from blockyard.router.dispatch.prefix_lookup import PrefixLookupConfig
+from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.sealed_records import RecordName, SealedRecords
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -304,6 +307,36 @@ async def be_a_router(url: str) -> None:
         assert await records.get(name) == b"text"
         await records.delete(name)
         assert await records.get(name) is None
+        await keep_an_answer(client)
+
+
+async def keep_an_answer(client: redis.asyncio.Redis) -> None:
+    name = f"talk-{time.monotonic()}".encode()
+    patient = PrefixLookupConfig(timeout_seconds=5.0)
+    store = AnswerStore([client], cluster=CLUSTER, secret="s" * 32, keep_seconds=60, config=patient)
+    await store.add(name, b"answer")
+    assert await store.read(name) == b"answer"
+    assert not store.errors
+
+
+async def test_a_router_that_was_taken_over_cannot_change_the_index_with_its_commands(
+    flushed: Server,
+) -> None:
+    async with index_as(flushed.worker_url) as worker:
+        berth = await worker.register(RECORD, lease_seconds=10.0)
+        assert await worker.apply(berth, Batch(sequence=1, added=NAMES)) is ApplyResult.OK
+    with (
+        redis.Redis.from_url(flushed.process.url) as admin,
+        redis.Redis.from_url(flushed.router_url) as router,
+    ):
+        keys = admin.keys(f"{key_prefix(CLUSTER)}*")
+        before = {key: admin.dump(key) for key in keys}
+        assert len(before) > 5
+        for key in keys:
+            for command in (("APPEND", key, "x"), ("GETEX", key, "PX", 1), ("GETEX", key, "PERSIST")):
+                with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+                    router.execute_command(*command)
+        assert {key: admin.dump(key) for key in keys} == before
 
 
 async def many_holders(url: str) -> None:

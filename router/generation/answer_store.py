@@ -1,0 +1,169 @@
+"""Answer store: keeps the token ids of sessions' answers in Redis for some time, sealed with the cluster secret.
+
+A later prompt of the session takes them in place of the answer's text (tokenizing/splices.py). Owns the record of a
+session, its seal, and what happens while Redis is away: prompts are then encoded like any other, and no request fails.
+All routers of a cluster share the records. Does not own what is spliced.
+
+A record is a string of sealed answers, in order. Routers may only append to it and renew its expiry. These commands
+change no key of the prefix index, so a router that was taken over cannot harm it (proto/index/acl.py).
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import struct
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from blockyard.proto.index.contract import ErrorKind
+from blockyard.proto.index.redis import error_kind
+from blockyard.proto.index.schema import key_prefix
+from blockyard.proto.index.shards import shard_of
+from blockyard.proto.security.cluster_identity import answers_key
+from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig, patient_timeout
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from redis.asyncio import Redis
+
+MAX_RECORD_BYTES = 256 * 1024
+"""A session whose record has this size keeps no more answers: about 64,000 tokens. The earliest ones stay, because the
+blocks of all later ones build on theirs."""
+REMEMBERED_FULL = 4096
+"""Sessions with a full record that a router remembers, to append nothing without having read."""
+NONCE_BYTES = 12
+_LENGTH = struct.Struct("<I")
+_SEAL_BYTES = 32
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """Where a session's record is, and what seals it."""
+
+    key: str
+    shard: int
+    seal: AESGCM
+
+
+class AnswerStore:
+    """Records of one cluster's sessions. No method raises an error of Redis."""
+
+    def __init__(
+        self,
+        clients: Sequence[Redis],
+        *,
+        cluster: str,
+        secret: str,
+        keep_seconds: float,
+        config: PrefixLookupConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clients`: one for each server of the index. A session's record is on one of them."""
+        self._clients = clients
+        self._prefix = f"{key_prefix(cluster)}answers:"
+        self._secret = answers_key(secret, cluster)
+        self._keep_seconds = max(1, round(keep_seconds))
+        self._config = config or PrefixLookupConfig()
+        self._clock = clock
+        self._breakers = [
+            CircuitBreaker(
+                failures_to_open=self._config.failures_to_open, open_seconds=self._config.open_seconds
+            )
+            for _ in clients
+        ]
+        self._full: OrderedDict[str, None] = OrderedDict()
+        """Keys of full records, the latest last."""
+        self.errors: Counter[ErrorKind] = Counter()
+        """Failed reads and writes, by kind."""
+        self.num_skipped = 0
+        """Reads and writes that the open breaker did not admit."""
+        self.num_spliced_tokens = 0
+        """Tokens of prompts that came from kept answers."""
+
+    async def read(self, name: bytes) -> bytes:
+        """Return a session's answers, packed (tokenizing/splices.py), and renew their expiry. Return nothing where
+        there are none, or Redis does not answer in time."""
+        session = self._session(name)
+        client = self._clients[session.shard]
+        record = await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
+        record = record if isinstance(record, bytes) else b""
+        self._note_size(session, len(record))
+        return b"".join(_opened(record, session))
+
+    async def add(self, name: bytes, answers: bytes) -> None:
+        """Append packed answers to a session's record, unless it is full."""
+        session = self._session(name)
+        if session.key in self._full:
+            return
+        client = self._clients[session.shard]
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = nonce + session.seal.encrypt(nonce, answers, None)
+        entry = _LENGTH.pack(len(sealed)) + sealed
+        if len(entry) > MAX_RECORD_BYTES:
+            return
+        size = await self._asked(session, lambda: client.append(session.key, entry))
+        if not isinstance(size, int):
+            return
+        self._note_size(session, size)
+        if size == len(entry):
+            # The record is new and has no expiry yet.
+            await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
+
+    def _session(self, name: bytes) -> _Session:
+        derived = hmac.digest(self._secret, name, "sha512")
+        named = derived[_SEAL_BYTES : _SEAL_BYTES + 16]
+        return _Session(
+            key=self._prefix + named.hex(),
+            shard=shard_of(named, len(self._clients)),
+            seal=AESGCM(derived[:_SEAL_BYTES]),
+        )
+
+    def _note_size(self, session: _Session, size: int) -> None:
+        self._full.pop(session.key, None)
+        if size >= MAX_RECORD_BYTES:
+            self._full[session.key] = None
+            if len(self._full) > REMEMBERED_FULL:
+                self._full.popitem(last=False)
+
+    async def _asked(self, session: _Session, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Return Redis's reply, or None if it fails, is late, or was not asked because it failed before."""
+        breaker = self._breakers[session.shard]
+        if not breaker.admits(self._clock()):
+            self.num_skipped += 1
+            return None
+        try:
+            async with patient_timeout(self._config.timeout_seconds):
+                reply = await call()
+        except asyncio.CancelledError:
+            breaker.abandoned()
+            raise
+        except Exception as error:  # the server may be no Redis, or under foreign control
+            breaker.failed(self._clock())
+            kind = error_kind(error)
+            if kind is ErrorKind.DENIED and not self.errors[kind]:
+                logger.warning(
+                    "Redis refuses APPEND or GETEX to this router: answers of sessions are not kept"
+                )
+            self.errors[kind] += 1
+            return None
+        breaker.succeeded()
+        return reply
+
+
+def _opened(record: bytes, session: _Session) -> Iterator[bytes]:
+    """Yield the answers of a record, up to the first that this cluster has not sealed for this session."""
+    at = 0
+    while at + _LENGTH.size + NONCE_BYTES <= len(record):
+        start = at + _LENGTH.size
+        end = start + _LENGTH.unpack_from(record, at)[0]
+        sealed = record[start:end]
+        try:
+            yield session.seal.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], None)
+        except (InvalidTag, ValueError):
+            return
+        at = end
