@@ -147,7 +147,7 @@ class Calls:
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _traced(
-        self, request: inference_pb2.GenerateRequest, context: CallContext
+        self, request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, context: CallContext
     ) -> AbstractContextManager[RequestTrace | None]:
         if self._tracing is None:
             return nullcontext()

@@ -1,6 +1,6 @@
 """Tracing: makes the OpenTelemetry spans of a request once it has ended, from the times in its RequestTrace.
 
-- `chat MODEL` or `text_completion MODEL`: the request, under the client's `traceparent`;
+- `chat MODEL`, `text_completion MODEL` or `embeddings MODEL`: the request, under the client's `traceparent`;
 - below it `admission` and `tokenise`, then `placement`, `queue` and `attempt` for each worker that got the request;
 - below an attempt `pull`, `worker queue`, `prefill`, `decode`, `preempted` and `swapped`.
 
@@ -51,7 +51,7 @@ class Tracing:
     @contextmanager
     def call(
         self,
-        request: inference_pb2.GenerateRequest,
+        request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
         metadata: Iterable[tuple[str, str | bytes]],
         models: Sequence[str],
     ) -> Iterator[RequestTrace | None]:
@@ -61,7 +61,7 @@ class Tracing:
         """
         arrival = self._clock()
         epoch_ns = time.time_ns() - _ns(arrival)
-        operation = "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+        operation = _operation(request)
         # An unknown name is any text of the client.
         model = request.model if request.model in models else models[0]
         span = self._tracer.start_span(
@@ -211,7 +211,15 @@ def _pull(attempt: AttemptTrace) -> Attributes:
     return attributes
 
 
-def _asked(request: inference_pb2.GenerateRequest) -> Attributes:
+def _operation(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> str:
+    if isinstance(request, inference_pb2.EmbedRequest):
+        return "embeddings"
+    return "chat" if request.WhichOneof("input") == "chat" else "text_completion"
+
+
+def _asked(request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> Attributes:
+    if isinstance(request, inference_pb2.EmbedRequest):
+        return {}
     sampling = request.sampling
     names = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "n": "choice.count"}
     return {

@@ -109,7 +109,8 @@ def valid_generation(
         raise Unsupported.of("model", "is an embedding model, which generates no text")
     if message.HasField("lora_name"):
         raise Unsupported.of("lora_name", "is not supported yet")
-    violations = sampling_violations(message.sampling, facts, limits) + _field_violations(message)
+    violations = sampling_violations(message.sampling, facts, limits)
+    violations += _field_violations(message) + _hint_violations(message)
     prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
     common = _common(message)
     if message.prefetch and not message.HasField("priority"):
@@ -465,6 +466,14 @@ def _field_violations(
         violations.append(
             FieldViolation(field="truncate_prompt_tokens", description="must be -1 or at least 1")
         )
+    if message.HasField("policy") and message.policy not in _POLICIES:
+        description = f"must be one of {', '.join(_POLICIES)}"
+        violations.append(FieldViolation(field="policy", description=description))
+    return violations
+
+
+def _hint_violations(message: inference_pb2.GenerateRequest) -> list[FieldViolation]:
+    violations = []
     if message.HasField("expected_pause_seconds") and not (
         0 < message.expected_pause_seconds <= MAX_PAUSE_SECONDS
     ):
@@ -476,9 +485,6 @@ def _field_violations(
             for field in ("n", "beam_width", "logprobs", "prompt_logprobs")
             if message.sampling.HasField(field) and (field, getattr(message.sampling, field)) != ("n", 1)
         ]
-    if message.HasField("policy") and message.policy not in _POLICIES:
-        description = f"must be one of {', '.join(_POLICIES)}"
-        violations.append(FieldViolation(field="policy", description=description))
     return violations
 
 
