@@ -70,7 +70,11 @@ async def stream(client: AsyncClient, prompt: list[int], seed: int, begun: async
     """Run one request, release `begun` at its TOKENS_BEFORE-th token, and return the time of each token."""
     times: list[float] = []
     async for delta in client.stream(
-        prompt_token_ids=prompt, max_tokens=TOKENS_BEFORE + TOKENS_AFTER, ignore_eos=True, seed=seed
+        prompt_token_ids=prompt,
+        max_tokens=TOKENS_BEFORE + TOKENS_AFTER,
+        ignore_eos=True,
+        seed=seed,
+        timeout_seconds=600.0,
     ):
         was_short = len(times) < TOKENS_BEFORE
         times += [time.monotonic()] * len(delta.token_ids)
