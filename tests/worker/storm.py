@@ -428,6 +428,7 @@ class Storm:
             if not self.scheduler.has_work and not self._in_flight:
                 break
             self.plan()
+            self.end_pull(0)  # what moves now is pulled too
             self.check()
             self.commit()
             self.check()
