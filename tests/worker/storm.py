@@ -355,6 +355,8 @@ class Storm:
             self.commit()
         live = (*self.scheduler.waiting, *self.scheduler.running)
         plan = self.scheduler.plan()
+        assert all(row.num_tokens > 0 for row in plan.rows)
+        assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
         for request_id in self.scheduler.take_given_back():
             self._move([sequence for sequence in live if sequence.request_id == request_id])
         if not plan.has_work:
