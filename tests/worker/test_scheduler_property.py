@@ -90,7 +90,7 @@ def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
     assert scheduler.pool.num_used == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), pipelined=st.booleans(), ageing=st.sampled_from([0.0, 1.0, 30.0]))
 def test_whatever_is_background_prefetched_or_embedded_all_end_and_every_step_has_rows(
     seed: int, pipelined: bool, ageing: float
