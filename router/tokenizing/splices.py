@@ -219,7 +219,7 @@ class Splicer:
         plain = self._encode(at, match.end, last)
         control = self._spelling.control
         is_safe = plain == match.token_ids or (
-            control(plain) == control(match.token_ids)
+            self._control_places(at, plain) == self._control_places(at, match.token_ids)
             and self._shown(at, plain, match.end) == self._shown(at, match.token_ids, match.end)
         )
         if not is_safe:
@@ -229,6 +229,20 @@ class Splicer:
         self._plain_control += control(before) + control(plain)
         self._done = match.end
         return True
+
+    def _control_places(self, at: int, token_ids: list[int]) -> list[tuple[str, int]]:
+        """Return the control tokens of a part, each with the text before it from the last one on."""
+        control = frozenset(self._spelling.control(token_ids))
+        if not control:
+            return []
+        context = self._context(at)
+        shown, start = context + token_ids, 0
+        places: list[tuple[str, int]] = []
+        for end in range(len(context), len(shown)):
+            if shown[end] in control:
+                places.append((self._spelling.decode(shown[start:end]), shown[end]))
+                start = end
+        return places
 
     def _shown(self, at: int, token_ids: list[int], end: int) -> str:
         """Return the text of a part's tokens with what is before and behind it in the prompt."""

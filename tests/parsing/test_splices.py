@@ -178,6 +178,31 @@ def test_a_control_token_that_was_sampled_stays_text_where_a_client_sends_it_bac
     assert talk.encoder.decode(spliced.token_ids) == talk.encoder.decode(plain.token_ids)
 
 
+@each_family
+def test_a_control_token_never_takes_the_place_of_a_clients_text_that_spells_it(family: Family) -> None:
+    """The answer has a control token and later its spelling. The prompt has them the other way round."""
+    talk = Conversation(family, 3)
+    talk.said("user", "Say it.")
+    place = place_of(talk.encode(()).text)
+    end = talk.tokenizer.eos_token
+    first, second, spelled = (
+        talk.encoder.encode_part(text, is_template=False)
+        for text in (said_text(family, "some words"), "other words", end)
+    )
+    answer = Answer(place, [*first, talk.tokenizer.eos_token_id, *second, *spelled])
+    talk.messages.append(ChatMessage("assistant", f"some words{end}other words"))
+    talk.said("user", "Go on.")
+    spliced, plain = talk.encode([answer]), talk.encode(())
+
+    def control_places(token_ids: list[int]) -> list[str]:
+        control = set(talk.encoder.control(token_ids))
+        return [
+            talk.encoder.decode(token_ids[:index]) for index, one in enumerate(token_ids) if one in control
+        ]
+
+    assert control_places(spliced.token_ids) == control_places(plain.token_ids)
+
+
 def test_tokens_of_another_tokenizer_are_no_part_of_a_prompt() -> None:
     talk = Conversation(BY_NAME["hermes"], 3)
     talk.said("user", "Say it.")

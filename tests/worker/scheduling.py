@@ -71,6 +71,8 @@ def run(plan: StepPlan) -> StepTokens:
         tokens.append(next_token(row.sequence, row.end, row.sequence.index) if row.samples else NO_TOKEN)
         if row.samples and row.sequence.group is not None:
             extras[index] = RowExtras(candidates=candidates(row))
+        elif row.embeds:
+            extras[index] = RowExtras(embedding=bytes(4))
         elif row.num_outputs > 1:
             others = (next_token(row.sequence, row.end, other) for other in range(1, row.num_outputs))
             extras[index] = RowExtras(tokens=tuple(others))

@@ -57,6 +57,10 @@ def candidates_after(digest: int, width: int) -> tuple[tuple[int, float], ...]:
     return tuple(((digest + 7 * n) % 50 + 1, -0.3 - 0.1 * n - digest % 97 / 500) for n in range(width))
 
 
+def embedding_of(digest: int) -> bytes:
+    return digest.to_bytes(8, "little")
+
+
 class TransientFailure(RuntimeError):
     """It raises once."""
 
@@ -112,6 +116,8 @@ class Device:
             if row.samples:
                 self._unheard[row.sequence.sequence_id] = tokens[-1]
                 extras[index] = self._extras(row, digest)
+            if row.embeds:
+                extras[index] = RowExtras(embedding=embedding_of(digest))
         return StepTokens(tokens=tokens, extras=extras)
 
     def spoil(self, plan: StepPlan) -> None:
@@ -215,6 +221,7 @@ class Storm:
         self.sequences: dict[SequenceId, Sequence] = {}
         self.beams: dict[SequenceId, BeamsUpdate] = {}
         """Result of each beam search that has ended, by the id of the search's first sequence."""
+        self.embeddings: dict[SequenceId, bytes] = {}
         self._leaders: dict[int, Sequence] = {}
         self._in_flight: list[tuple[StepPlan, StepTokens]] = []
         self._content: dict[BlockName, tuple[int, ...]] = {}
@@ -237,13 +244,17 @@ class Storm:
         generated: int = 0,
         pulled: int = 0,
         may_move: bool = False,
+        waited: int = 0,
         **settings: Any,
     ) -> None:
-        """`generated` of the tokens are output already: a replay. `pulled` blocks are to come from elsewhere."""
+        """`generated` of the tokens are output already: a replay. `pulled` blocks are to come from elsewhere. `waited`
+        steps of priority are made up for."""
         size = self.scheduler.config.block_size
         longest = self.scheduler.config.max_model_len - len(tokens)
-        settings["max_tokens"] = max(1, min(settings["max_tokens"], longest)) + generated
+        if not settings.get("embeds"):
+            settings["max_tokens"] = max(1, min(settings["max_tokens"], longest)) + generated
         sequence = make_sequence(next(self._numbers), tokens, block_size=size, **settings)
+        sequence.rank -= waited
         sequence.prompt_length -= generated
         sequence.may_move = may_move
         self._begin(sequence, pulled)
@@ -344,6 +355,8 @@ class Storm:
             self.commit()
         live = (*self.scheduler.waiting, *self.scheduler.running)
         plan = self.scheduler.plan()
+        assert all(row.num_tokens > 0 for row in plan.rows)
+        assert sum(row.num_tokens for row in plan.rows) <= self.scheduler.config.max_num_batched_tokens
         for request_id in self.scheduler.take_given_back():
             self._move([sequence for sequence in live if sequence.request_id == request_id])
         if not plan.has_work:
@@ -417,6 +430,7 @@ class Storm:
             if not self.scheduler.has_work and not self._in_flight:
                 break
             self.plan()
+            self.end_pull(0)  # what moves now is pulled too
             self.check()
             self.commit()
             self.check()
@@ -426,7 +440,10 @@ class Storm:
     def _take(self, updates: list[Update]) -> None:
         """Apply updates as the engine does: an output that fails ends its whole request."""
         for update in updates:
-            if isinstance(update, SequenceUpdate) and update.token is None:
+            if isinstance(update, SequenceUpdate) and update.embedding:
+                assert update.sequence.sequence_id not in self.embeddings
+                self.embeddings[update.sequence.sequence_id] = update.embedding
+            elif isinstance(update, SequenceUpdate) and update.token is None:
                 self.scheduler.cancel_request(update.sequence.request_id)
             if isinstance(update, BeamsUpdate):
                 self.beams[self._leaders[update.sequence.request_id].sequence_id] = update
@@ -439,6 +456,8 @@ class Storm:
         for sequence in (*self.scheduler.waiting, *self.scheduler.running):
             self._know(sequence)
             assert sequence.num_preemptions <= self.scheduler.config.max_preemptions
+            rows = (row for plan, _ in self._in_flight for row in plan.rows)
+            assert sequence.num_in_flight == sum(row.sequence is sequence for row in rows)
         self._check_names()
         for loan, names in self._loans:
             held = [self.device.block(block) for block in loan.blocks]
@@ -509,6 +528,8 @@ class Storm:
                 assert list(sequence.tokens) == expected
                 finished = sequence.state is SequenceState.FINISHED
                 assert not finished or len(self._alone(sequence)) == len(sequence.tokens)
+                embedding = embedding_of(digests(sequence.tokens)[-1]) if sequence.sampling.embeds else None
+                assert self.embeddings.get(sequence.sequence_id) == (embedding if finished else None)
         for sequence_id, update in self.beams.items():
             assert update.hypotheses == self._search_alone(self.sequences[sequence_id]).hypotheses
 
@@ -538,12 +559,14 @@ class Storm:
 
 
 def random_request(chance: random.Random) -> dict[str, Any]:
-    """Return a random request: few prefixes, often several outputs or beams, sometimes a replay."""
+    """Return a random request: few prefixes, often several outputs or beams, sometimes a replay or an
+    embedding."""
     shared = SHARED[: chance.choice([0, 8, 16, 48, 64])]
     tokens = [*shared, *(chance.randint(1, 4) for _ in range(chance.randint(1, 40)))]
     kind = chance.random()
     request: dict[str, Any] = {"tokens": tokens, "max_tokens": chance.randint(1, 40)}
-    request["priority"] = chance.choice([0, 0, 0, 3, -2, 100])
+    request["priority"] = chance.choice([0, 0, 0, 3, -2, 99, 100, 100])
+    request["waited"] = chance.choice([0, 0, 0, 98, 101])
     request["tenant"] = len(tokens) % 4
     request["pulled"] = chance.choice([0, 0, 3, 9])
     request["may_move"] = chance.random() < 0.9
@@ -563,4 +586,6 @@ def random_request(chance: random.Random) -> dict[str, Any]:
         request |= {"generated": generated, "stop_token_ids": frozenset()}
     elif kind < 0.5:
         request["prompt_logprobs"] = 0
+    elif kind < 0.6:
+        request |= {"embeds": True, "max_tokens": 0, "stop_token_ids": frozenset()}
     return request

@@ -127,6 +127,19 @@ def test_a_sequence_that_has_waited_for_its_priority_is_no_longer_background() -
     assert rows(scheduler) == {1000: 1, 1: 1}
 
 
+def test_background_work_that_has_waited_long_holds_nobody_up_behind_it() -> None:
+    scheduler = make_scheduler(64)
+    scheduler.submit(urgent(1, max_tokens=40))
+    rows(scheduler)
+    old = background(0)
+    old.rank = 5.0
+    younger = urgent(2)
+    younger.rank = 6.0
+    scheduler.submit(old)
+    scheduler.submit(younger)
+    assert rows(scheduler) == {1: 1, 2: 20}
+
+
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(1, 90), st.integers(1, 30), st.integers(0, 6)),

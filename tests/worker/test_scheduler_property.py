@@ -90,6 +90,44 @@ def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
     assert scheduler.pool.num_used == 0
 
 
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), pipelined=st.booleans(), ageing=st.sampled_from([0.0, 1.0, 30.0]))
+def test_whatever_is_background_prefetched_or_embedded_all_end_and_every_step_has_rows(
+    seed: int, pipelined: bool, ageing: float
+) -> None:
+    """Sequences age at different paces beside their priorities. So background work is first, last and between."""
+    chance = random.Random(seed)
+    scheduler = make_scheduler(
+        chance.choice([14, 20, 60]), max_num_batched_tokens=chance.choice([8, 64]), max_num_seqs=8
+    )
+    sequences: list[Sequence] = []
+    in_flight: list[StepPlan] = []
+    for _ in range(3000):
+        if len(sequences) < 40 and chance.random() < 0.3:
+            embeds, priority = chance.random() < 0.2, chance.choice([0, 0, 99, 100, 100])
+            own = [chance.randint(1, 50) for _ in range(chance.randint(1, 120))]
+            max_tokens = 0 if embeds else 1 if priority == 99 else chance.randint(1, 40)
+            sequence = make_sequence(
+                len(sequences), own, max_tokens=max_tokens, priority=priority, embeds=embeds
+            )
+            sequence.rank += ageing * len(sequences)
+            sequences.append(sequence)
+            scheduler.submit(sequence)
+        plan = scheduler.plan()
+        if not in_flight and (scheduler.running or scheduler.waiting):
+            assert plan.rows, "nothing is in the way of the first"
+        in_flight.append(plan)
+        while len(in_flight) > pipelined:
+            plan = in_flight.pop(0)
+            scheduler.commit(plan, run(plan))
+        scheduler.check_invariants()
+        if len(sequences) == 40 and not scheduler.has_work:
+            break
+    assert not scheduler.has_work, "work is left"
+    assert all(sequence.is_over for sequence in sequences)
+    assert scheduler.pool.num_used == 0
+
+
 def test_a_newcomer_joins_where_all_others_are_held() -> None:
     scheduler = make_scheduler(40)
     scheduler.must_wait_for_mask = lambda sequence: True

@@ -122,6 +122,7 @@ def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: st
     assert (scheduler.num_swaps > 0) == (scheduler.config.swap_blocks > 0)
     assert scheduler.host_cache is None or scheduler.host_cache.num_evictions > 10
     assert len(storm.beams) > 5
+    assert len(storm.embeddings) > 5
     assert storm.moved["lent"] > 20
     has_host_cache = scheduler.host_cache is not None
     assert all((storm.moved[kind] > 2) == has_host_cache for kind in ("pulled", "cut", "cancelled"))

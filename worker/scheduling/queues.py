@@ -45,18 +45,24 @@ class Queues:
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
-    def next_waiting(self, is_held: Callable[[Sequence], bool]) -> Sequence | None:
+    def next_waiting(
+        self, is_held: Callable[[Sequence], bool], *, skips: Callable[[Sequence], bool] | None = None
+    ) -> Sequence | None:
         """Return the first waiting sequence that needs neither blocks from elsewhere nor a mask first.
 
         `is_held` says of one with a grammar whether it waits for a mask. Beams of a running search come first: it needs
-        all.
+        all. What `skips` is true of is left out.
         """
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
-                if beam.state is SequenceState.WAITING:
+                if beam.state is SequenceState.WAITING and not (skips is not None and skips(beam)):
                     return beam
         for sequence in self.waiting:
-            if not sequence.is_pulling and (sequence.grammar is None or not is_held(sequence)):
+            if (
+                not sequence.is_pulling
+                and (skips is None or not skips(sequence))
+                and (sequence.grammar is None or not is_held(sequence))
+            ):
                 return sequence
         return None
 

@@ -377,9 +377,10 @@ class Scheduler:
         """
         while budget > 0 and self.waiting:
             sequence = self._queues.next_waiting(self._is_held)
-            if sequence is None or (before is not None and sequence.order > before.order):
-                return budget
-            if is_background(sequence) and goes_before(self.running, sequence):
+            if sequence is not None and is_background(sequence) and goes_before(self.running, sequence):
+                # However long it has waited, it is in nobody's way.
+                sequence = self._queues.next_waiting(self._is_held, skips=is_background)
+            if sequence is None or (before is not None and sequence.order >= before.order):
                 return budget
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
                 if self._makes_room(sequence, rows):
