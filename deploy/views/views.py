@@ -17,6 +17,7 @@ from blockyard.deploy.machine.check_results import Finding
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.settings.size import ModelSize
 from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal
+from blockyard.proto.naming.pooling import MODULES_FILE
 from blockyard.proto.security.loopback import is_loopback
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Finish
@@ -146,9 +147,12 @@ def serving(cluster: ClusterState, options: "UpOptions") -> RenderableType:
 def _curl(url: str, options: "UpOptions") -> str:
     """Return a curl command in short lines, because a folded line cannot be pasted into a shell."""
     security = options.security
-    body = json.dumps({"model": options.served_names[0], "prompt": "def main():", "max_tokens": 48})
+    path, asked = "completions", {"prompt": "def main():", "max_tokens": 48}
+    if (Path(options.engine.model).expanduser() / MODULES_FILE).is_file():
+        path, asked = "embeddings", {"input": "def main():"}
+    body = json.dumps({"model": options.served_names[0], **asked})
     parts = [
-        f"curl {url}/completions",
+        f"curl {url}/{path}",
         *([] if security.tls is None else ["--cacert CA.pem"]),
         *([] if security.auth_file is None else ['-H "Authorization: Bearer $BLOCKYARD_TOKEN"']),
         '-H "Content-Type: application/json"',

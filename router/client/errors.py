@@ -101,6 +101,7 @@ class LostTokensError(BlockyardError):
 _BY_CODE: dict[grpc.StatusCode, type[BlockyardError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,

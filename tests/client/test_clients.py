@@ -327,6 +327,7 @@ ERRORS = [
     (grpc.StatusCode.NOT_FOUND, NotFoundError),
     (grpc.StatusCode.ABORTED, AbortedError),
     (grpc.StatusCode.INTERNAL, ServerError),
+    (grpc.StatusCode.UNIMPLEMENTED, InvalidRequestError),
 ]
 
 

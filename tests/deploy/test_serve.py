@@ -27,6 +27,7 @@ from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
 from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.naming.model_files import model_names
+from blockyard.proto.naming.pooling import MODULES_FILE
 from blockyard.proto.security.loopback import is_every_interface, is_loopback
 from blockyard.proto.security.tls_files import ServerTls
 from click.testing import CliRunner
@@ -238,6 +239,14 @@ def test_serve_says_how_to_call_it_in_lines_that_a_shell_takes() -> None:
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/completions"]
     assert json.loads(words[-1])["model"] == "it's"
     assert max(map(len, lines[at : at + 4])) <= 80
+
+
+def test_serve_shows_how_to_embed_where_the_model_is_an_embedding_model(tmp_path: Path) -> None:
+    (tmp_path / MODULES_FILE).write_text("[]")
+    served = replace(CLUSTER, gateways=("127.0.0.1:8000",))
+    text = "\n".join(printed(views.serving(served, options_of("serve", str(tmp_path)))))
+    assert "curl http://127.0.0.1:8000/v1/embeddings" in text
+    assert "max_tokens" not in text
 
 
 def test_a_call_of_a_guarded_cluster_shows_its_token_and_trusts_its_ca() -> None:

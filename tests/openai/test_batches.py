@@ -105,6 +105,8 @@ async def test_a_file_comes_back_as_it_went(batch_client: AsyncOpenAI) -> None:
     listed = [one.id async for one in batch_client.files.list(limit=2, purpose="batch")]
     assert {made.id, *(one.id for one in others)} <= set(listed)
     assert len(listed) == len(set(listed))
+    with pytest.raises(openai.BadRequestError, match="order: must be asc or desc"):
+        await batch_client.files.list(extra_query={"order": "up"})
     assert (await batch_client.files.delete(made.id)).deleted
     with pytest.raises(openai.NotFoundError) as refused:
         await batch_client.files.content(made.id)
@@ -235,7 +237,8 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
 async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenAI) -> None:
     made = [await started(batch_client, jsonl(line("a"))) for _ in range(3)]
     listed = [one.id async for one in batch_client.batches.list(limit=2)]
-    assert {one.id for one in made} <= set(listed)
+    ids = [one.id for one in made]
+    assert [one for one in listed if one in ids] == ids[::-1]
     assert len(listed) == len(set(listed))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 
 from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
@@ -68,6 +69,23 @@ def test_a_prefetch_streams_no_text_and_ends_with_its_usage(client: OpenAI) -> N
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
     assert last.usage is not None
     assert last.usage.completion_tokens == 0
+
+
+def test_a_message_of_anthropics_api_may_be_a_prefetch_too(client: OpenAI) -> None:
+    text = "import os\n" * 30
+    asked: Any = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+    hints = {"session_id": "s", "expected_pause_seconds": 5}
+    with Anthropic(
+        base_url=str(client.base_url).removesuffix("/v1/"), api_key="none", max_retries=0
+    ) as claude:
+        ahead = claude.messages.create(**asked, extra_body={**hints, "prefetch": True})
+        assert (ahead.content, ahead.stop_reason, ahead.usage.output_tokens) == ([], "max_tokens", 0)
+        with claude.messages.stream(**asked, extra_body={"prefetch": True}) as stream:
+            streamed = stream.get_final_message()
+        assert (streamed.content, streamed.stop_reason) == ([], "max_tokens")
+        after = claude.messages.create(**asked, extra_body=hints)
+    assert after.usage.cache_read_input_tokens > 0
+    assert after.usage.input_tokens <= BLOCK_TOKENS
 
 
 def test_a_completion_may_be_a_prefetch_too(client: OpenAI) -> None:

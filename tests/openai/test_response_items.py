@@ -132,6 +132,33 @@ def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> No
     assert read_input("input", items) == items, "what is listed can be sent back"
 
 
+@pytest.mark.parametrize("before", ["", "I look."])
+@pytest.mark.parametrize("after", ["", "And on."])
+def test_text_behind_calls_stays_in_their_message_so_that_results_can_follow(before: str, after: str) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    items = read_input(
+        "input",
+        [
+            {"role": "user", "content": "a"},
+            *([{"role": "assistant", "content": before}] if before else []),
+            call,
+            {"role": "assistant", "content": after},
+            call | {"call_id": "c2"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            {"type": "function_call_output", "call_id": "c2", "output": "2"},
+        ],
+    )
+    user, answer, *results = chat_messages(items)
+    assert (user["role"], answer["role"], answer["content"]) == ("user", "assistant", before + after or None)
+    assert (
+        [one["id"] for one in answer["tool_calls"]]
+        == [one["tool_call_id"] for one in results]
+        == ["c1", "c2"]
+    )
+    chat = read_request({"input": items}).wanted(items, FORMAT, can_store=True).requests[0].chat
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "tool"]
+
+
 KEYS = (
     *(
         "type",

@@ -230,10 +230,9 @@ def _listed(shown: list[dict[str, Any]], request: BaseRequest, path: str) -> Res
     limit = query.get("limit", str(DEFAULT_LIMITS[path]))
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
         raise InvalidRequest.of("limit", f"must be from 1 to {MAX_PAGE}")
-    listed = page(
-        shown,
-        after=query.get("after"),
-        limit=int(limit),
-        newest_first=query.get("order", "desc") != "asc",
-    )
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest.of("order", "must be asc or desc")
+    # An `after` that is not there begins the list again: a client may delete what it has listed.
+    listed = page(shown, after=query.get("after"), limit=int(limit), newest_first=order == "desc")
     return json_response(listed.document())

@@ -39,9 +39,15 @@ _FORMAT = Kind(_format, {"type": "string", "enum": ["float", "base64"]}).said(
     "Whether an embedding is a list of numbers, or the text of their bytes: base64 of little-endian float32. "
     "Default float."
 )
+_SHARED: Fields = {
+    name: kind
+    for name, kind in REQUEST_SCALARS.items()
+    if name in inference_pb2.EmbedRequest.DESCRIPTOR.fields_by_name
+}
+"""Fields that mean the same as in a request that generates. Hints about its answer are not among them."""
 FIELDS: Fields = {
     "input": _INPUT,
-    **REQUEST_SCALARS,
+    **_SHARED,
     "dimensions": integer((1, UINT32[1])).said(
         "Numbers of an embedding: its first ones, at length 1 again. Default: all that the model makes."
     ),
@@ -65,7 +71,7 @@ def embeddings_wanted(body: Body) -> WantedEmbeddings:
     """Return a body of /v1/embeddings as checked requests, one per input. Raises InvalidRequest."""
     refuse_others(body, FIELDS)
     template = inference_pb2.EmbedRequest()
-    for name in (*REQUEST_SCALARS, "dimensions"):
+    for name in (*_SHARED, "dimensions"):
         value = given(body, name, FIELDS[name])
         if value is not None:
             setattr(template, name, value)

@@ -69,10 +69,15 @@ def chat_messages(given: Iterable[Item]) -> list[dict[str, Any]]:
                     answer = {"role": "assistant", "content": "", "reasoning_content": thought}
                     messages.append(answer)
             case "message" if item["role"] == "assistant":
-                if answer is None or answer["content"] or "tool_calls" in answer:
+                said = _joined(item["content"])
+                if answer is not None and "tool_calls" in answer:
+                    # The results of the calls come after this text, and must follow the calls' message.
+                    answer["content"] = (answer["content"] or "") + said or None
+                    continue
+                if answer is None or answer["content"]:
                     answer = {"role": "assistant"}
                     messages.append(answer)
-                answer["content"] = _joined(item["content"])
+                answer["content"] = said
             case "function_call":
                 if answer is None:
                     answer = {"role": "assistant", "content": ""}

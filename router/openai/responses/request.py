@@ -61,10 +61,10 @@ NAMES: Mapping[str, str] = {
 _NOT_SHARED = ("n", "max_tokens", "return_token_ids", "response_format")
 """A response has one output, and names of its own for the others."""
 _ELSEWHERE = {
-    "messages": "is input here",
-    "max_tokens": "is max_output_tokens here",
-    "max_completion_tokens": "is max_output_tokens here",
-    "response_format": "is text.format here",
+    "messages": "is called input here",
+    "max_tokens": "is called max_output_tokens here",
+    "max_completion_tokens": "is called max_output_tokens here",
+    "response_format": "is called text.format here",
     "n": "is not known here: a response has one output",
 }
 """Answers to fields that clients know from chats."""
@@ -198,7 +198,8 @@ class ResponseRequest:
     def items(self, earlier: Sequence[Item]) -> list[Item]:
         """Return the items of the input. `earlier` are those of the previous response. Raises InvalidRequest or
         Unsupported."""
-        found = read_input("input", self.body.get("input"), earlier)
+        asked = self.body.get("input")
+        found = read_input("input", asked, earlier) if isinstance(asked, str | list) else []
         if not found:
             raise InvalidRequest.of("input", "must be a text or a list with at least one item")
         return found
