@@ -261,7 +261,8 @@ class _KeptSession:
         cls, parts: RouterParts, valid: ValidGeneration, record: RequestRecord, root: bytes
     ) -> "_KeptSession | None":
         """Return the request's session, or None if its answers are not kept."""
-        if parts.answer_store is None or not valid.session_id or isinstance(valid.prompt, TokenPrompt):
+        has_answers = valid.session_id and not valid.sampling.embeds
+        if parts.answer_store is None or not has_answers or isinstance(valid.prompt, TokenPrompt):
             return None
         # The root differs by model and salt.
         name = b"\0".join((root, record.tenant.encode(), valid.session_id.encode()))
