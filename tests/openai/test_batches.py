@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,47 @@ async def test_an_upload_that_is_none_is_refused(
     answer = await batching.post(body, "/v1/files", content_type=media_type)
     assert answer.status == status
     assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "", "-1", "000000001" + "9" * 5000])
+async def test_a_wrong_limit_of_a_list_is_refused(batching: Gateway, limit: str) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        answer = await batching.get(f"{path}?limit={limit}")
+        assert (answer.status, answer.error["param"]) == (400, "limit")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_upload_whose_client_goes_at_its_end_leaves_no_file_without_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_syncing, may_sync, has_ended = threading.Event(), threading.Event(), asyncio.Event()
+    upload_as_it_is = handlers.BatchRoutes._upload
+
+    async def noted(self: handlers.BatchRoutes, request: Any) -> Any:
+        try:
+            return await upload_as_it_is(self, request)
+        finally:
+            has_ended.set()
+
+    def slow(descriptor: int) -> None:
+        is_syncing.set()
+        assert may_sync.wait(30)
+
+    monkeypatch.setattr(handlers.BatchRoutes, "_upload", noted)
+    async with running_gateway(batch_dir=str(tmp_path)) as gateway, gateway.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os, "fsync", slow)
+            sending = asyncio.create_task(uploaded(client, b"{}\n"))
+            assert await asyncio.to_thread(is_syncing.wait, 30)
+            sending.cancel()
+            async with asyncio.timeout(30):
+                await has_ended.wait()
+            may_sync.set()
+            await until(lambda: bool(list(tmp_path.glob("*/files/*.jsonl"))))
+            await until(lambda: bool(list(tmp_path.glob("*/files/*.json"))))
+        (record,) = [one async for one in client.files.list()]
+        assert (await client.files.content(record.id)).content == b"{}\n"
 
 
 @pytest.mark.asyncio(loop_scope="module")
