@@ -14,6 +14,7 @@ import pytest_asyncio
 from blockyard.router.openai.batches import handlers, runner, store, upload
 from blockyard.router.openai.batches.answer_file import Answers
 from blockyard.router.openai.batches.lines import unanswered_line
+from blockyard.router.openai.batches.records import BatchRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -230,6 +231,32 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
         await batch_client.batches.cancel(batch.id)
     assert refused.value.code == "conflict"
     assert (await batch_client.files.delete(source)).deleted
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
+    batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, BatchRecord] = {}
+    num_looks = 0
+    listed = store.Store.unfinished
+
+    def older(self: store.Store) -> list[BatchRecord]:
+        nonlocal num_looks
+        num_looks += 1
+        for record in listed(self):
+            known.setdefault(record.id, record)
+        return list(known.values())
+
+    monkeypatch.setattr(store.Store, "unfinished", older)
+    done = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
+    assert done.status == "completed"
+    assert done.id in known
+    assert (await batch_client.files.delete(done.input_file_id)).deleted
+    looks = num_looks
+    await until(lambda: num_looks > looks + 2)
+    assert await batch_client.batches.retrieve(done.id) == done
+    assert len(await answers(batch_client, done.output_file_id)) == 2
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -88,7 +88,12 @@ class Runner:
         for record in await asyncio.to_thread(self._store.unfinished):
             job = self._jobs.get(record.id)
             if job is None:
-                job = self._jobs[record.id] = _Job(record, self._store.of(record.owner.tenant))
+                store = self._store.of(record.owner.tenant)
+                # The list may be older than the end of the batch, which must not run again.
+                latest = await asyncio.to_thread(store.batch, record.id)
+                if latest is None or latest.has_ended:
+                    continue
+                job = self._jobs[record.id] = _Job(latest, store)
                 tasks.create_task(self._carry_out(job))
             if await asyncio.to_thread(job.store.is_cancelled, record.id):
                 job.stops.set()
