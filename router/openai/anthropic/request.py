@@ -46,7 +46,7 @@ _OURS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
     *("bad_token_ids", "bad_words", "logit_bias", "regex", "truncate_prompt_tokens", "skip_special_tokens"),
-    *("priority", "session_id", "cache_salt", "public_prefix"),
+    *("priority", "session_id", "cache_salt", "public_prefix", "expected_pause_seconds", "prefetch"),
 )
 """Fields that mean the same as in a chat."""
 _IGNORED = "Ignored: it changes no token."
