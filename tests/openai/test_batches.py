@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator
@@ -260,6 +261,21 @@ async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
+    batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("a line of the client")
+
+    monkeypatch.setattr(runner.Runner, "_end", fails)
+    failed = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [error.code for error in failed.errors.data or ()] == ["internal"]
+    assert len(await answers(batch_client, failed.output_file_id)) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenAI) -> None:
     made = [await started(batch_client, jsonl(line("a"))) for _ in range(3)]
     listed = [one.id async for one in batch_client.batches.list(limit=2)]
@@ -359,7 +375,7 @@ async def test_an_upload_whose_client_goes_at_its_end_leaves_no_file_without_a_r
     monkeypatch.setattr(handlers.BatchRoutes, "_upload", noted)
     async with running_gateway(batch_dir=str(tmp_path)) as gateway, gateway.client() as client:
         with monkeypatch.context() as patch:
-            patch.setattr(store.os, "fsync", slow)
+            patch.setattr(os, "fsync", slow)
             sending = asyncio.create_task(uploaded(client, b"{}\n"))
             assert await asyncio.to_thread(is_syncing.wait, 30)
             sending.cancel()

@@ -111,6 +111,8 @@ class Runner:
             # The text of the exception may quote a line.
             logger.error("batch %s has failed: %s", job.record.id, _names(error))
             with suppress(OSError):
+                # The answers so far are worth having.
+                await asyncio.to_thread(_publish, job.record, job.store)
                 failure = LineError(code="internal", message="the router has failed on this batch")
                 await self._save(
                     job, replace(job.record, status="failed", failed_at=_now(), errors=(failure,))
