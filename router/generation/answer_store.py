@@ -95,8 +95,9 @@ class AnswerStore:
         self._note_size(session, len(record))
         return b"".join(_opened(record, session))
 
-    async def add(self, name: bytes, answers: bytes) -> None:
-        """Append packed answers to a session's record, unless it is full."""
+    async def add(self, name: bytes, answers: bytes, *, is_first: bool = False) -> None:
+        """Append packed answers to a session's record, unless it is full. `is_first`: none was read before, so the
+        record is probably new."""
         session = self._session(name)
         if session.key in self._full:
             return
@@ -106,12 +107,25 @@ class AnswerStore:
         entry = _LENGTH.pack(len(sealed)) + sealed
         if len(entry) > MAX_RECORD_BYTES:
             return
-        size = await self._asked(session, lambda: client.append(session.key, entry))
+
+        async def begin() -> object:
+            async with client.pipeline(transaction=False) as pipe:
+                # The expiry comes first, so that no record stays for ever.
+                pipe.append(session.key, b"")
+                pipe.getex(session.key, ex=self._keep_seconds)
+                pipe.append(session.key, entry)
+                replies: list[object] = await pipe.execute()
+            return replies[-1]
+
+        async def go_on() -> object:
+            return await client.append(session.key, entry)
+
+        size = await self._asked(session, begin if is_first else go_on)
         if not isinstance(size, int):
             return
         self._note_size(session, size)
-        if size == len(entry):
-            # The record is new and has no expiry yet.
+        if size == len(entry) and not is_first:
+            # The earlier answers have expired since they were read.
             await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
 
     def _session(self, name: bytes) -> _Session:

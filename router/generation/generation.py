@@ -255,6 +255,7 @@ class _KeptSession:
         self._name = name
         self._prompt = prompt
         self._outputs: dict[int, list[int]] = {}
+        self._is_first = True
 
     @classmethod
     def of(
@@ -273,7 +274,9 @@ class _KeptSession:
         prompt = self._prompt
         if isinstance(prompt, ChatPrompt) and all(message.role != "assistant" for message in prompt.messages):
             return b""
-        return await self._store.read(self._name)
+        answers = await self._store.read(self._name)
+        self._is_first = not answers
+        return answers
 
     def take(self, delta: Delta) -> None:
         self._outputs.setdefault(delta.index, []).extend(delta.token_ids)
@@ -283,7 +286,7 @@ class _KeptSession:
         self._store.num_spliced_tokens += prepared.num_spliced
         answers = [pack_answer(prepared.place, pack_tokens(ids)) for ids in self._outputs.values() if ids]
         if prepared.place and answers:
-            await self._store.add(self._name, b"".join(answers))
+            await self._store.add(self._name, b"".join(answers), is_first=self._is_first)
 
 
 def _prompt_end(parts: RouterParts, prepared: Prepared) -> str:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest_asyncio
 from blockyard.router.openai.batches import handlers, runner, store, upload
 from blockyard.router.openai.batches.answer_file import Answers
 from blockyard.router.openai.batches.lines import unanswered_line
+from blockyard.router.openai.batches.records import BatchRecord
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -234,6 +237,47 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
+    batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, BatchRecord] = {}
+    num_looks = 0
+    listed = store.Store.unfinished
+
+    def older(self: store.Store) -> list[BatchRecord]:
+        nonlocal num_looks
+        num_looks += 1
+        for record in listed(self):
+            known.setdefault(record.id, record)
+        return list(known.values())
+
+    monkeypatch.setattr(store.Store, "unfinished", older)
+    done = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
+    assert done.status == "completed"
+    assert done.id in known
+    assert (await batch_client.files.delete(done.input_file_id)).deleted
+    looks = num_looks
+    await until(lambda: num_looks > looks + 2)
+    assert await batch_client.batches.retrieve(done.id) == done
+    assert len(await answers(batch_client, done.output_file_id)) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
+    batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("a line of the client")
+
+    monkeypatch.setattr(runner.Runner, "_end", fails)
+    failed = await ended(batch_client, await started(batch_client, jsonl(line("a"), line("b"))))
+    assert failed.status == "failed"
+    assert failed.errors is not None
+    assert [error.code for error in failed.errors.data or ()] == ["internal"]
+    assert len(await answers(batch_client, failed.output_file_id)) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenAI) -> None:
     made = [await started(batch_client, jsonl(line("a"))) for _ in range(3)]
     listed = [one.id async for one in batch_client.batches.list(limit=2)]
@@ -304,6 +348,47 @@ async def test_an_upload_that_is_none_is_refused(
     answer = await batching.post(body, "/v1/files", content_type=media_type)
     assert answer.status == status
     assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "", "-1", "000000001" + "9" * 5000])
+async def test_a_wrong_limit_of_a_list_is_refused(batching: Gateway, limit: str) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        answer = await batching.get(f"{path}?limit={limit}")
+        assert (answer.status, answer.error["param"]) == (400, "limit")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_upload_whose_client_goes_at_its_end_leaves_no_file_without_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_syncing, may_sync, has_ended = threading.Event(), threading.Event(), asyncio.Event()
+    upload_as_it_is = handlers.BatchRoutes._upload
+
+    async def noted(self: handlers.BatchRoutes, request: Any) -> Any:
+        try:
+            return await upload_as_it_is(self, request)
+        finally:
+            has_ended.set()
+
+    def slow(descriptor: int) -> None:
+        is_syncing.set()
+        assert may_sync.wait(30)
+
+    monkeypatch.setattr(handlers.BatchRoutes, "_upload", noted)
+    async with running_gateway(batch_dir=str(tmp_path)) as gateway, gateway.client() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", slow)
+            sending = asyncio.create_task(uploaded(client, b"{}\n"))
+            assert await asyncio.to_thread(is_syncing.wait, 30)
+            sending.cancel()
+            async with asyncio.timeout(30):
+                await has_ended.wait()
+            may_sync.set()
+            await until(lambda: bool(list(tmp_path.glob("*/files/*.jsonl"))))
+            await until(lambda: bool(list(tmp_path.glob("*/files/*.json"))))
+        (record,) = [one async for one in client.files.list()]
+        assert (await client.files.content(record.id)).content == b"{}\n"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -198,6 +198,7 @@ async def test_a_prompt_may_fill_the_context(embedder: Gateway, worker: FakeWork
         ({"input": "a", "user": 5}, "user"),
         ({"input": "a", "temperature": 1}, "temperature"),
         ({"input": "a", "priority": 101}, "priority"),
+        # Hints of calls that generate.
         ({"input": "a", "prefetch": True}, "prefetch"),
         ({"input": "a", "expected_pause_seconds": 5}, "expected_pause_seconds"),
     ],

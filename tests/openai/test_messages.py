@@ -96,6 +96,15 @@ def chat_of(body: dict[str, Any]) -> inference_pb2.GenerateRequest:
     return messages_wanted({"max_tokens": 9, **body}, FORMAT).requests[0]
 
 
+async def test_hints_of_agents_reach_the_worker(claude: AsyncAnthropic, worker: FakeWorker) -> None:
+    hints = {"session_id": "agent-7", "expected_pause_seconds": 45.0}
+    await claude.messages.create(**ASKED, extra_body=hints)
+    assert worker.submits[-1].expected_pause_seconds == 45
+    ahead = await both(claude, **ASKED, extra_body={**hints, "prefetch": True})
+    assert (ahead.content, ahead.stop_reason, ahead.usage.output_tokens) == ([], "max_tokens", 0)
+    assert worker.submits[-1].sampling.max_tokens == 1
+
+
 async def test_an_answer_has_text_and_usage(claude: AsyncAnthropic, worker: FakeWorker) -> None:
     answer = await both(
         claude, **{**ASKED, "max_tokens": 16}, system="Be brief.", extra_body={"seed": 3, "temperature": 0.5}

@@ -62,6 +62,18 @@ async def test_another_router_reads_what_one_has_added_until_it_expires(
     assert not one.errors + other.errors
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_record_has_an_expiry_whether_or_not_it_was_believed_to_be_new(
+    admin: "redis.Redis", client: redis.asyncio.Redis, is_first: bool
+) -> None:
+    store = store_of(client)
+    await store.add(TALK, b"first", is_first=is_first)
+    (key,) = admin.keys("*")
+    assert 90 < admin.ttl(key) <= 100
+    await store.add(TALK, b"second", is_first=is_first)
+    assert await store.read(TALK) == b"firstsecond"
+
+
 async def test_no_other_session_sees_an_answer(admin: "redis.Redis", client: redis.asyncio.Redis) -> None:
     store = store_of(client)
     await store.add(TALK, b"answer")

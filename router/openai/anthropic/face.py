@@ -104,7 +104,7 @@ class MessagesFace:
         sampling = request.sampling
         reason, stop = "tool_use" if blocks.has_called else "end_turn", None
         if finish.reason == inference_pb2.FINISH_REASON_LENGTH:
-            is_full = finish.usage.completion_tokens < sampling.max_tokens and not request.prefetch
+            is_full = not request.prefetch and finish.usage.completion_tokens < sampling.max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif finish.HasField("stop_reason") and finish.stop_reason in sampling.stop:
             reason, stop = "stop_sequence", finish.stop_reason

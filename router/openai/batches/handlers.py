@@ -5,10 +5,12 @@ out (../routes.py).
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from aiohttp.web import BaseRequest, Response, StreamResponse
 from blockyard.router.admission.auth import PRINCIPAL
@@ -39,6 +41,7 @@ WINDOW = "24h"
 WINDOW_SECONDS = 24 * 3600
 DEFAULT_LIMITS = {FILES: 1000, BATCHES: 20}
 MAX_PAGE = 1000
+LIMIT = re.compile(r"[0-9]{1,4}")
 CONTENT_BYTES = 256 * 1024
 
 Headed = Callable[[StreamResponse, BaseRequest, CallNotes], None]
@@ -114,15 +117,14 @@ class BatchRoutes:
             except BaseException as error:
                 upload.__exit__(type(error), error, error.__traceback__)
                 raise
-            await asyncio.to_thread(upload.__exit__, None, None, None)
-        record = FileRecord(
-            id=file_id,
-            filename=filename,
-            purpose="batch",
-            num_bytes=num_bytes,
-            created_at=int(time.time()),
-        )
-        await asyncio.to_thread(store.add_file, record)
+            record = FileRecord(
+                id=file_id,
+                filename=filename,
+                purpose="batch",
+                num_bytes=num_bytes,
+                created_at=int(time.time()),
+            )
+            await asyncio.to_thread(_keep, upload, store, record)
         return json_response(record.shown())
 
     async def _found_file(self, request: BaseRequest) -> tuple[TenantStore, FileRecord]:
@@ -216,6 +218,15 @@ def _owner(caller: Caller) -> Owner:
     )
 
 
+def _keep(upload: AbstractContextManager[BinaryIO], store: TenantStore, record: FileRecord) -> None:
+    """End an upload. A client that goes meanwhile ends only the waiting for this thread.
+
+    So no file stays without a record, which nobody could see or delete.
+    """
+    upload.__exit__(None, None, None)
+    store.add_file(record)
+
+
 def _shown_batches(store: TenantStore) -> list[dict[str, Any]]:
     return [record.shown(is_cancelled=store.is_cancelled(record.id)) for record in store.batches()]
 
@@ -228,7 +239,7 @@ def _id_in(request: BaseRequest) -> str:
 def _listed(shown: list[dict[str, Any]], request: BaseRequest, path: str) -> Response:
     query = request.query
     limit = query.get("limit", str(DEFAULT_LIMITS[path]))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+    if not (LIMIT.fullmatch(limit) and 1 <= int(limit) <= MAX_PAGE):
         raise InvalidRequest.of("limit", f"must be from 1 to {MAX_PAGE}")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):

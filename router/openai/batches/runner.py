@@ -88,7 +88,12 @@ class Runner:
         for record in await asyncio.to_thread(self._store.unfinished):
             job = self._jobs.get(record.id)
             if job is None:
-                job = self._jobs[record.id] = _Job(record, self._store.of(record.owner.tenant))
+                store = self._store.of(record.owner.tenant)
+                # The list may be older than the end of the batch, which must not run again.
+                latest = await asyncio.to_thread(store.batch, record.id)
+                if latest is None or latest.has_ended:
+                    continue
+                job = self._jobs[record.id] = _Job(latest, store)
                 tasks.create_task(self._carry_out(job))
             if await asyncio.to_thread(job.store.is_cancelled, record.id):
                 job.stops.set()
@@ -106,6 +111,8 @@ class Runner:
             # The text of the exception may quote a line.
             logger.error("batch %s has failed: %s", job.record.id, _names(error))
             with suppress(OSError):
+                # The answers so far are worth having.
+                await asyncio.to_thread(_publish, job.record, job.store)
                 failure = LineError(code="internal", message="the router has failed on this batch")
                 await self._save(
                     job, replace(job.record, status="failed", failed_at=_now(), errors=(failure,))

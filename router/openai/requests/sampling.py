@@ -86,12 +86,15 @@ REQUEST_SCALARS: Fields = {
     "cache_salt": text,
     "public_prefix": boolean,
     "truncate_prompt_tokens": integer(INT32),
+}
+"""Fields with the same name in GenerateRequest and EmbedRequest."""
+HINTS: Fields = {
     "expected_pause_seconds": Kind(
         number.check, {**number.schema, "exclusiveMinimum": 0, "maximum": MAX_PAUSE_SECONDS}
     ).said("Seconds from the answer's end until the session is expected to come back. Steers the cache."),
     "prefetch": boolean.said("Compute the prompt's blocks and generate nothing. Default false."),
 }
-"""Fields with the same name in GenerateRequest."""
+"""Hints of agents, with the same name in GenerateRequest alone."""
 LOGIT_BIAS = _counted("logit_bias", mapping).then(
     _read_biases,
     propertyNames={"pattern": "^[0-9]{1,10}$"},
@@ -107,6 +110,7 @@ SHARED: Fields = {
     **SCALARS,
     **LISTS,
     **REQUEST_SCALARS,
+    **HINTS,
     **STRUCTURES,
     "logit_bias": LOGIT_BIAS,
     "include_stop_str_in_output": STOP_SHOWN,
@@ -118,7 +122,7 @@ SHARED: Fields = {
 def generate_request(body: Body) -> inference_pb2.GenerateRequest:
     """Return a request with the body's shared fields, without prompt and log-probabilities. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest(sampling=_sampling(body))
-    for name, kind in REQUEST_SCALARS.items():
+    for name, kind in {**REQUEST_SCALARS, **HINTS}.items():
         value = given(body, name, kind)
         if value is not None:
             setattr(request, name, value)
