@@ -78,6 +78,7 @@ async def test_what_goes_wrong_is_said(gateway: Gateway, worker: FakeWorker, bro
     await browser.type_into("#tools", '[{"type": "function"}]')
     await say(browser, "hello")
     assert "tools[0].function" in await browser.text(".error")
+    assert await browser.evaluate("document.getElementById('say').value") == "hello", "it may be sent again"
 
 
 async def test_the_page_needs_no_token_but_its_calls_do(tokens: Tokens, browser: Browser) -> None:

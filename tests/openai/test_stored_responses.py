@@ -135,6 +135,13 @@ async def test_redis_holds_no_text_and_every_record_expires(house: House) -> Non
             assert 0 < admin.ttl(key) <= 24 * 3600
 
 
+async def test_a_prefetch_keeps_nothing(house: House) -> None:
+    house.says("Hello.")
+    before = house.keys()
+    await house.clients[0].responses.create(model="demo", input="x", extra_body={"prefetch": True})
+    assert house.keys() == before
+
+
 async def test_store_false_keeps_nothing(house: House) -> None:
     house.says("Hello.")
     before = house.keys()
