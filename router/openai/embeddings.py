@@ -28,7 +28,8 @@ async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, req
     async with outputs(calls, wanted.requests, call) as run:
         await run(take)
     facts = calls.parts.facts
-    assert facts.pooling is not None, "a model that generates has been refused"
+    if facts.pooling is None:
+        raise RuntimeError("a model that generates has been refused")
     items = []
     for index in range(len(found)):
         embedding = sized(found[index].embedding, wanted.dimensions, facts.pooling)

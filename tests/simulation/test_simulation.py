@@ -34,7 +34,8 @@ AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob
 )
 def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     """`python -m tests.simulation --runs 1 --seed SEED --log` shows a seed that fails."""
-    results = [run(seed) for seed in range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)]
+    seeds = range(chunk * RUNS_A_CHUNK, (chunk + 1) * RUNS_A_CHUNK)
+    results = [run(seed) for seed in seeds]
     assert {result.seed: result.violation for result in results if result.violation} == {}
     # Runs in which nothing happens would prove nothing.
     struck, outcomes = Counter[Kind](), Counter[str]()
@@ -46,7 +47,8 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert outcomes["CANCELLED"]
     assert outcomes["DEADLINE_EXCEEDED"]
     assert sum(result.num_moves for result in results) > 0
-    assert sum(result.num_splits for result in results) > 0
+    may_split = any({"prefill"} < set(scenario(seed).roles) for seed in seeds)
+    assert (sum(result.num_splits for result in results) > 0) == may_split
     assert sum(result.pulls["WHOLE"] for result in results) > 0
 
 

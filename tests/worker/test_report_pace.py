@@ -56,7 +56,7 @@ async def traffic(num_routers: int, num_workers: int) -> Counter[str]:
     streams = [asyncio.create_task(stream(number)) for number in range(num_routers)]
     for step in range(round(SECONDS / STEP_SECONDS)):
         await asyncio.sleep(STEP_SECONDS)
-        service._deliver([], cast(StepResult, None), replace(load, running=1 + step % 7), [])
+        service._deliver([], [], cast(StepResult, None), replace(load, running=1 + step % 7), [])
     for task in streams:
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)

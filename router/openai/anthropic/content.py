@@ -227,8 +227,7 @@ def _check_results(turns: Sequence[Turn]) -> None:
                     "corresponding `tool_use` block in the previous message.",
                 )
             waiting.remove(result.call_id)
-        if waiting:
-            assert before is not None
+        if before is not None and waiting:
             raise InvalidRequest.of(
                 before.path,
                 "`tool_use` ids were found without `tool_result` blocks immediately after. Each `tool_use` block must "

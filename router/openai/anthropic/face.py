@@ -69,8 +69,8 @@ class MessagesFace:
         return begin + self._blocks.streamed(delta.text, is_last=is_last)
 
     async def end(self) -> bytes:
-        assert self._blocks is not None, "each output has a last delta"
-        delta = sse("message_delta", delta=self._end(self._finish, self._blocks), usage=self._usage())
+        blocks = self._blocks or self._new_blocks()
+        delta = sse("message_delta", delta=self._end(self._finish, blocks), usage=self._usage())
         return delta + sse("message_stop")
 
     def failed(self, error: RouterError) -> bytes:

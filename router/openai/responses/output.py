@@ -123,26 +123,28 @@ class OutputItems:
                 case Thought(text):
                     told.append(self._grown("reasoning", text))
                 case CallBegun(name):
-                    told.append(self._begun("function_call", call_id=self._output.call_id(), name=name))
+                    told.append(self._ended("completed"))
+                    told.append(
+                        self._begun("function_call", call_id=self._output.call_id(), name=name).begun()
+                    )
                 case Arguments(text):
-                    assert self._open is not None
-                    told.append(self._open.grown(text))
+                    told.append(self._grown("function_call", text))
         return b"".join(told)
 
     def end(self, status: Status) -> bytes:
         """End the last item. An output without any item is a message without text."""
-        told = b"" if self.items else self._begun("message")
+        told = b"" if self.items else self._begun("message").begun()
         return told + self._ended(status)
 
     def _grown(self, kind: str, text: str) -> bytes:
-        told = b""
-        if self._open is None or self._open.item["type"] != kind:
-            told = self._begun(kind)
-            assert self._open is not None
-        return told + self._open.grown(text)
-
-    def _begun(self, kind: str, **fields: str) -> bytes:
+        item = self._open
+        if item is not None and item.item["type"] == kind:
+            return item.grown(text)
         told = self._ended("completed")
+        item = self._begun(kind)
+        return told + item.begun() + item.grown(text)
+
+    def _begun(self, kind: str, **fields: str) -> _OpenItem:
         item: Item = {"id": new_id(kind), "type": kind, "status": "in_progress"}
         match kind:
             case "message":
@@ -153,7 +155,7 @@ class OutputItems:
                 item |= {**fields, "arguments": ""}
         self._open = _OpenItem(item, len(self.items), self._writer)
         self.items.append(item)
-        return told + self._open.begun()
+        return self._open
 
     def _ended(self, status: Status) -> bytes:
         ended, self._open = self._open, None

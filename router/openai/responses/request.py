@@ -3,7 +3,6 @@
 Owns names and shapes. Does not own the input's items (items.py) or earlier responses (stored.py).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +67,6 @@ _ELSEWHERE = {
     "n": "is not known here: a response has one output",
 }
 """Answers to fields that clients know from chats."""
-_MESSAGE = re.compile(r"messages\b.*")
 _TOOL_KEYS = ("type", "name", "description", "parameters", "strict")
 _IGNORED = "Ignored: it changes no token."
 _HINTS: Fields = {
@@ -405,5 +403,6 @@ def _shown_choice(choice: Any) -> Any:
 def _renamed(error: InvalidRequest | Unsupported) -> InvalidRequest | Unsupported:
     """Return the error with names of this API."""
     (violation,) = error.violations
-    field = _MESSAGE.sub("input", json_name(violation.field, NAMES))
-    return type(error).of(field, violation.description)
+    field = json_name(violation.field, NAMES)
+    is_of_messages = field.partition(".")[0].partition("[")[0] == "messages"
+    return type(error).of("input" if is_of_messages else field, violation.description)
