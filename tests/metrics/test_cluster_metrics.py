@@ -138,8 +138,8 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
 ) -> None:
     listed = set(watched.prometheus.ask("label/__name__/values"))
     ours = {name for name in listed if "blockyard" in name}
-    # A counter of Ray appears with the first event: nothing was preempted, split or pulled, no worker was lost,
-    # no call of Redis failed, and no request had a session.
+    # A counter of Ray appears with the first event. Nothing was preempted, split or pulled. No worker was lost, no call
+    # of Redis failed, and no request had a session.
     silent = {
         *("preemptions", "swaps", "moves", "evictions", "migrations", "stale_blocks"),
         "router_splits",
