@@ -148,8 +148,8 @@ async def test_requests_without_an_answer_of_their_session_ask_redis_nothing(
     await chat(one, talk)
     assert calls() == before
     await chat(one, talk[:1], session_id="first-turn")
-    # The record is new, so its expiry is set after the answer was added.
-    assert calls() == {"getex": before["getex"] + 1, "append": before["append"] + 1}
+    # The record is new: an empty one gets its expiry, and then the answer.
+    assert calls() == {"getex": before["getex"] + 1, "append": before["append"] + 2}
 
 
 async def test_a_truncated_prompt_keeps_no_answer(
