@@ -35,7 +35,7 @@ MAX_KEPT_BYTES = 256 * 1024 * 1024
 TIMEOUT_SECONDS = 0.5
 CALLS_AT_ONCE = 8
 """Calls of Redis at once, each of which has a connection."""
-_NONCE_BYTES = 12
+NONCE_BYTES = 12
 _SEAL_BYTES = 32
 _NAME_BYTES = 16
 
@@ -77,12 +77,31 @@ class KeptRecords:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a record is, and what seals it."""
 
     key: str
     shard: int
-    seal: AESGCM
+    """Number of the server that has it."""
+    _seal: AESGCM
+
+    @classmethod
+    def of(cls, name: bytes, *, secret: bytes, prefix: str, num_shards: int) -> "Place":
+        """Return the place of a record. Key and seal are derived from the secret and the record's name."""
+        derived = hmac.digest(secret, name, "sha512")
+        named = derived[_SEAL_BYTES : _SEAL_BYTES + _NAME_BYTES]
+        return cls(prefix + named.hex(), shard_of(named, num_shards), AESGCM(derived[:_SEAL_BYTES]))
+
+    def sealed(self, value: bytes) -> bytes:
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + self._seal.encrypt(nonce, value, None)
+
+    def opened(self, sealed: bytes) -> bytes | None:
+        """Return what was sealed for this place, or None if this cluster has not sealed it."""
+        try:
+            return self._seal.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], None)
+        except (InvalidTag, ValueError):
+            return None
 
 
 class SealedRecords:
@@ -114,8 +133,7 @@ class SealedRecords:
     async def put(self, name: RecordName, value: bytes) -> bool:
         """Keep a new record, and return whether it is kept. Never raises."""
         place = self._place(name)
-        nonce = os.urandom(_NONCE_BYTES)
-        sealed = nonce + place.seal.encrypt(nonce, value, None)
+        sealed = place.sealed(value)
         if len(sealed) > MAX_RECORD_BYTES:
             return False
 
@@ -140,12 +158,7 @@ class SealedRecords:
         """Return a record, or None if there is none. Raises StoreUnavailable."""
         place = self._place(name)
         sealed = await self._call(place, lambda: self._clients[place.shard].getex(place.key))
-        if not isinstance(sealed, bytes):
-            return None
-        try:
-            return place.seal.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], None)
-        except (InvalidTag, ValueError):
-            return None
+        return place.opened(sealed) if isinstance(sealed, bytes) else None
 
     async def delete(self, name: RecordName) -> None:
         """Delete a record, if there is one. Raises StoreUnavailable."""
@@ -153,17 +166,11 @@ class SealedRecords:
         # A time that has passed deletes at once.
         await self._call(place, lambda: self._clients[place.shard].getex(place.key, exat=1))
 
-    def _place(self, name: RecordName) -> _Place:
+    def _place(self, name: RecordName) -> Place:
         message = "\0".join((name.kind, name.tenant, name.record_id)).encode()
-        derived = hmac.digest(self._secret, message, "sha512")
-        named = derived[_SEAL_BYTES : _SEAL_BYTES + _NAME_BYTES]
-        return _Place(
-            key=self._prefix + named.hex(),
-            shard=shard_of(named, len(self._clients)),
-            seal=AESGCM(derived[:_SEAL_BYTES]),
-        )
+        return Place.of(message, secret=self._secret, prefix=self._prefix, num_shards=len(self._clients))
 
-    async def _call(self, place: _Place, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, place: Place, call: Callable[[], Awaitable[T]]) -> T:
         breaker = self._breakers[place.shard]
         if not breaker.admits(self._clock()):
             raise StoreUnavailable("Redis, which keeps responses, does not answer")

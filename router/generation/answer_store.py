@@ -1,32 +1,27 @@
 """Answer store: keeps the token ids of sessions' answers in Redis for some time, sealed with the cluster secret.
 
 A later prompt of the session takes them in place of the answer's text (tokenizing/splices.py). Owns the record of a
-session, its seal, and what happens while Redis is away: prompts are then encoded like any other, and no request fails.
-All routers of a cluster share the records. Does not own what is spliced.
+session, and what happens while Redis is away: prompts are then encoded like any other, and no request fails. All
+routers of a cluster share the records. Does not own what is spliced, or the seal (../sealed_records.py).
 
 A record is a string of sealed answers, in order. Routers may only append to it and renew its expiry. These commands
 change no key of the prefix index, so a router that was taken over cannot harm it (proto/index/acl.py).
 """
 
 import asyncio
-import hmac
 import logging
-import os
 import struct
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from blockyard.proto.index.contract import ErrorKind
 from blockyard.proto.index.redis import error_kind
 from blockyard.proto.index.schema import key_prefix
-from blockyard.proto.index.shards import shard_of
 from blockyard.proto.security.cluster_identity import answers_key
 from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig, patient_timeout
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from blockyard.router.sealed_records import NONCE_BYTES, Place
 from redis.asyncio import Redis
 
 MAX_RECORD_BYTES = 256 * 1024
@@ -34,20 +29,9 @@ MAX_RECORD_BYTES = 256 * 1024
 blocks of all later ones build on theirs."""
 REMEMBERED_FULL = 4096
 """Sessions with a full record that a router remembers, to append nothing without having read."""
-NONCE_BYTES = 12
 _LENGTH = struct.Struct("<I")
-_SEAL_BYTES = 32
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """Where a session's record is, and what seals it."""
-
-    key: str
-    shard: int
-    seal: AESGCM
 
 
 class AnswerStore:
@@ -102,8 +86,7 @@ class AnswerStore:
         if session.key in self._full:
             return
         client = self._clients[session.shard]
-        nonce = os.urandom(NONCE_BYTES)
-        sealed = nonce + session.seal.encrypt(nonce, answers, None)
+        sealed = session.sealed(answers)
         entry = _LENGTH.pack(len(sealed)) + sealed
         if len(entry) > MAX_RECORD_BYTES:
             return
@@ -128,23 +111,17 @@ class AnswerStore:
             # The earlier answers have expired since they were read.
             await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
 
-    def _session(self, name: bytes) -> _Session:
-        derived = hmac.digest(self._secret, name, "sha512")
-        named = derived[_SEAL_BYTES : _SEAL_BYTES + 16]
-        return _Session(
-            key=self._prefix + named.hex(),
-            shard=shard_of(named, len(self._clients)),
-            seal=AESGCM(derived[:_SEAL_BYTES]),
-        )
+    def _session(self, name: bytes) -> Place:
+        return Place.of(name, secret=self._secret, prefix=self._prefix, num_shards=len(self._clients))
 
-    def _note_size(self, session: _Session, size: int) -> None:
+    def _note_size(self, session: Place, size: int) -> None:
         self._full.pop(session.key, None)
         if size >= MAX_RECORD_BYTES:
             self._full[session.key] = None
             if len(self._full) > REMEMBERED_FULL:
                 self._full.popitem(last=False)
 
-    async def _asked(self, session: _Session, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def _asked(self, session: Place, call: Callable[[], Awaitable[T]]) -> T | None:
         """Return Redis's reply, or None if it fails, is late, or was not asked because it failed before."""
         breaker = self._breakers[session.shard]
         if not breaker.admits(self._clock()):
@@ -169,15 +146,14 @@ class AnswerStore:
         return reply
 
 
-def _opened(record: bytes, session: _Session) -> Iterator[bytes]:
+def _opened(record: bytes, session: Place) -> Iterator[bytes]:
     """Yield the answers of a record, up to the first that this cluster has not sealed for this session."""
     at = 0
     while at + _LENGTH.size + NONCE_BYTES <= len(record):
         start = at + _LENGTH.size
         end = start + _LENGTH.unpack_from(record, at)[0]
-        sealed = record[start:end]
-        try:
-            yield session.seal.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], None)
-        except (InvalidTag, ValueError):
+        answer = session.opened(record[start:end])
+        if answer is None:
             return
+        yield answer
         at = end

@@ -67,10 +67,9 @@ class Responses:
         context = [*earlier, *request.items(earlier)]
         stores = self._records is not None and request.asks_to_store is not False
         wanted = request.wanted(context, self._calls.parts.answers, can_store=self._records is not None)
-        is_prefetch = wanted.requests[
-            0
-        ].prefetch  # whose answer says nothing that a later call could go on from
-        keep: Keep = partial(self._keep, context, tenant) if stores and not is_prefetch else keep_nothing
+        # The answer of a prefetch is empty, so no later call could go on from it.
+        keeps = stores and not wanted.requests[0].prefetch
+        keep: Keep = partial(self._keep, context, tenant) if keeps else keep_nothing
         return Asked(wanted, partial(ResponseFace, wanted, request.echo(), keep))
 
     async def get(self, request: BaseRequest, notes: CallNotes) -> Response:
