@@ -160,6 +160,26 @@ def test_ranks_that_left_a_failed_step_at_different_calls_meet_in_the_next_one(
         assert result == (32.0 if step % 3 else failing), (rank, step)
 
 
+def test_a_rank_that_ran_ahead_and_failed_there_has_done_its_part_of_this_step(
+    library: CpuLibrary, own: ExitStack
+) -> None:
+    groups = [RankGroup(lambda: library, rank=0, size=2)]
+    own.callback(groups[0].memory.unlink)
+    groups.append(RankGroup(lambda: library, rank=1, size=2, name=groups[0].memory.name))
+    received = torch.zeros(3)
+    with groups[1].step(1):
+        with groups[0].step(1):
+            groups[0].broadcast(torch.ones(3))
+        for step in (2, 3):
+            with pytest.raises(ValueError, match="a defect"), groups[0].step(step):
+                raise ValueError("a defect")
+        groups[1].broadcast(received)
+    assert received.tolist() == [1, 1, 1]
+    for step in (2, 3):
+        with pytest.raises(RankLost, match="another rank has failed"), groups[1].step(step):
+            groups[1].broadcast(received)
+
+
 def test_an_idle_receiver_waits_without_a_deadline_until_the_group_is_aborted(
     library: CpuLibrary, own: ExitStack
 ) -> None:

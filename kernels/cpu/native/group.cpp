@@ -33,13 +33,14 @@ constexpr int64_t SPIN_NS = 30'000, YIELD_NS = 200'000, SLEEP_NS = 20'000'000;
 struct alignas(64) Line {
     std::atomic<int64_t> arrived;
     std::atomic<uint32_t> bell;              // rung for sleeping ranks
+    std::atomic<int64_t> first_sound_step;   // this rank has failed in the step before it
+    std::atomic<int64_t> rounds[MAX_DEPTH];  // of the piece in each buffer, which tells whether a rank left without it
     std::atomic<int64_t> pieces[MAX_DEPTH];  // bytes of each piece, which tells a mix-up of calls
 };
 
 // What all ranks map. Begins as zeros. The buffers follow it.
 struct Shared {
     alignas(64) std::atomic<uint32_t> aborted;
-    alignas(64) std::atomic<int64_t> first_sound_step;  // a rank has failed in the step before it
     alignas(64) std::atomic<uint32_t> num_sleeping;
     Line lines[MAX_RANKS];
 };
@@ -80,10 +81,13 @@ static void ring_all(Group& g) {
 static char* buffer(const Group& g, int64_t rank, int64_t round) {
     return (char*)(g.shared + 1) + (rank * g.depth + round % g.depth) * g.piece_bytes;
 }
-// Note in `status` why no call of this step succeeds any more. Return whether one can.
+// Note in `status` why no call of this step succeeds any more. Return whether one can. A rank that ran ahead and failed
+// in a later step has done its part of this one, or lacks a piece of it: see piece_of.
 static bool is_sound(Group& g) {
     if (g.shared->aborted.load(std::memory_order_relaxed)) g.status = ABORTED;
-    else if (!g.status && g.shared->first_sound_step.load(std::memory_order_relaxed) > g.round >> STEP_BITS) g.status = FAILED;
+    const int64_t next = (g.round >> STEP_BITS) + 1;
+    for (int64_t rank = 0; !g.status && rank < g.size; rank++)
+        if (g.shared->lines[rank].first_sound_step.load(std::memory_order_relaxed) == next) g.status = FAILED;
     return !g.status;
 }
 
@@ -107,7 +111,7 @@ static bool wait_for(Group& g, int64_t rank, int64_t round) {
             g.shared->num_sleeping.fetch_sub(1);
         }
     }
-    return is_sound(g);  // a rank that has failed arrives at the next step without this piece
+    return is_sound(g);
 }
 static bool wait_for_all(Group& g, int64_t round) {
     for (int64_t rank = 0; rank < g.size; rank++)
@@ -127,13 +131,18 @@ static void arrive(Group& g) {
     if (g.shared->num_sleeping.load()) ring(&line.bell);
 }
 static void arrive(Group& g, int64_t bytes) {
-    g.shared->lines[g.rank].pieces[g.round % g.depth].store(bytes, std::memory_order_relaxed);
+    Line& line = g.shared->lines[g.rank];
+    line.rounds[g.round % g.depth].store(g.round, std::memory_order_relaxed);
+    line.pieces[g.round % g.depth].store(bytes, std::memory_order_relaxed);
     arrive(g);
 }
-// Return another rank's piece of this round, or null where it does not come or is none of `bytes`.
+// Return another rank's piece of this round, or null where it does not come or is none of `bytes`. A rank that has
+// failed arrives at the next step without its piece.
 static const char* piece_of(Group& g, int64_t rank, int64_t bytes) {
     if (!wait_for(g, rank, g.round)) return nullptr;
-    if (g.shared->lines[rank].pieces[g.round % g.depth].load(std::memory_order_relaxed) != bytes) g.status = MIXED_UP;
+    const Line& line = g.shared->lines[rank];
+    if (line.rounds[g.round % g.depth].load(std::memory_order_relaxed) != g.round) g.status = FAILED;
+    else if (line.pieces[g.round % g.depth].load(std::memory_order_relaxed) != bytes) g.status = MIXED_UP;
     return g.status ? nullptr : buffer(g, rank, g.round);
 }
 
@@ -256,10 +265,7 @@ void by_enter(Group* g, int64_t step) {
 }
 // Let every call of this step return at once, in every rank.
 void by_fail(Group* g) {
-    auto& sound = g->shared->first_sound_step;
-    const int64_t next = (g->round >> STEP_BITS) + 1;
-    for (int64_t seen = sound.load(); seen < next && !sound.compare_exchange_weak(seen, next);) {
-    }
+    g->shared->lines[g->rank].first_sound_step.store((g->round >> STEP_BITS) + 1);
     ring_all(*g);
 }
 // Let every call of every rank return at once, now and later. Any thread of any rank may call this.
