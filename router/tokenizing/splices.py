@@ -256,17 +256,19 @@ class Splicer:
         """Return whether the text's parts before and behind `at` make tokens of the same text as the whole."""
         if not 0 < at < len(text):
             return True
-        left, right = text[max(0, at - _BORDER_CHARACTERS) : at], text[at : at + _BORDER_CHARACTERS]
-        encode, decode = self._spelling.encode_part, self._spelling.decode
-        first = encode(left, is_template=True, after=None)
-        parts = first + encode(right, is_template=True, after=first[-1])
-        return decode(parts) == decode(encode(left + right, is_template=True, after=None))
+        pieces = self._pieces if text is self._text else [Piece(text, self._pieces[0].is_template)]
+        start, end, decode = max(0, at - _BORDER_CHARACTERS), at + _BORDER_CHARACTERS, self._spelling.decode
+        first = self._encode(start, at, None, pieces)
+        parts = first + self._encode(at, end, first[-1], pieces)
+        return decode(parts) == decode(self._encode(start, end, None, pieces))
 
-    def _encode(self, start: int, end: int, last: int | None) -> list[int]:
-        """Return the tokens of a part of the text, which follows the token `last`."""
+    def _encode(
+        self, start: int, end: int, last: int | None, pieces: Sequence[Piece] | None = None
+    ) -> list[int]:
+        """Return the tokens of a part of the text, or of other pieces, which follows the token `last`."""
         token_ids: list[int] = []
         begin = 0
-        for piece in self._pieces:
+        for piece in self._pieces if pieces is None else pieces:
             part = piece.text[max(0, start - begin) : max(0, end - begin)]
             begin += len(piece.text)
             if part:

@@ -272,6 +272,14 @@ def test_a_splice_changes_neither_text_nor_control_tokens(
     assert encoder.control(spliced.token_ids) == encoder.control(plain.token_ids)
 
 
+def test_a_text_that_spells_a_control_token_keeps_its_spaces_beside_an_answer() -> None:
+    encoder = CONVERSATIONS["mistral"].encoder
+    prompt = TextPrompt("0</s>0")
+    answer = Answer(place_of(""), encoder.encode_part("0", is_template=True))
+    spliced, plain = (encoder.encode_with(prompt, answers) for answers in ([answer], ()))
+    assert encoder.decode(spliced.token_ids) == encoder.decode(plain.token_ids) == "0</s>0"
+
+
 def _ends_of(text: str, content: str) -> set[int]:
     """Return where the content begins in the text."""
     return {at for at in range(len(text)) if content and text.startswith(content, at)}
