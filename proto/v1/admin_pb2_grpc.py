@@ -82,7 +82,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeWorker(self, request, context):
-        """Undoes a drain.
+        """Undoes a drain. Returns once this router sends requests to the worker again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,7 @@ what a drain or a flush does (the workers). Every router is connected to all wor
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -94,6 +95,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         resumed: admin_pb2.ResumeWorkerResponse = await _answer(
             link.call("ResumeWorker", request, _seconds_left(context))
         )
+        # Otherwise a drain of another worker, sent at once, would still count this one as drained.
+        end = time.monotonic() + _seconds_left(context) / 2
+        while self._is_draining(request.worker_id) and link.is_up and time.monotonic() < end:
+            await asyncio.sleep(LOOK_SECONDS)
         return resumed
 
     async def FlushCache(
