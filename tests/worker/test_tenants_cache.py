@@ -272,6 +272,21 @@ def test_host_memory_that_is_all_being_read_takes_nothing() -> None:
     assert (len(cache), cache.owner(held[0])) == (1, A)
 
 
+def test_a_block_that_finds_no_slot_takes_along_what_builds_on_it() -> None:
+    anywhere = AnywhereNames()
+    cache = HostCache(2, first_slot=0, anywhere=anywhere)
+    parent, child, grandchild = names("a", 3)
+    cache.store(grandchild, A, parent=child)
+    cache.store(child, A, parent=parent)
+    cache.read([child, grandchild])
+    assert cache.store(parent, A) is None, "both slots are read"
+    cache.check_invariants()
+    assert (len(cache), len(anywhere)) == (0, 0), "nothing could find them without their parent"
+    assert anywhere.take_changes() == ((), ())
+    cache.done([child, grandchild])
+    assert cache.store(parent, A) is not None
+
+
 def test_evictions_of_tenants_tell_children_before_parents() -> None:
     scheduler = make_scheduler(12)
     known: dict[BlockName, BlockName] = {}

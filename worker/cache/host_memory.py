@@ -76,13 +76,15 @@ class HostCache:
     ) -> HostSlot | None:
         """Take a slot for a block that the GPU is about to lose, and return it.
 
-        Return None where the name is here already, or nothing can be evicted.
+        Return None where the name is here already, or nothing can be evicted. Then names that build on it go too.
         """
         self._pulled.discard(name)
         if name in self._slots:
             self._touch(name)
             return None
         if not self._free and not self._evict():
+            for descendant in reversed(self._with_descendants({name})[1:]):
+                self._drop(descendant)
             return None
         slot = self._slots[name] = self._free.pop()
         self._parents[name] = parent
@@ -209,7 +211,7 @@ class HostCache:
         for name, parent in self._parents.items():
             children.setdefault(parent, []).append(name)
         found: dict[BlockName, None] = {}
-        following = deque(name for name in names if self._parents[name] not in names)
+        following = deque(name for name in names if self._parents.get(name) not in names)
         while following:
             name = following.popleft()
             found.pop(name, None)  # one of the names is a descendant of another: it moves behind that one
