@@ -148,8 +148,8 @@ class SealedRecords:
 
         try:
             is_kept = await self._call(place, write)
-            for oldest in self._kept.add(name, len(sealed), self._clock()) if is_kept else ():
-                await self.delete(oldest)
+            surplus = self._kept.add(name, len(sealed), self._clock()) if is_kept else []
+            await self._delete_all(surplus)
         except StoreUnavailable:
             return False
         return is_kept
@@ -162,9 +162,20 @@ class SealedRecords:
 
     async def delete(self, name: RecordName) -> None:
         """Delete a record, if there is one. Raises StoreUnavailable."""
-        place = self._place(name)
-        # A time that has passed deletes at once.
-        await self._call(place, lambda: self._clients[place.shard].getex(place.key, exat=1))
+        await self._delete_all([name])
+
+    async def _delete_all(self, names: Sequence[RecordName]) -> None:
+        """Delete records, with one call of each server that has some. Raises StoreUnavailable."""
+        at_shard: dict[int, list[Place]] = {}
+        for name in names:
+            place = self._place(name)
+            at_shard.setdefault(place.shard, []).append(place)
+        for shard, places in at_shard.items():
+            async with self._clients[shard].pipeline(transaction=False) as pipe:
+                for place in places:
+                    # A time that has passed deletes at once.
+                    pipe.getex(place.key, exat=1)
+                await self._call(places[0], pipe.execute)
 
     def _place(self, name: RecordName) -> Place:
         message = "\0".join((name.kind, name.tenant, name.record_id)).encode()

@@ -97,7 +97,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         # Otherwise a drain of another worker, sent at once, would still count this one as drained.
         end = time.monotonic() + _seconds_left(context) / 2
-        while self._is_draining(request.worker_id) and link.is_up and time.monotonic() < end:
+        while self._is_draining(request.worker_id) and link.is_up and time.monotonic() < end:  # noqa: ASYNC110 - no event
             await asyncio.sleep(LOOK_SECONDS)
         return resumed
 

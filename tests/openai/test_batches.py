@@ -15,7 +15,7 @@ import pytest_asyncio
 from blockyard.router.openai.batches import handlers, runner, store, upload
 from blockyard.router.openai.batches.answer_file import Answers
 from blockyard.router.openai.batches.lines import unanswered_line
-from blockyard.router.openai.batches.records import BatchRecord
+from blockyard.router.openai.batches.records import BatchRecord, Owner, page
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -350,12 +350,54 @@ async def test_an_upload_that_is_none_is_refused(
     assert answer.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_a_list_goes_on_behind_an_object_that_was_deleted(newest_first: bool) -> None:
+    shown = [{"id": f"file-{number:032x}", "created_at": number} for number in range(6)]
+    expected = sorted((one["id"] for one in shown), reverse=newest_first)
+    for at, deleted in enumerate(expected):
+        left = [one for one in shown if one["id"] != deleted]
+        found = page(left, after=deleted, limit=10, newest_first=newest_first)
+        assert [one["id"] for one in found.shown] == expected[at + 1 :]
+
+
+def test_a_record_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    batches = store.Store(tmp_path)
+    tenant = batches.of("a")
+    kept = BatchRecord(
+        id=store.drawn_batch_id(),
+        owner=Owner(tenant="a"),
+        endpoint=CHAT,
+        input_file_id=store.drawn_file_id(),
+        completion_window="24h",
+        created_at=1,
+        expires_at=2,
+        output_file_id=store.drawn_file_id(),
+        error_file_id=store.drawn_file_id(),
+    )
+    tenant.create(kept)
+    (saved,) = tmp_path.glob("*/batches/*.json")
+    for content in ("", "{}", "[]", '{"id": 1}', "null"):
+        harmed = store.drawn_batch_id()
+        (saved.parent / f"{harmed}.json").write_text(content)
+        assert tenant.batch(harmed) is None
+    for _ in range(2):
+        assert [one.id for one in tenant.batches()] == [one.id for one in batches.unfinished()] == [kept.id]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("limit", ["0", "1001", "x", "", "-1", "000000001" + "9" * 5000])
 async def test_a_wrong_limit_of_a_list_is_refused(batching: Gateway, limit: str) -> None:
     for path in ("/v1/files", "/v1/batches"):
         answer = await batching.get(f"{path}?limit={limit}")
         assert (answer.status, answer.error["param"]) == (400, "limit")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("after", ["", "x", "../owner.lock", "file-1"])
+async def test_a_list_behind_what_is_no_id_is_refused(batching: Gateway, after: str) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        answer = await batching.get(f"{path}?after={after}")
+        assert (answer.status, answer.error["param"]) == (400, "after")
 
 
 @pytest.mark.asyncio(loop_scope="module")

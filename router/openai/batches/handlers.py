@@ -29,6 +29,7 @@ from blockyard.router.openai.batches.store import (
     TenantStore,
     drawn_batch_id,
     drawn_file_id,
+    is_id_here,
 )
 from blockyard.router.openai.batches.upload import Uploads, receive
 from blockyard.router.openai.http.body import read_json
@@ -244,6 +245,8 @@ def _listed(shown: list[dict[str, Any]], request: BaseRequest, path: str) -> Res
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest.of("order", "must be asc or desc")
-    # An `after` that is not there begins the list again: a client may delete what it has listed.
-    listed = page(shown, after=query.get("after"), limit=int(limit), newest_first=order == "desc")
+    after = query.get("after")
+    if after is not None and not is_id_here(after):
+        raise InvalidRequest.of("after", "must be the id of a file or a batch")
+    listed = page(shown, after=after, limit=int(limit), newest_first=order == "desc")
     return json_response(listed.document())

@@ -153,8 +153,14 @@ class Page:
 
 
 def page(shown: list[dict[str, Any]], *, after: str | None, limit: int, newest_first: bool = True) -> Page:
-    """Return the page of at most `limit` objects behind the one with the id `after`."""
+    """Return the page of at most `limit` objects behind the one with the id `after`, which may have been deleted."""
     ordered = sorted(shown, key=lambda one: (one["created_at"], one["id"]), reverse=newest_first)
-    ids = [one["id"] for one in ordered]
-    begin = ids.index(after) + 1 if after in ids else 0
+    begin = _begin([one["id"] for one in ordered], after, newest_first) if after is not None else 0
     return Page(shown=ordered[begin : begin + limit], has_more=len(ordered) > begin + limit)
+
+
+def _begin(ids: list[str], after: str, newest_first: bool) -> int:
+    if after in ids:
+        return ids.index(after) + 1
+    # Ids begin with the time.
+    return next((at for at, one in enumerate(ids) if (one < after) == newest_first), len(ids))

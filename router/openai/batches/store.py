@@ -20,15 +20,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from blockyard.router.openai.batches.records import BatchRecord, FileRecord, batch_record
 
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 200_000_000
@@ -75,11 +76,10 @@ class TenantStore:
     # Files
 
     def file(self, file_id: str) -> FileRecord | None:
-        document = _read(self._files, file_id)
-        return None if document is None else FileRecord(**document)
+        return _read(self._files / f"{file_id}.json", _file_record) if is_id_here(file_id) else None
 
     def files(self) -> list[FileRecord]:
-        return [FileRecord(**document) for document in _read_all(self._files)]
+        return _read_all(self._files, _file_record)
 
     def add_file(self, record: FileRecord) -> None:
         _write(self._files / f"{_checked(record.id)}.json", asdict(record))
@@ -115,11 +115,10 @@ class TenantStore:
     # Batches
 
     def batch(self, batch_id: str) -> BatchRecord | None:
-        document = _read(self._batches, batch_id)
-        return None if document is None else batch_record(document)
+        return _read(self._batches / f"{batch_id}.json", batch_record) if is_id_here(batch_id) else None
 
     def batches(self) -> list[BatchRecord]:
-        return [batch_record(document) for document in _read_all(self._batches)]
+        return _read_all(self._batches, batch_record)
 
     def create(self, record: BatchRecord) -> None:
         """Add a new batch, and forget the oldest that have ended if there are too many. Raises LimitPassed."""
@@ -149,7 +148,7 @@ class Store:
         self._folder = folder
         self._lock: int | None = None
         self._ended: set[Path] = set()
-        """Records of batches that have ended, which are not read again."""
+        """Records of batches that have ended or cannot be read, which are not read again."""
 
     def of(self, tenant: str) -> TenantStore:
         return TenantStore(self._folder / sha256(tenant.encode()).hexdigest()[:32])
@@ -179,19 +178,11 @@ class Store:
         paths = set(self._folder.glob("*/batches/*.json"))
         self._ended &= paths
         for path in paths - self._ended:
-            try:
-                record = batch_record(json.loads(path.read_bytes()))
-            except FileNotFoundError:
-                continue
-            except (ValueError, KeyError, TypeError):
-                # Of another version, or harmed by a loss of power. Other batches go on.
-                logger.error("the record of a batch cannot be read: %s", path)
-                self._ended.add(path)
-                continue
-            if record.has_ended:
-                self._ended.add(path)
-            else:
+            record = _read(path, batch_record)
+            if record is not None and not record.has_ended:
                 found.append(record)
+            elif path.exists():
+                self._ended.add(path)
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
     def _remove_interrupted_uploads(self) -> None:
@@ -201,8 +192,13 @@ class Store:
                     path.unlink()
 
 
+def is_id_here(text: str) -> bool:
+    """Return whether a text can be the id of a file or a batch."""
+    return _ID.fullmatch(text) is not None
+
+
 def _checked(name: str) -> str:
-    if not _ID.fullmatch(name):
+    if not is_id_here(name):
         raise ValueError("not an id of ours")
     return name
 
@@ -222,17 +218,22 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def _read(folder: Path, name: str) -> dict[str, Any] | None:
-    if not _ID.fullmatch(name):
-        return None
+def _file_record(document: dict[str, Any]) -> FileRecord:
+    return FileRecord(**document)
+
+
+def _read(path: Path, parsed: Callable[[dict[str, Any]], R]) -> R | None:
+    """Return a record, or None where there is none that can be read."""
     try:
-        document: dict[str, Any] = json.loads((folder / f"{name}.json").read_bytes())
+        return parsed(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
-    return document
+    except (ValueError, KeyError, TypeError):
+        # Of another version, or harmed by a loss of power. Others can be read.
+        logger.error("a record cannot be read: %s", path)
+        return None
 
 
-def _read_all(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):
-            yield json.loads(path.read_bytes())
+def _read_all(folder: Path, parsed: Callable[[dict[str, Any]], R]) -> list[R]:
+    records = (_read(path, parsed) for path in folder.glob("*.json"))
+    return [record for record in records if record is not None]

@@ -21,7 +21,7 @@ STATUSES: dict[grpc.StatusCode, tuple[int, str]] = {
     Code.FAILED_PRECONDITION: (400, "invalid_request_error"),
     Code.UNAUTHENTICATED: (401, "authentication_error"),
     Code.PERMISSION_DENIED: (403, "permission_error"),
-    Code.NOT_FOUND: (404, "not_found_error"),
+    Code.NOT_FOUND: (404, "invalid_request_error"),
     Code.ALREADY_EXISTS: (409, "conflict_error"),
     Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     Code.CANCELLED: (499, "cancelled_error"),

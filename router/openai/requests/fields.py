@@ -79,7 +79,7 @@ def integer(bounds: tuple[int, int]) -> Kind[int]:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise InvalidRequest.of(name, "must be a string")
+        raise InvalidRequest.of(name, "is required: a string" if value is None else "must be a string")
     # JSON can spell a lone surrogate, which is not a character and has no UTF-8.
     try:
         value.encode()
