@@ -118,8 +118,12 @@ def summary(cluster: ClusterState) -> RenderableType:
         *dashboard_lines(cluster, signs_in=True),
         *metrics_lines(cluster),
         "try next:",
-        f'  {command} generate{name} "def main():"',
-        f"  {command} chat{name}        {command} workers{name}        {command} blocks{name}",
+        *(
+            []
+            if _embeds(cluster.model)
+            else [f'  {command} generate{name} "def main():"', f"  {command} chat{name}"]
+        ),
+        f"  {command} workers{name}        {command} blocks{name}",
         f"  {command} down{name}",
     ]
     return Text("\n".join(lines))
@@ -148,7 +152,7 @@ def _curl(url: str, options: "UpOptions") -> str:
     """Return a curl command in short lines, because a folded line cannot be pasted into a shell."""
     security = options.security
     path, asked = "completions", {"prompt": "def main():", "max_tokens": 48}
-    if (Path(options.engine.model).expanduser() / MODULES_FILE).is_file():
+    if _embeds(options.engine.model):
         path, asked = "embeddings", {"input": "def main():"}
     body = json.dumps({"model": options.served_names[0], **asked})
     parts = [
@@ -159,6 +163,11 @@ def _curl(url: str, options: "UpOptions") -> str:
         f"-d {shlex.quote(body)}",
     ]
     return "  " + " \\\n    ".join(parts)
+
+
+def _embeds(model: str) -> bool:
+    """Return whether a folder has a model that makes embeddings, and generates nothing."""
+    return (Path(model).expanduser() / MODULES_FILE).is_file()
 
 
 def _first_line(cluster: ClusterState) -> str:

@@ -20,6 +20,7 @@ from blockyard.deploy.views.views import (
     plain_table,
     replica_dict,
     status_view,
+    summary,
     workers_table,
 )
 from blockyard.proto.v1 import cluster_pb2
@@ -199,6 +200,15 @@ def test_only_what_is_asked_to_sign_in_shows_the_live_pages_key_never_rays_token
     assert max(map(len, signing_in[:2])) <= 80
     assert "a-token-of-rays" not in "".join(shown + signing_in)
     assert "open --cluster c" in signing_in[1]
+
+
+def test_up_offers_no_generation_of_a_model_that_makes_embeddings(tmp_path: Path) -> None:
+    cluster = ClusterState(cluster="default", model=str(tmp_path), secret="s")
+    assert {"generate", "chat"} <= set(printed(summary(cluster)).split())
+    (tmp_path / "modules.json").write_text("[]")
+    told = set(printed(summary(cluster)).split())
+    assert not {"generate", "chat"} & told
+    assert {"workers", "down"} <= told
 
 
 def test_pulls_and_loans_have_columns_once_a_worker_has_some() -> None:
