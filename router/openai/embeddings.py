@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp.web import Response
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.calls.generating import Calls
+from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.embedding import Embedding, sized
 from blockyard.router.openai.answers.outputs import outputs
@@ -15,9 +16,18 @@ from blockyard.router.openai.http.json_response import encoded, json_body_respon
 from blockyard.router.openai.requests.embedding import WantedEmbeddings
 from blockyard.router.openai.requests.prompts import set_ids
 
+MAX_NUMBERS = 2**22
+"""Most numbers of one answer: 2048 embeddings of 2048 numbers, about 80 MB of text."""
+
 
 async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, request_id: str) -> Response:
     """Run one call and answer it. Raises RouterErrors, also in groups."""
+    size = min(wanted.dimensions or calls.parts.facts.embedding_size, calls.parts.facts.embedding_size)
+    if len(wanted.requests) * size > MAX_NUMBERS:
+        raise InvalidRequest.of(
+            "input",
+            f"has {len(wanted.requests)} inputs with {size} numbers each: an answer has up to {MAX_NUMBERS}",
+        )
     set_ids(wanted.requests, request_id)
     REQUEST_ID.set(request_id)
     found: dict[int, Delta] = {}

@@ -17,6 +17,7 @@ from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.client import AsyncClient, InvalidRequestError
 from blockyard.router.generation.embedding import sized
+from blockyard.router.openai import embeddings
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -150,6 +151,17 @@ async def test_many_inputs_are_one_call_with_a_bounded_number_at_once(
     answer = await client.embeddings.create(model="demo", input=texts)
     assert [item.embedding for item in answer.data] == [embedding_of(text) for text in texts]
     assert len({submit.request_id for submit in worker.submits}) == 100
+
+
+async def test_an_answer_has_a_bounded_number_of_numbers(
+    client: AsyncOpenAI, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_NUMBERS", 2 * SIZE)
+    assert len((await client.embeddings.create(model="demo", input=TEXTS[:2])).data) == 2
+    assert len((await client.embeddings.create(model="demo", input=TEXTS, dimensions=2)).data) == 3
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.embeddings.create(model="demo", input=TEXTS)
+    assert refusal.value.param == "input"
 
 
 async def test_grpc_gives_the_same_with_its_usage(embedder: Gateway, worker: FakeWorker) -> None:
