@@ -1,7 +1,7 @@
 """Turns tokens into text, piece by piece. The router's streams and the offline engine share these rules.
 
 Owns loading a tokenizer, and incremental decoding that never splits a character. Owns stop strings that may span
-pieces, and which of an output's tokens are shown. Does not own prompts (router/tokenizing/prompts.py) or which tokens
+pieces, and which of an output's tokens are shown. Does not own prompts (router/tokenizing/encoder.py) or which tokens
 end an output (the engine).
 """
 

@@ -1,7 +1,7 @@
 """Tokenizer process, and the connection to it. The process renders and encodes prompts, and names their blocks.
 
 Owns the process from start to end: it answers questions in order and ends with its parent. Does not own deadlines or
-what follows a death (service.py), or what is computed (prompts.py).
+what follows a death (service.py), or what is computed (encoder.py).
 
 The connection is a socket on the event loop (wire.py has its format). Python's own pool of processes puts two threads
 between caller and process. They cost a request more than tokenizing its prompt does.
@@ -25,7 +25,8 @@ from typing import Any, cast
 
 from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.tokenizing.prompts import PromptEncoder, PromptError
+from blockyard.router.tokenizing.encoder import PromptEncoder
+from blockyard.router.tokenizing.prompts import PromptError
 from blockyard.router.tokenizing.splices import place_of, unpack_answers
 from blockyard.router.tokenizing.wire import (
     Answer,

@@ -2,7 +2,7 @@
 
 A model may sample other tokens than the tokenizer makes of the same text. So a prompt with an earlier answer takes the
 tokens that were sampled, wherever the text is equal. Pure: the tokenizer is an argument. Does not own how answers are
-kept (generation/answer_store.py) or rendered (prompts.py).
+kept (generation/answer_store.py) or rendered (encoder.py).
 
 A splice changes no text of the prompt, with one exception: a tool call that the chat template spells otherwise than
 the model did. If both are the same call, the prompt has the model's spelling (`respelled`).

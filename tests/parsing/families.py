@@ -15,7 +15,8 @@ from blockyard.proto.text import TextOutput, load_tokenizer
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.parsing.events import Arguments, CallBegun, Said, Thought, merged
 from blockyard.router.parsing.reading import Reading
-from blockyard.router.tokenizing.prompts import ChatMessage, ChatPrompt, Encoded, PromptEncoder
+from blockyard.router.tokenizing.encoder import Encoded, PromptEncoder
+from blockyard.router.tokenizing.prompts import ChatMessage, ChatPrompt
 from blockyard.router.tokenizing.splices import Answer, place_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ import pytest
 from blockyard.deploy.machine.processes import identify
 from blockyard.proto.naming.block_hash import chain, unpack_tokens
 from blockyard.proto.text import load_tokenizer
-from blockyard.router.tokenizing.prompts import PromptEncoder
+from blockyard.router.tokenizing.encoder import PromptEncoder
 from blockyard.router.tokenizing.service import (
     LONG_TEXT_CHARACTERS,
     QUANTUM_CHARACTERS,

@@ -29,8 +29,8 @@ from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.request.sampling_checks import SamplingLimits
 from blockyard.router.request.structured_output import structured_problem
 from blockyard.router.request.validation import valid_generation, valid_tenant
+from blockyard.router.tokenizing.encoder import PromptEncoder
 from blockyard.router.tokenizing.model_facts import ModelFacts
-from blockyard.router.tokenizing.prompts import PromptEncoder
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import Message
 
@@ -38,7 +38,7 @@ MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "proto", "worker", "deploy.dashboard")
 """Packages with all the code that reads a client's text."""
 NOT_OF_MODULES = {
-    "router.tokenizing.prompts": 2,  # _cut, tried here by itself, and a literal that is drawn for each call
+    "router.tokenizing.encoder": 2,  # _cut, tried here by itself, and a literal that is drawn for each call
     "router.client.retry": 1,  # reads addresses that a caller of the client gives
     "router.openai.http.errors": 1,  # literal names of fields, in our own messages
     "worker.grammar.tool_calls": 1,  # literal marks of the model's format

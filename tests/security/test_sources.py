@@ -142,6 +142,7 @@ REQUEST_CHECKS = (
     "router/request/validation.py",
     "router/request/sampling_checks.py",
     "router/request/structured_output.py",
+    "router/tokenizing/encoder.py",
     "router/tokenizing/prompts.py",
     "router/calls/bounds.py",
     "router/admission/auth.py",
