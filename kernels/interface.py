@@ -20,7 +20,7 @@ LinearsName = Literal["full", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """The RMS norm of each head of queries and keys (Qwen3)."""
+    """The RMS norm of each head of queries and keys."""
 
     q_weight_D: torch.Tensor
     k_weight_D: torch.Tensor

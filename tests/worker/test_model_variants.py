@@ -6,7 +6,7 @@ Prompts are longer than every window and than the training context of a scaled r
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from blockyard.kernels.attention.plan import plan_attention
 from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
-from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.families.family import Sizes
+from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import load_weights
 from transformers import AutoConfig
@@ -255,10 +256,15 @@ WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
 def test_the_window_of_each_layer_is_read_as_transformers_reads_it(
     architecture: str, fields: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
-    raw = fields if "max_position_embeddings" in fields else fields | {"max_position_embeddings": 512}
-    assert read_layer_windows(raw, architecture, 3, raw["max_position_embeddings"]) == expected
+    raw = {"max_position_embeddings": 512} | fields
+    longest = raw["max_position_embeddings"]
+
+    def hiding(windows: Iterable[int | None]) -> tuple[int | None, ...]:
+        return tuple(None if window is None or window >= longest else window for window in windows)
+
+    sizes = Sizes(num_layers=3, longest_context=longest)
+    assert hiding(FAMILIES[architecture].traits(raw, sizes).layer_windows) == expected
     config = ARCHITECTURES[architecture][0](num_hidden_layers=3, **raw)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window is not None else FULL] * 3
-    theirs = [window if kind == SLIDING else None for kind in kinds]
-    assert [None if w is None or w >= raw["max_position_embeddings"] else w for w in theirs] == list(expected)
+    assert hiding(window if kind == SLIDING else None for kind in kinds) == expected

@@ -1,4 +1,4 @@
-"""Decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
+"""Decoder: one forward pass for every family, driven by the configuration.
 
 Owns the order of a layer's operations. The kernel backend owns their arithmetic. Every layer stores all keys and values
 of the step before any token attends. So a sequence may read blocks that another sequence fills in the same step. Layers

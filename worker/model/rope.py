@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from blockyard.worker.model.families.family import RawConfig, UnsupportedModelError
+
 DEFAULT_THETA = 10_000.0
 _KEYS = {
     "default": set[str](),
@@ -22,10 +24,6 @@ _KEYS = {
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Keys that say how a checkpoint was made, and do not change what it computes.
 _REMARKS = {"finetuned"}
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have. The message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +62,12 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
-def read_rope_theta(raw: dict[str, Any]) -> float:
+def read_rope_theta(raw: RawConfig) -> float:
     """Return the base of the rotary frequencies."""
     return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 
-def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+def read_rope_scaling(raw: RawConfig, max_position_embeddings: int) -> RopeScaling | None:
     """Return the scaling, or None if the embedding is not scaled.
 
     Raises UnsupportedModelError for a kind, a key or a value that cannot be computed as transformers would.
@@ -112,14 +110,14 @@ def longest_context(max_position_embeddings: int, scaling: RopeScaling | None) -
     return max_position_embeddings
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: RawConfig) -> dict[str, Any]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UnsupportedModelError(f"rope scaling {rope!r} in config.json must be a JSON object")
     return rope
 
 
-def _refuse_unknown(raw: dict[str, Any], rope: dict[str, Any], kind: object) -> None:
+def _refuse_unknown(raw: RawConfig, rope: dict[str, Any], kind: object) -> None:
     if not isinstance(kind, str) or kind not in _KEYS:
         raise UnsupportedModelError(
             f"rope scaling {rope} in config.json: {kind!r} is not one of {', '.join(_KEYS)}"
