@@ -22,7 +22,13 @@ from blockyard.worker.model.families.family import (
     refuse_others,
 )
 from blockyard.worker.model.families.table import FAMILIES, find_architecture
-from blockyard.worker.model.rope import RopeScaling, longest_context, read_rope_scaling, read_rope_theta
+from blockyard.worker.model.rope import (
+    RopeScaling,
+    longest_context,
+    read_rope_scaling,
+    read_rope_theta,
+    read_rotary_dim,
+)
 
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -63,6 +69,8 @@ class ModelConfig(Traits):
     max_position_embeddings: int
     """The longest context that the model is meant for, including its rope scaling."""
     rms_norm_eps: float
+    rotary_dim: int
+    """Dimensions of a head that are rotated, the first ones. In memory a head is in `rotated_order`."""
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
@@ -87,31 +95,41 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _load_config(folder: Path) -> ModelConfig:
-    raw = _read_json(folder / "config.json")
+    stated = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
     pooling = read_pooling(folder)
-    architecture = find_architecture(raw.get("architectures") or [], is_bare=pooling is not None)
+    architecture = find_architecture(stated.get("architectures") or [], is_bare=pooling is not None)
     family = FAMILIES[architecture]
+    raw = family.rope({**family.defaults, **stated})
     refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers")
     trained_context = _positive(raw, "max_position_embeddings")
-    rope_scaling = read_rope_scaling(raw, trained_context)
-    max_position_embeddings = longest_context(trained_context, rope_scaling)
-    traits = family.traits(raw, Sizes(num_layers=num_layers, longest_context=max_position_embeddings))
     hidden_size = _positive(raw, "hidden_size")
+    head_dim = _positive(raw, "head_dim", hidden_size // num_heads)
+    rotary_dim = read_rotary_dim(raw, head_dim, can_be_less=family.rotates_part)
+    rope_scaling = read_rope_scaling(raw, trained_context, rotary_dim)
+    max_position_embeddings = longest_context(trained_context, rope_scaling)
+    sizes = Sizes(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        head_dim=head_dim,
+        longest_context=max_position_embeddings,
+    )
+    traits = family.traits({**family.defaults, **stated}, sizes)
     config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", num_heads),
-        head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=_positive(raw, "intermediate_size"),
         vocab_size=_positive(raw, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rotary_dim=rotary_dim,
         rope_theta=read_rope_theta(raw),
         rope_scaling=rope_scaling,
         # An embedding model has no head of its own, and uses none.

@@ -1,11 +1,24 @@
 """The table of architectures that this engine runs: one row for each name that a config.json may have."""
 
-from blockyard.worker.model.families import llama, mistral, qwen2, qwen3
+from blockyard.worker.model.families import (
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from blockyard.worker.model.families.family import Family, UnsupportedModelError
 
 FAMILIES: dict[str, Family] = {
+    "Gemma3ForCausalLM": gemma3.FAMILY,
+    "GraniteForCausalLM": granite.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
+    "Olmo2ForCausalLM": olmo2.FAMILY,
+    "Phi3ForCausalLM": phi3.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
 }
