@@ -20,7 +20,7 @@ LinearsName = Literal["full", "int8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """The RMS norm of each head of queries and keys (Qwen3)."""
+    """The RMS norm of each head of queries and keys."""
 
     q_weight_D: torch.Tensor
     k_weight_D: torch.Tensor
@@ -102,7 +102,8 @@ class Backend(Protocol):
     def rms_norm(
         self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
     ) -> None:
-        """Normalise the last dimension in fp32. `out_TH` may be `x_TH`."""
+        """Normalise the last dimension in fp32. `out_TH` may be `x_TH`. The result is rounded to x's type, multiplied
+        by the weight and rounded again. With a weight in fp32, which every norm here may have, it is rounded once."""
         ...
 
     def add_rms_norm(
@@ -117,6 +118,16 @@ class Backend(Protocol):
         """Add x to the residual in place, then set out = rms_norm(residual). `out_TH` may be `x_TH`."""
         ...
 
+    def rms_norm_add(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> None:
+        """Add rms_norm(x) to the residual in place. May overwrite `x_TH`."""
+        ...
+
+    def scale(self, x_TH: torch.Tensor, factor: float) -> None:
+        """Multiply x by a number in place."""
+        ...
+
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
@@ -126,6 +137,10 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         """Set out = silu(first half) * second half."""
+        ...
+
+    def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        """Set out = gelu(first half) * second half, with the form of GELU that uses tanh."""
         ...
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 """The fast backend for CPUs, in C++ (native/). It covers embedding, attention, rotary embedding with the KV write,
-norms, SiLU-mul, linears and the choice of tokens.
+norms, SiLU-mul, GELU-mul, linears and the choice of tokens.
 
 PyTorch keeps block copies, linears that `can_lay_out` refuses, and everything that the C++ does not serve. These are
 fp16, head sizes that are no multiple of 16, and head sizes beyond MAX_HEAD_DIM. checks.py checks everything before an
@@ -32,20 +32,18 @@ from blockyard.kernels.cpu.library import (
     CpuLibrary,
     Gather,
     GreedyTokens,
-    Norm,
     Nuclei,
     Placement,
-    SiluMul,
 )
 from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linear
 from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
+from blockyard.kernels.cpu.row_ops import NATIVE_DTYPES, activate, is_native, normalise, scale
 from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
 from blockyard.kernels.torch.backend import TorchBackend
 
 LANES = 16
 MAX_HEAD_DIM = 256
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 # Numbered as `stored_as` of native/lanes.h numbers them. 0 is the type of the heads.
 _STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
@@ -149,6 +147,7 @@ class CpuBackend(TorchBackend):
             head_dim=head_dim,
             block_size=plan.block_size,
             stored=_STORED.get(kv_pool_B2KPD.dtype, 0),
+            norm_is_fp32=norms is not None and norms.q_weight_D.dtype == torch.float32,
             eps=0.0 if norms is None else norms.eps,
         )
         self._library.place(k_TKD.dtype == torch.bfloat16, torch.get_num_threads(), placement)
@@ -203,9 +202,9 @@ class CpuBackend(TorchBackend):
     def rms_norm(
         self, x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor
     ) -> None:
-        if not _is_native(x_TH, weight_H, out_TH):
+        if not is_native(x_TH, out_TH):
             return super().rms_norm(x_TH, weight_H, eps, out_TH=out_TH)
-        self._normalise(x_TH, None, weight_H, eps, out_TH)
+        normalise(self._library, x_TH, None, weight_H, eps, out_TH)
 
     def add_rms_norm(
         self,
@@ -216,59 +215,35 @@ class CpuBackend(TorchBackend):
         *,
         out_TH: torch.Tensor,
     ) -> None:
-        if not _is_native(x_TH, residual_TH, weight_H, out_TH):
+        if not is_native(x_TH, residual_TH, out_TH):
             return super().add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH=out_TH)
-        self._normalise(x_TH, residual_TH, weight_H, eps, out_TH)
+        normalise(self._library, x_TH, residual_TH, weight_H, eps, out_TH)
 
-    def _normalise(
-        self,
-        x_TH: torch.Tensor,
-        residual_TH: torch.Tensor | None,
-        weight_H: torch.Tensor,
-        eps: float,
-        out_TH: torch.Tensor,
+    def rms_norm_add(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> None:
-        num_rows, hidden = x_TH.shape
-        need(weight_H.shape == (hidden,), "a norm of {} for {}", weight_H.shape, hidden)
-        need(out_TH.shape == x_TH.shape, "an output of another shape")
-        need(residual_TH is None or residual_TH.shape == x_TH.shape, "a residual of another shape")
-        work = Norm(
-            x=x_TH.data_ptr(),
-            residual=None if residual_TH is None else residual_TH.data_ptr(),
-            weight=weight_H.data_ptr(),
-            out=out_TH.data_ptr(),
-            x_stride=x_TH.stride(0),
-            residual_stride=0 if residual_TH is None else residual_TH.stride(0),
-            out_stride=out_TH.stride(0),
-            num_rows=num_rows,
-            hidden=hidden,
-            eps=eps,
-        )
-        self._library.normalise(x_TH.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        if not is_native(x_TH, residual_TH):
+            return super().rms_norm_add(x_TH, residual_TH, weight_H, eps)
+        normalise(self._library, x_TH, residual_TH, weight_H, eps, residual_TH, adds_after=True)
+
+    def scale(self, x_TH: torch.Tensor, factor: float) -> None:
+        if not is_native(x_TH):
+            return super().scale(x_TH, factor)
+        scale(self._library, x_TH, factor)
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
-        if not _is_native(gate_up_T2I, out_TI):
+        if not is_native(gate_up_T2I, out_TI):
             return super().silu_mul(gate_up_T2I, out_TI=out_TI)
-        num_rows, width = out_TI.shape
-        need(
-            gate_up_T2I.shape == (num_rows, 2 * width),
-            "gate and up {} for {}",
-            gate_up_T2I.shape,
-            width,
-        )
-        work = SiluMul(
-            gate_up=gate_up_T2I.data_ptr(),
-            out=out_TI.data_ptr(),
-            gate_up_stride=gate_up_T2I.stride(0),
-            out_stride=out_TI.stride(0),
-            num_rows=num_rows,
-            width=width,
-        )
-        self._library.silu_mul(gate_up_T2I.dtype == torch.bfloat16, torch.get_num_threads(), work)
+        activate(self._library, gate_up_T2I, out_TI, is_gelu=False)
+
+    def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        if not is_native(gate_up_T2I, out_TI):
+            return super().gelu_mul(gate_up_T2I, out_TI=out_TI)
+        activate(self._library, gate_up_T2I, out_TI, is_gelu=True)
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         """Return the table's rows [T, H] of these tokens. In C++, a token outside the table gives a row of NaN."""
-        if not _is_native(table_VH) or not table_VH.is_contiguous():
+        if not is_native(table_VH) or not table_VH.is_contiguous():
             return super().embed(table_VH, tokens_T)
         need(
             tokens_T.dtype == torch.int64 and tokens_T.is_contiguous() and tokens_T.is_cpu,
@@ -288,7 +263,7 @@ class CpuBackend(TorchBackend):
         return out_TH
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _is_native(logits_SV):
+        if not is_native(logits_SV):
             return super().greedy_tokens(logits_SV)
         num_rows, vocab_size = logits_SV.shape
         tokens_S = torch.empty(num_rows, dtype=torch.int64)
@@ -365,7 +340,7 @@ def has_native_layout(kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether the C++ kernels serve such a pool for a model in `dtype`, in the layout of `to_native`."""
     block_size, head_dim = kv_pool_B2KPD.shape[3], head_dim_of(kv_pool_B2KPD)
     return (
-        (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in _NATIVE_DTYPES
+        (dtype if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD.dtype) in NATIVE_DTYPES
         and head_dim % LANES == 0
         and head_dim <= MAX_HEAD_DIM
         and block_size % LANES == 0
@@ -417,12 +392,3 @@ def _numbers_of(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """Return views of keys and values [B, K, P, D], and how many numbers lie together natively."""
     numbers = numbers_of(kv_pool_B2KPD) if is_quantised(kv_pool_B2KPD) else kv_pool_B2KPD
     return numbers[:, 0], numbers[:, 1], 2 if kv_pool_B2KPD.dtype == torch.bfloat16 else 1
-
-
-def _is_native(*tensors: torch.Tensor) -> bool:
-    """Return whether the tensors are fp32 or bf16 on the CPU, all of one type, with dense rows."""
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype != dtype or tensor.stride(-1) != 1 or not tensor.is_cpu:
-            return False
-    return dtype in _NATIVE_DTYPES

@@ -85,7 +85,8 @@ def check_heads(kv_pool_B2KPD: torch.Tensor, *tensors: torch.Tensor) -> None:
 def check_norms(norms: HeadNorms, heads_TKD: torch.Tensor) -> None:
     for weight_D in (norms.q_weight_D, norms.k_weight_D):
         need(
-            weight_D.dtype == heads_TKD.dtype
+            weight_D.dtype in (heads_TKD.dtype, torch.float32)
+            and weight_D.dtype == norms.q_weight_D.dtype
             and weight_D.shape == heads_TKD.shape[2:]
             and _is_dense(weight_D),
             "a norm of {} {} for heads {} {}",

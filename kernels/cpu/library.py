@@ -30,6 +30,7 @@ class Placement(ctypes.Structure):
         *((name, _Address) for name in ("q_norm", "k_norm")),
         *((name, _Int) for name in ("q_stride", "k_stride", "v_stride", "num_tokens")),
         *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "stored")),
+        ("norm_is_fp32", _Int),
         ("eps", ctypes.c_float),
     ]
 
@@ -40,6 +41,7 @@ class Norm(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("x", "residual", "weight", "out")),
         *((name, _Int) for name in ("x_stride", "residual_stride", "out_stride", "num_rows", "hidden")),
+        *((name, _Int) for name in ("weight_is_fp32", "adds_after")),
         ("eps", ctypes.c_float),
     ]
 
@@ -49,7 +51,17 @@ class SiluMul(ctypes.Structure):
 
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("gate_up", "out")),
-        *((name, _Int) for name in ("gate_up_stride", "out_stride", "num_rows", "width")),
+        *((name, _Int) for name in ("gate_up_stride", "out_stride", "num_rows", "width", "is_gelu")),
+    ]
+
+
+class Scaling(ctypes.Structure):
+    """`Scaling` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        ("x", _Address),
+        *((name, _Int) for name in ("stride", "num_rows", "width")),
+        ("factor", ctypes.c_float),
     ]
 
 
@@ -134,6 +146,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "place": ("by_place", Placement),
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
+    "scale": ("by_scale", Scaling),
     "greedy_tokens": ("by_greedy_tokens", GreedyTokens),
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
@@ -154,6 +167,7 @@ class CpuLibrary:
     place: Callable[..., None]
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
+    scale: Callable[..., None]
     greedy_tokens: Callable[..., None]
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]

@@ -156,7 +156,10 @@ class TorchBackend:
     ) -> None:
         x_fp32 = x_TH.float()
         inverse_T1 = torch.rsqrt((x_fp32 * x_fp32).mean(dim=-1, keepdim=True).add_(eps))
-        torch.mul((x_fp32 * inverse_T1).to(x_TH.dtype), weight_H, out=out_TH)
+        if weight_H.dtype == x_TH.dtype:
+            torch.mul((x_fp32 * inverse_T1).to(x_TH.dtype), weight_H, out=out_TH)
+        else:
+            out_TH.copy_(x_fp32 * inverse_T1 * weight_H)
 
     def add_rms_norm(
         self,
@@ -170,6 +173,15 @@ class TorchBackend:
         residual_TH += x_TH
         self.rms_norm(residual_TH, weight_H, eps, out_TH=out_TH)
 
+    def rms_norm_add(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> None:
+        self.rms_norm(x_TH, weight_H, eps, out_TH=x_TH)
+        residual_TH += x_TH
+
+    def scale(self, x_TH: torch.Tensor, factor: float) -> None:
+        x_TH *= factor
+
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
@@ -180,6 +192,10 @@ class TorchBackend:
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
+
+    def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        torch.mul(F.gelu(gate_TI, approximate="tanh"), up_TI, out=out_TI)
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         pool = movable(kv_pool_B2KPD)

@@ -8,7 +8,7 @@ operation that rounds in an order of its own gets operands of one fixed shape:
 - Attention sees tiles of queries and chunks of CHUNK_TOKENS keys, both cut at absolute positions and joined by an
   online softmax. Keys that a query may not see, after it or behind its window, weigh exactly 0. They leave sum and
   maximum unchanged.
-- SiLU sees slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
+- SiLU and GELU see slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they are. A mean
 over the last dimension adds each row by itself. A quantised pool keeps all this: each head is quantised by itself, and
@@ -18,7 +18,9 @@ threads. It is slower by design.
 Shapes: as in backend.py. A keys of a chunk, M = query tile * G packed query rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -80,14 +82,10 @@ class DeterministicTorchBackend(TorchBackend):
             _attend_row(row, q_TND[row.tokens], kv_pool_B2KPD, scale, out_TND[row.tokens])
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
-        _check_fp32(gate_up_T2I)
-        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
-        slabs = -(-gate_TI.numel() // SILU_SLAB)
-        flat = torch.zeros(slabs * SILU_SLAB)
-        gate_copy_TI = flat[: gate_TI.numel()].view(gate_TI.shape).copy_(gate_TI)
-        for slab in flat.view(slabs, SILU_SLAB):
-            F.silu(slab, inplace=True)
-        torch.mul(gate_copy_TI, up_TI, out=out_TI)
+        _activate(F.silu, gate_up_T2I, out_TI)
+
+    def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        _activate(partial(F.gelu, approximate="tanh"), gate_up_T2I, out_TI)
 
     def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI
@@ -104,6 +102,19 @@ class DeterministicTorchBackend(TorchBackend):
             tile = slice(first, first + LINEAR_TILE_ROWS)
             torch.mm(padded[tile], weight_OI.t(), out=result[tile])
         return result[:num_tokens] if bias_O is None else result[:num_tokens] + bias_O
+
+
+def _activate(
+    function: Callable[[torch.Tensor], torch.Tensor], gate_up_T2I: torch.Tensor, out_TI: torch.Tensor
+) -> None:
+    _check_fp32(gate_up_T2I)
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    slabs = -(-gate_TI.numel() // SILU_SLAB)
+    flat = torch.zeros(slabs * SILU_SLAB)
+    gate_copy_TI = flat[: gate_TI.numel()].view(gate_TI.shape).copy_(gate_TI)
+    for slab in flat.view(slabs, SILU_SLAB):
+        slab.copy_(function(slab))
+    torch.mul(gate_copy_TI, up_TI, out=out_TI)
 
 
 def _check_fp32(*tensors: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ Shapes: T tokens, N query heads, K kv heads, D head size. P tokens a block, B bl
 hidden size, I intermediate size, S positions in the rotary table. L context length, Q queries of one row.
 """
 
+import math
+
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.kv_pool import LARGEST, is_quantised, numbers_of, scales_of
@@ -91,10 +93,13 @@ def _attend_row(
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, *, out_TH: torch.Tensor) -> None:
-    """Set out = (x / sqrt(mean(x^2) + eps), rounded to x's type) * weight, as LlamaRMSNorm rounds."""
+    """Set out = (x / sqrt(mean(x^2) + eps), rounded to x's type) * weight, as LlamaRMSNorm rounds.
+
+    With an fp32 weight only the product is rounded.
+    """
     x_fp32 = x_TH.float()
     normed_TH = x_fp32 * torch.rsqrt((x_fp32 * x_fp32).mean(dim=-1, keepdim=True) + eps)
-    out_TH.copy_(weight_H * normed_TH.to(x_TH.dtype))
+    out_TH.copy_(weight_H * (normed_TH if weight_H.dtype == torch.float32 else normed_TH.to(x_TH.dtype)))
 
 
 def add_rms_norm(
@@ -103,6 +108,13 @@ def add_rms_norm(
     """Set residual += x, rounded to its type, then out = rms_norm(residual)."""
     residual_TH += x_TH
     rms_norm(residual_TH, weight_H, eps, out_TH=out_TH)
+
+
+def rms_norm_add(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> None:
+    """Set residual += rms_norm(x), rounded to its type."""
+    normed_TH = torch.empty_like(x_TH)
+    rms_norm(x_TH, weight_H, eps, out_TH=normed_TH)
+    residual_TH += normed_TH
 
 
 def rotary(
@@ -119,6 +131,13 @@ def silu_mul(gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
     """Set out = silu(gate) * up, computed in fp32."""
     gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
     out_TI.copy_(gate_TI * torch.sigmoid(gate_TI) * up_TI)
+
+
+def gelu_mul(gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+    """Set out = gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) * up, computed in fp32."""
+    gate_TI, up_TI = gate_up_T2I.float().chunk(2, dim=-1)
+    inner_TI = math.sqrt(2 / math.pi) * (gate_TI + 0.044715 * gate_TI**3)
+    out_TI.copy_(gate_TI / 2 * (1 + torch.tanh(inner_TI)) * up_TI)
 
 
 def copy_blocks(kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:

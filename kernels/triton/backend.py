@@ -246,6 +246,14 @@ class TritonBackend:
     ) -> None:
         _launch_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH)
 
+    def rms_norm_add(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> None:
+        _launch_rms_norm(x_TH, residual_TH, weight_H, eps, residual_TH, adds_after=True)
+
+    def scale(self, x_TH: torch.Tensor, factor: float) -> None:
+        x_TH *= factor
+
     def rotary(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_sin_SD: torch.Tensor, positions_T: torch.Tensor
     ) -> None:
@@ -269,13 +277,10 @@ class TritonBackend:
         )
 
     def silu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
-        num_tokens, width = out_TI.shape
-        check_dense_rows(gate_up_T2I, out_TI)
-        if not num_tokens:
-            return
-        silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_TILE))](
-            gate_up_T2I, out_TI, width, gate_up_T2I.stride(0), out_TI.stride(0), TILE=SILU_TILE
-        )
+        _launch_activation(gate_up_T2I, out_TI, is_gelu=False)
+
+    def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
+        _launch_activation(gate_up_T2I, out_TI, is_gelu=True)
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         if not len(src_dst_C2):
@@ -307,12 +312,24 @@ class TritonBackend:
         return F.linear(x_TI, weight_OI, bias_O)
 
 
+def _launch_activation(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor, *, is_gelu: bool) -> None:
+    num_tokens, width = out_TI.shape
+    check_dense_rows(gate_up_T2I, out_TI)
+    if not num_tokens:
+        return
+    silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_TILE))](
+        gate_up_T2I, out_TI, width, gate_up_T2I.stride(0), out_TI.stride(0), GELU=is_gelu, TILE=SILU_TILE
+    )
+
+
 def _launch_rms_norm(
     x_TH: torch.Tensor,
     residual_TH: torch.Tensor | None,
     weight_H: torch.Tensor,
     eps: float,
     out_TH: torch.Tensor,
+    *,
+    adds_after: bool = False,
 ) -> None:
     num_rows, hidden = x_TH.shape
     residual = x_TH if residual_TH is None else residual_TH
@@ -331,7 +348,8 @@ def _launch_rms_norm(
         residual.stride(0),
         out_TH.stride(0),
         eps,
-        HAS_RESIDUAL=residual_TH is not None,
+        HAS_RESIDUAL=residual_TH is not None and not adds_after,
+        ADDS_AFTER=adds_after,
         HIDDEN=hidden,
         HIDDEN_POW2=hidden_pow2,
         BLOCK_M=rows,

@@ -1,4 +1,4 @@
-"""Triton kernels besides attention: RMS norm with and without residual, rotary embedding, SiLU-mul.
+"""Triton kernels besides attention: RMS norm with and without residual, rotary embedding, SiLU-mul, GELU-mul.
 
 All compute in fp32 and round where Hugging Face's Llama rounds. All are bound by memory, with a few FLOPs an element.
 
@@ -16,8 +16,8 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [T, H], strides (x_stride_t, 1)
-    residual_ptr,  # [T, H], strides (residual_stride_t, 1), only with HAS_RESIDUAL
-    weight_ptr,  # [H]
+    residual_ptr,  # [T, H], strides (residual_stride_t, 1), only with HAS_RESIDUAL or ADDS_AFTER
+    weight_ptr,  # [H], in x's type or fp32
     out_ptr,  # [T, H], strides (out_stride_t, 1), may be x
     num_rows,
     x_stride_t,
@@ -25,11 +25,14 @@ def rms_norm_kernel(
     out_stride_t,
     eps,
     HAS_RESIDUAL: tl.constexpr,
+    ADDS_AFTER: tl.constexpr,
     HIDDEN: tl.constexpr,
     HIDDEN_POW2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """out = (y / sqrt(mean(y^2) + eps), rounded) * weight, with y = x, or y = residual = residual + x, rounded.
+
+    With ADDS_AFTER instead residual += out of y = x, and nothing else is written. An fp32 weight rounds once.
 
     Grid (ceil(T / BLOCK_M),): a program takes BLOCK_M whole rows, many where rows are short (the norm of single heads).
     Bytes: 2 * T * H * itemsize, with residual 4 * T * H * itemsize. FLOPs: 4 * T * H.
@@ -46,10 +49,17 @@ def rms_norm_kernel(
         tl.store(residual_ptrs_MH, rounded_MH, mask=mask_MH)
         y_MH = rounded_MH.to(tl.float32)
     mean_square_M = tl.sum(y_MH * y_MH, axis=1) / HIDDEN
-    normed_MH = (y_MH * (1.0 / tl.sqrt(mean_square_M + eps))[:, None]).to(x_ptr.dtype.element_ty)
+    normed_MH = y_MH * (1.0 / tl.sqrt(mean_square_M + eps))[:, None]
+    if weight_ptr.dtype.element_ty != tl.float32:
+        normed_MH = normed_MH.to(x_ptr.dtype.element_ty).to(tl.float32)
     weight_H = tl.load(weight_ptr + column_H, mask=column_H < HIDDEN, other=0.0).to(tl.float32)
-    result_MH = (normed_MH.to(tl.float32) * weight_H[None, :]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row_M[:, None] * out_stride_t + column_H[None, :], result_MH, mask=mask_MH)
+    result_MH = (normed_MH * weight_H[None, :]).to(out_ptr.dtype.element_ty)
+    if ADDS_AFTER:
+        sum_ptrs_MH = residual_ptr + row_M[:, None] * residual_stride_t + column_H[None, :]
+        sum_MH = tl.load(sum_ptrs_MH, mask=mask_MH, other=0.0).to(tl.float32) + result_MH.to(tl.float32)
+        tl.store(sum_ptrs_MH, sum_MH.to(residual_ptr.dtype.element_ty), mask=mask_MH)
+    else:
+        tl.store(out_ptr + row_M[:, None] * out_stride_t + column_H[None, :], result_MH, mask=mask_MH)
 
 
 @triton.jit
@@ -105,9 +115,11 @@ def silu_mul_kernel(
     width,
     gate_up_stride_t,
     out_stride_t,
+    GELU: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """out = gate / (1 + e^-gate) * up.
+    """out = gate / (1 + e^-u) * up, with u = gate. With GELU u = 2 sqrt(2 / pi) (gate + 0.044715 gate^3), which is GELU
+    with tanh.
 
     Grid (T, ceil(I / TILE)): a program takes one tile of one row. Bytes: 3 * T * I * itemsize. FLOPs: 5 * T * I.
     """
@@ -117,5 +129,8 @@ def silu_mul_kernel(
     gate_ptrs = gate_up_ptr + token * gate_up_stride_t + column
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + width, mask=mask, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    u = gate
+    if GELU:
+        u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    result = gate / (1.0 + tl.exp(-u)) * up
     tl.store(out_ptr + token * out_stride_t + column, result.to(out_ptr.dtype.element_ty), mask=mask)

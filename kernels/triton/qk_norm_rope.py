@@ -34,8 +34,9 @@ def _rotated_heads(
         squares_N = tl.sum(first_NH * first_NH, axis=1) + tl.sum(second_NH * second_NH, axis=1)
         inverse_N1 = (1.0 / tl.sqrt(squares_N / (2 * HALF_DIM) + eps))[:, None]
         weight_ptrs_H = norm_ptr + tl.arange(0, HALF_DIM)
-        first_NH = _scaled(first_NH * inverse_N1, tl.load(weight_ptrs_H), x_ptr.dtype.element_ty)
-        second_NH = _scaled(second_NH * inverse_N1, tl.load(weight_ptrs_H + HALF_DIM), x_ptr.dtype.element_ty)
+        first_weight_H, second_weight_H = tl.load(weight_ptrs_H), tl.load(weight_ptrs_H + HALF_DIM)
+        first_NH = _scaled(first_NH * inverse_N1, first_weight_H, x_ptr.dtype.element_ty)
+        second_NH = _scaled(second_NH * inverse_N1, second_weight_H, x_ptr.dtype.element_ty)
     rotated_first_NH = first_NH * cos_H[None, :] - second_NH * sin_H[None, :]
     rotated_second_NH = second_NH * cos_H[None, :] + first_NH * sin_H[None, :]
     return rotated_first_NH.to(x_ptr.dtype.element_ty), rotated_second_NH.to(x_ptr.dtype.element_ty)
@@ -43,9 +44,10 @@ def _rotated_heads(
 
 @triton.jit
 def _scaled(normed_NH, weight_H, TYPE: tl.constexpr):
-    """Return normed * weight in fp32, both rounded to TYPE."""
-    rounded_NH = normed_NH.to(TYPE).to(tl.float32)
-    return (rounded_NH * weight_H.to(tl.float32)[None, :]).to(TYPE).to(tl.float32)
+    """Return normed * weight in fp32, both rounded to TYPE. With an fp32 weight only the product is."""
+    if weight_H.dtype != tl.float32:
+        normed_NH = normed_NH.to(TYPE).to(tl.float32)
+    return (normed_NH * weight_H.to(tl.float32)[None, :]).to(TYPE).to(tl.float32)
 
 
 @triton.jit

@@ -141,9 +141,12 @@ def compile_write_kv(dtype: str, stored: str | None = None) -> Any:
     )
 
 
-def compile_qk_norm_rope_write(dtype: str, *, normed: bool, stored: str | None = None) -> Any:
+def compile_qk_norm_rope_write(
+    dtype: str, *, normed: bool, stored: str | None = None, norms: str | None = None
+) -> Any:
     pool_pointers, pool_constants = pool_types(dtype, stored)
-    pointers = dict.fromkeys(("heads_ptr", "q_norm_ptr", "k_norm_ptr"), f"*{dtype}") | pool_pointers
+    pointers = dict.fromkeys(("q_norm_ptr", "k_norm_ptr"), f"*{norms or dtype}") | pool_pointers
+    pointers["heads_ptr"] = f"*{dtype}"
     pointers |= {"cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64"}
     heads = {"NUM_HEADS": 14, "HEADS_POW2": 16, "NUM_KV_HEADS": 2, "KV_HEADS_POW2": 2}
     return compile_kernel(
@@ -163,13 +166,17 @@ def compile_copy_blocks(dtype: str) -> Any:
     )
 
 
-def compile_rms_norm(dtype: str, has_residual: bool) -> Any:
+def compile_rms_norm(
+    dtype: str, *, has_residual: bool = False, adds_after: bool = False, weight: str | None = None
+) -> Any:
     strides = ("num_rows", "x_stride_t", "residual_stride_t", "out_stride_t")
     return compile_kernel(
         elementwise.rms_norm_kernel,
-        dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), f"*{dtype}"),
+        dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr"), f"*{dtype}")
+        | {"weight_ptr": f"*{weight or dtype}"},
         dict.fromkeys(strides, "i32") | {"eps": "fp32"},
-        {"HAS_RESIDUAL": has_residual, "HIDDEN": 100, "HIDDEN_POW2": 128, "BLOCK_M": 16},
+        {"HAS_RESIDUAL": has_residual, "ADDS_AFTER": adds_after}
+        | {"HIDDEN": 100, "HIDDEN_POW2": 128, "BLOCK_M": 16},
     )
 
 
@@ -182,12 +189,12 @@ def compile_rotary(dtype: str) -> Any:
     )
 
 
-def compile_silu_mul(dtype: str) -> Any:
+def compile_silu_mul(dtype: str, *, is_gelu: bool = False) -> Any:
     return compile_kernel(
         elementwise.silu_mul_kernel,
         {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"},
         dict.fromkeys(("width", "gate_up_stride_t", "out_stride_t"), "i32"),
-        {"TILE": 1024},
+        {"GELU": is_gelu, "TILE": 1024},
     )
 
 
@@ -271,12 +278,15 @@ def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
         "merge": compile_merge(dtype),
         "write_kv": compile_write_kv(dtype),
         "copy_blocks": compile_copy_blocks(dtype),
-        "rms_norm": compile_rms_norm(dtype, False),
-        "add_rms_norm": compile_rms_norm(dtype, True),
+        "rms_norm": compile_rms_norm(dtype),
+        "add_rms_norm": compile_rms_norm(dtype, has_residual=True),
+        "rms_norm_add with an fp32 weight": compile_rms_norm(dtype, adds_after=True, weight="fp32"),
         "rotary": compile_rotary(dtype),
         "silu_mul": compile_silu_mul(dtype),
+        "gelu_mul": compile_silu_mul(dtype, is_gelu=True),
         "qk_norm_rope_write": compile_qk_norm_rope_write(dtype, normed=False),
         "qk_norm_rope_write with norms": compile_qk_norm_rope_write(dtype, normed=True),
+        "qk_norm_rope_write with fp32 norms": compile_qk_norm_rope_write(dtype, normed=True, norms="fp32"),
     }
     for stored in ("u8", "fp8e4nv") if is_quick else ("i8", "u8", "fp8e4nv"):
         compiled[f"write_kv to {stored}"] = compile_write_kv(dtype, stored)

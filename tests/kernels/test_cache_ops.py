@@ -57,7 +57,7 @@ def test_a_write_then_attention_sees_this_steps_keys(backend: Backend, make_step
     torch.testing.assert_close(step.out_TND[1], k_TKD[1].repeat_interleave(2, dim=0), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("norms_dtype", [None, "as heads", torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(3, 3, 64), (12, 3, 16), (8, 1, 128)])
 def test_heads_are_placed_as_by_norm_rotation_and_write(
@@ -67,7 +67,7 @@ def test_heads_are_placed_as_by_norm_rotation_and_write(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    normalises: bool,
+    norms_dtype: torch.dtype | str | None,
 ) -> None:
     """Padding's queries are placed too, its keys and values nowhere."""
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype}
@@ -75,20 +75,20 @@ def test_heads_are_placed_as_by_norm_rotation_and_write(
     device = step.q_TND.device
     heads_TXD = torch.randn(9, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
     q_TND, k_TKD, v_TKD = heads_TXD.clone().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    norms = HeadNorms(
-        q_weight_D=torch.rand(head_dim, device=device).to(dtype),
-        k_weight_D=torch.rand(head_dim, device=device).to(dtype),
-        eps=1e-6,
-    )
+    weights = torch.rand(2, head_dim, device=device)
+    weights = weights if norms_dtype == torch.float32 else weights.to(dtype)
+    norms = HeadNorms(q_weight_D=weights[0], k_weight_D=weights[1], eps=1e-6)
     angles = torch.outer(torch.arange(40.0), torch.rand(head_dim // 2)).to(device)
     cos_sin_SD = torch.cat((angles.cos(), angles.sin()), dim=-1)
     pool = torch.full_like(step.kv_pool_B2KPD, float("nan"))
     expected = pool.clone()
-    if normalises:
+    if norms_dtype is not None:
         q_TND, k_TKD = _normed(q_TND, norms.q_weight_D), _normed(k_TKD, norms.k_weight_D)
     reference.rotary(q_TND, k_TKD, cos_sin_SD, step.plan.positions_T)
     reference.write_kv(k_TKD, v_TKD, expected, step.plan)
-    placed = backend.qk_norm_rope_write(heads_TXD, norms if normalises else None, cos_sin_SD, pool, step.plan)
+    placed = backend.qk_norm_rope_write(
+        heads_TXD, norms if norms_dtype is not None else None, cos_sin_SD, pool, step.plan
+    )
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(placed, q_TND, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(pool, expected, atol=tolerance, rtol=tolerance, equal_nan=True)

@@ -80,13 +80,14 @@ def test_attention_of_any_shape_matches_the_reference(
 
 
 @PROPERTY
-@given(rows=rows(), normalises=st.booleans(), padding=st.integers(0, 3), **SHAPES)
+@given(rows=rows(), normalises=st.booleans(), rounds_once=st.booleans(), padding=st.integers(0, 3), **SHAPES)
 def test_heads_are_normalised_rotated_and_stored_as_one_by_one(
     cpu_backend: Backend,
     make_step: MakeStep,
     assert_near: AssertNear,
     rows: tuple[list[int], list[int]],
     normalises: bool,
+    rounds_once: bool,
     padding: int,
     group: int,
     num_kv_heads: int,
@@ -98,9 +99,8 @@ def test_heads_are_normalised_rotated_and_stored_as_one_by_one(
     shape |= {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     step = make_step(*rows, padded_tokens=num_tokens, **shape)
     heads_TXD = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
-    norms = HeadNorms(
-        q_weight_D=torch.rand(head_dim).to(dtype), k_weight_D=torch.rand(head_dim).to(dtype), eps=EPS
-    )
+    weights = torch.rand(2, head_dim).to(torch.float32 if rounds_once else dtype)
+    norms = HeadNorms(q_weight_D=weights[0], k_weight_D=weights[1], eps=EPS)
     angles = torch.outer(torch.arange(300.0), torch.rand(head_dim // 2))
     cos_sin_SD = torch.cat((angles.cos(), angles.sin()), dim=-1)
     q_TND, k_TKD, v_TKD = heads_TXD.clone().split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -180,13 +180,14 @@ def test_what_the_kernels_do_not_take_is_served_by_torch(
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 87.0, -87.0, 89.0, -89.0, 1e4, -1e4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_of_any_size(
-    cpu_backend: Backend, assert_near: AssertNear, value: float, dtype: torch.dtype
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_mul"])
+def test_an_activation_of_any_size(
+    cpu_backend: Backend, assert_near: AssertNear, value: float, dtype: torch.dtype, op: str
 ) -> None:
     gate_up_T2I = torch.tensor([[value, value, 1.0, 1.0]], dtype=dtype)
     out_TI, expected = torch.empty(1, 2, dtype=dtype), torch.empty(1, 2, dtype=dtype)
-    cpu_backend.silu_mul(gate_up_T2I, out_TI=out_TI)
-    reference.silu_mul(gate_up_T2I, out_TI=expected)
+    getattr(cpu_backend, op)(gate_up_T2I, out_TI=out_TI)
+    getattr(reference, op)(gate_up_T2I, out_TI=expected)
     assert_near(out_TI, expected)
 
 

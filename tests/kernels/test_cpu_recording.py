@@ -57,6 +57,9 @@ def test_a_replay_computes_with_what_the_tensors_hold_then(backend: CpuBackend, 
         backend.add_rms_norm(x_TH, residual_TH, weight_H, EPS, out_TH=out_TH)
         halves_TI = out_TH.new_empty(3, 32)
         backend.silu_mul(out_TH, out_TI=halves_TI)
+        backend.rms_norm_add(out_TH, residual_TH, weight_H, EPS)
+        backend.scale(residual_TH, 0.3)
+        backend.gelu_mul(residual_TH, out_TI=halves_TI)
         return halves_TI
 
     recorded = backend.record(compute, Arena())

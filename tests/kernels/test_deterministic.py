@@ -129,7 +129,7 @@ def test_seventeen_others_in_the_step_change_no_bit(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("width", [16, 100, 1000])
-@pytest.mark.parametrize("op", ["linear", "silu_mul", "rms_norm"])
+@pytest.mark.parametrize("op", ["linear", "silu_mul", "gelu_mul", "rms_norm"])
 def test_one_row_is_the_same_in_any_batch(op: str, width: int) -> None:
     backend = DeterministicTorchBackend()
     generator = torch.Generator().manual_seed(width)
@@ -138,9 +138,9 @@ def test_one_row_is_the_same_in_any_batch(op: str, width: int) -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         if op == "linear":
             return backend.linear(x, weight_OI)
-        out = torch.empty(len(x), width if op == "silu_mul" else 2 * width)
-        if op == "silu_mul":
-            backend.silu_mul(x, out_TI=out)
+        out = torch.empty(len(x), width if op.endswith("_mul") else 2 * width)
+        if op.endswith("_mul"):
+            getattr(backend, op)(x, out_TI=out)
         else:
             backend.rms_norm(x, weight_OI[0], 1e-6, out_TH=out)
         return out

@@ -47,6 +47,55 @@ def test_rms_norm(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(3, 100), (9, 64)])
+def test_a_weight_in_fp32_rounds_once_in_every_norm(
+    backend: Backend,
+    device: torch.device,
+    assert_near: AssertNear,
+    dtype: torch.dtype,
+    rows: int,
+    hidden: int,
+) -> None:
+    """The columns are a part of wider rows, as queries are of a projection."""
+    x_TH = random_tensor(rows, 2 * hidden, dtype=dtype, device=device)[:, :hidden]
+    weight_H = 1 + random_tensor(hidden, dtype=torch.float32, device=device)
+    out_TH, expected = (torch.full_like(x_TH.contiguous(), float("nan")) for _ in range(2))
+    backend.rms_norm(x_TH, weight_H, EPS, out_TH=out_TH)
+    reference.rms_norm(x_TH, weight_H, EPS, out_TH=expected)
+    assert_near(out_TH, expected)
+    residual_TH = random_tensor(rows, hidden, dtype=dtype, device=device).flip(0)
+    expected_residual = residual_TH.clone()
+    reference.rms_norm_add(x_TH, expected_residual, weight_H, EPS)
+    backend.rms_norm_add(x_TH.clone(), residual_TH, weight_H, EPS)
+    assert_near(residual_TH, expected_residual)
+    reference.add_rms_norm(x_TH, expected_residual, weight_H, EPS, out_TH=expected)
+    backend.add_rms_norm(x_TH, residual_TH, weight_H, EPS, out_TH=out_TH)
+    assert_near(out_TH, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_add_leaves_the_residual_with_the_sum(
+    backend: Backend, device: torch.device, assert_near: AssertNear, dtype: torch.dtype
+) -> None:
+    x_TH, weight_H = (random_tensor(*shape, dtype=dtype, device=device) for shape in ((19, 100), (100,)))
+    residual_TH = x_TH.flip(0) * 3
+    expected = residual_TH.clone()
+    reference.rms_norm_add(x_TH, expected, weight_H, EPS)
+    backend.rms_norm_add(x_TH, residual_TH, weight_H, EPS)
+    assert_near(residual_TH, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale_multiplies_in_place(
+    backend: Backend, device: torch.device, assert_near: AssertNear, dtype: torch.dtype
+) -> None:
+    x_TH = random_tensor(19, 100, dtype=dtype, device=device)
+    expected = x_TH * 0.22
+    backend.scale(x_TH, 0.22)
+    assert_near(x_TH, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (19, 100)])
 def test_add_rms_norm_updates_the_residual(
     backend: Backend,
@@ -106,14 +155,21 @@ def test_rotary_leaves_the_angle_between_query_and_key_to_their_distance(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 1000), (2, 1025)])
-def test_silu_mul(
-    backend: Backend, device: torch.device, assert_near: AssertNear, dtype: torch.dtype, rows: int, width: int
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_mul"])
+def test_activations(
+    backend: Backend,
+    device: torch.device,
+    assert_near: AssertNear,
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    op: str,
 ) -> None:
     gate_up_T2I = random_tensor(rows, 2 * width, dtype=dtype, device=device)
     out_TI = poisoned_like(gate_up_T2I[:, :width])
     expected = poisoned_like(out_TI)
-    backend.silu_mul(gate_up_T2I, out_TI=out_TI)
-    reference.silu_mul(gate_up_T2I, out_TI=expected)
+    getattr(backend, op)(gate_up_T2I, out_TI=out_TI)
+    getattr(reference, op)(gate_up_T2I, out_TI=expected)
     assert_near(out_TI, expected)
 
 

@@ -15,10 +15,18 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -32,6 +40,13 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
 }
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
+    "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
+    "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
+}
+"""Architectures that test_families.py alone runs."""
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -59,7 +74,7 @@ class GreedyContinuation:
 
 def make_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random model. Overrides are fields of the transformers config."""
-    config_class, model_class = ARCHITECTURES[architecture]
+    config_class, model_class = (ARCHITECTURES | FAMILIES)[architecture]
     model: PreTrainedModel = model_class(config_class(**(TINY | overrides)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

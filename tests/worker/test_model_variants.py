@@ -6,17 +6,19 @@ Prompts are longer than every window and than the training context of a scaled r
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from blockyard.kernels.attention.plan import plan_attention
+from blockyard.kernels.interface import BackendName
 from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
-from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.families.family import Sizes
+from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import load_weights
 from transformers import AutoConfig
@@ -88,12 +90,22 @@ def one_thread() -> Iterator[None]:
 class Model:
     """One checkpoint's decoder and pool, driven without a runner."""
 
-    def __init__(self, folder: Path, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: BackendName = "auto",
+        deterministic: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.config = load_config(folder)
-        weights = load_weights(folder, self.config, dtype=torch.float32, device=DEVICE)
-        self.decoder = Decoder(self.config, weights, choose_backend(DEVICE, deterministic=deterministic))
+        weights = load_weights(folder, self.config, dtype=dtype, device=DEVICE)
+        backend = choose_backend(DEVICE, requested=name, deterministic=deterministic)
+        self.decoder = Decoder(self.config, weights, backend)
         shape = (40, 2, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
-        self.pools = [torch.full(shape, float("nan"), device=DEVICE) for _ in range(self.config.num_layers)]
+        self.pools = [
+            torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(self.config.num_layers)
+        ]
 
     def step(self, rows: list[tuple[list[int], int, list[int]]]) -> list[torch.Tensor]:
         """Logits of each row of (its context so far, how much of it is computed, its blocks)."""
@@ -255,10 +267,15 @@ WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
 def test_the_window_of_each_layer_is_read_as_transformers_reads_it(
     architecture: str, fields: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
-    raw = fields if "max_position_embeddings" in fields else fields | {"max_position_embeddings": 512}
-    assert read_layer_windows(raw, architecture, 3, raw["max_position_embeddings"]) == expected
+    raw = {"max_position_embeddings": 512} | fields
+    longest = raw["max_position_embeddings"]
+
+    def hiding(windows: Iterable[int | None]) -> tuple[int | None, ...]:
+        return tuple(None if window is None or window >= longest else window for window in windows)
+
+    sizes = Sizes(num_layers=3, hidden_size=64, head_dim=16, longest_context=longest)
+    assert hiding(FAMILIES[architecture].traits(raw, sizes).layer_windows) == expected
     config = ARCHITECTURES[architecture][0](num_hidden_layers=3, **raw)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or [SLIDING if window is not None else FULL] * 3
-    theirs = [window if kind == SLIDING else None for kind in kinds]
-    assert [None if w is None or w >= raw["max_position_embeddings"] else w for w in theirs] == list(expected)
+    assert hiding(window if kind == SLIDING else None for kind in kinds) == expected

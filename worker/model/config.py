@@ -1,28 +1,34 @@
 """Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
 Owns the refusal of everything that it cannot run exactly. Every key of the file that changes the arithmetic is either
-read here, in `rope` or in `layer_windows`, or named in the error. Does not read weights or tokenizers, and does not
-import torch.
+read here, in `rope` or by the model's family (families/), or named in the error. Does not read weights or tokenizers,
+and does not import torch.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
-from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.families.family import (
+    RawConfig,
+    Sizes,
+    Traits,
+    UnsupportedModelError,
+    allows,
+    refuse_others,
+)
+from blockyard.worker.model.families.table import FAMILIES, find_architecture
 from blockyard.worker.model.rope import (
     RopeScaling,
-    UnsupportedModelError,
     longest_context,
     read_rope_scaling,
     read_rope_theta,
+    read_rotary_dim,
 )
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -34,10 +40,22 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json", *POOLING_FILES)
 """Files that say whether a model can be run, without its weights."""
+_EARLIER_ALONE = "the decoder attends to earlier tokens only"
+_NO_EXPERTS = allows(None, 0, why="mixtures of experts are not supported")
+ALLOWED = {
+    "hidden_act": allows("silu", None, why="the decoder computes SiLU only"),
+    "quantization_config": allows(None, why="quantised checkpoints are not supported"),
+    "is_causal": allows(True, None, why=_EARLIER_ALONE),
+    "use_bidirectional_attention": allows(False, None, why=_EARLIER_ALONE),
+    "mlp_bias": allows(False, None, why="the decoder has no bias in its MLP"),
+    "num_experts": _NO_EXPERTS,
+    "num_local_experts": _NO_EXPERTS,
+}
+"""Keys that no family may have with other values, unless it says so itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Traits):
     """Everything that the decoder, the weight loader and the KV pool need to know of a model."""
 
     architecture: str
@@ -51,16 +69,10 @@ class ModelConfig:
     max_position_embeddings: int
     """The longest context that the model is meant for, including its rope scaling."""
     rms_norm_eps: float
+    rotary_dim: int
+    """Dimensions of a head that are rotated, the first ones. In memory a head is in `rotated_order`."""
     rope_theta: float
     rope_scaling: RopeScaling | None
-    layer_windows: tuple[int | None, ...]
-    """Attention window of each layer in tokens, the query itself included. None for no window."""
-    attention_bias: bool
-    """Whether queries, keys and values have a bias (Qwen2, and models that say so)."""
-    attention_out_bias: bool
-    """Whether the projection after attention has a bias too (models that say so, never Qwen2)."""
-    qk_norm: bool
-    """Whether each head's query and key are normalised before the rotation (Qwen3)."""
     tie_word_embeddings: bool
     dtype: DataTypeName
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
@@ -83,36 +95,43 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _load_config(folder: Path) -> ModelConfig:
-    raw = _read_json(folder / "config.json")
+    stated = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
     pooling = read_pooling(folder)
-    architecture = _architecture(raw, is_bare=pooling is not None)
-    _refuse_unsupported(raw, architecture)
+    architecture = find_architecture(stated.get("architectures") or [], is_bare=pooling is not None)
+    family = FAMILIES[architecture]
+    raw = family.rope({**family.defaults, **stated})
+    refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers")
     trained_context = _positive(raw, "max_position_embeddings")
-    rope_scaling = read_rope_scaling(raw, trained_context)
-    max_position_embeddings = longest_context(trained_context, rope_scaling)
-    has_bias = bool(raw.get("attention_bias", False))
     hidden_size = _positive(raw, "hidden_size")
+    head_dim = _positive(raw, "head_dim", hidden_size // num_heads)
+    rotary_dim = read_rotary_dim(raw, head_dim, can_be_less=family.rotates_part)
+    rope_scaling = read_rope_scaling(raw, trained_context, rotary_dim)
+    max_position_embeddings = longest_context(trained_context, rope_scaling)
+    sizes = Sizes(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        head_dim=head_dim,
+        longest_context=max_position_embeddings,
+    )
+    traits = family.traits({**family.defaults, **stated}, sizes)
     config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", num_heads),
-        head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=_positive(raw, "intermediate_size"),
         vocab_size=_positive(raw, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rotary_dim=rotary_dim,
         rope_theta=read_rope_theta(raw),
         rope_scaling=rope_scaling,
-        layer_windows=read_layer_windows(raw, architecture, num_layers, max_position_embeddings),
-        attention_bias=has_bias or architecture == "Qwen2ForCausalLM",
-        attention_out_bias=has_bias and architecture != "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
         # An embedding model has no head of its own, and uses none.
         tie_word_embeddings=pooling is not None or bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
@@ -124,6 +143,7 @@ def _load_config(folder: Path) -> ModelConfig:
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
         pooling=pooling,
+        **_within(traits, max_position_embeddings),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -152,38 +172,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(raw: dict[str, Any], *, is_bare: bool) -> str:
-    """Return the architecture. With `is_bare` the checkpoint may lack a head, and name the model without it."""
-    named = raw.get("architectures") or []
-    headed = [
-        str(name).removesuffix("Model") + "ForCausalLM" for name in named if str(name).endswith("Model")
-    ]
-    found = headed or named if is_bare else named
-    if len(found) != 1 or found[0] not in ARCHITECTURES:
-        raise UnsupportedModelError(f"architectures={named} is not one of {', '.join(ARCHITECTURES)}")
-    return str(found[0])
-
-
-def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
-    _refuse_unless(raw, "hidden_act", ("silu", None), "the decoder computes SiLU only")
-    _refuse_unless(raw, "quantization_config", (None,), "quantised checkpoints are not supported")
-    _refuse_unless(raw, "is_causal", (True, None), "the decoder attends to earlier tokens only")
-    _refuse_unless(
-        raw, "use_bidirectional_attention", (False, None), "the decoder attends to earlier tokens only"
+def _within(traits: Traits, longest_context: int) -> dict[str, Any]:
+    """Return the traits as fields. A window no shorter than the longest context hides nothing and is None."""
+    windows = tuple(
+        None if window is None or window >= longest_context else window for window in traits.layer_windows
     )
-    _refuse_unless(raw, "mlp_bias", (False, None), "the decoder has no bias in its MLP")
-    for key in ("num_experts", "num_local_experts"):
-        _refuse_unless(raw, key, (None, 0), "mixtures of experts are not supported")
-    if architecture == "MistralForCausalLM":
-        _refuse_unless(raw, "attention_bias", (False, None), f"{architecture} has no biases")
+    return {field.name: getattr(traits, field.name) for field in fields(traits)} | {"layer_windows": windows}
 
 
-def _refuse_unless(raw: dict[str, Any], key: str, allowed: tuple[object, ...], why: str) -> None:
-    if raw.get(key) not in allowed:
-        raise UnsupportedModelError(f"{key}={raw[key]!r} in config.json: {why}")
-
-
-def _dtype(raw: dict[str, Any]) -> DataTypeName:
+def _dtype(raw: RawConfig) -> DataTypeName:
     named = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     for known in get_args(DataTypeName):
         if named == known:
@@ -197,7 +194,7 @@ def _token_ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset([value] if isinstance(value, int) else value)
 
 
-def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+def _positive(raw: RawConfig, key: str, default: int | None = None) -> int:
     value = raw.get(key)
     if value is None:
         value = default

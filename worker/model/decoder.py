@@ -1,4 +1,4 @@
-"""Decoder of Llama, Mistral, Qwen2 and Qwen3: one forward pass, driven by the configuration.
+"""Decoder: one forward pass for every family, driven by the configuration.
 
 Owns the order of a layer's operations. The kernel backend owns their arithmetic. Every layer stores all keys and values
 of the step before any token attends. So a sequence may read blocks that another sequence fills in the same step. Layers
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
-from blockyard.kernels.interface import Backend, HeadNorms
+from blockyard.kernels.interface import Backend, HeadNorms, split_heads
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.rotary_table import rotary_table
@@ -42,8 +42,12 @@ class Decoder:
         self._weights = weights
         self._backend = backend
         weights.pack(backend.pack_linear)
-        self._scale = config.head_dim**-0.5
-        self._cos_sin_MD = rotary_table(config).to(weights.embedding_VH.device)
+        self._scale = config.attention_scale or config.head_dim**-0.5
+        # As a factor of its own type would be rounded.
+        self._embedding_scale = float(weights.embedding_VH.new_tensor(config.embedding_scale))
+        thetas = config.layer_rope_thetas or (None,) * config.num_layers
+        tables = {theta: rotary_table(config, theta).to(weights.embedding_VH.device) for theta in set(thetas)}
+        self._rotary_tables = tuple(tables[theta] for theta in thetas)
 
     def forward(
         self,
@@ -58,6 +62,8 @@ class Decoder:
     def logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Return [S, V] from what `hidden` returned. On a rank other than 0, what is returned means nothing."""
         logits_SV = self._backend.linear(hidden_SH, self._weights.lm_head_VH)
+        if self._config.logits_scale != 1.0:
+            self._backend.scale(logits_SV, self._config.logits_scale)
         if self._part.size == 1:
             return logits_SV
         gathered_SV = self._collective.gather(logits_SV)
@@ -68,7 +74,8 @@ class Decoder:
     def largest(self, hidden_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token of the largest logit of each row [S], and whether all logits of the row are finite [S].
 
-        The ranks gather three numbers a row instead of logits. On a rank other than 0, what is returned means nothing.
+        The ranks gather three numbers a row instead of logits, which need no scale. On a rank other than 0, what is
+        returned means nothing.
         """
         logits_SV = self._backend.linear(hidden_SH, self._weights.lm_head_VH)
         found_S3 = torch.full((len(hidden_SH), 3), float("-inf"), device=logits_SV.device)
@@ -100,32 +107,63 @@ class Decoder:
         `tokens_T` are at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. With `rows_plan`, the
         attention plan of these rows alone, the last layer computes no other rows.
         """
-        weights, eps = self._weights, self._config.rms_norm_eps
+        weights = self._weights
         # The first norm leaves the residual as it is. The following ones add each block's output to it.
         residual_TH = self._embed(tokens_T)
-        x_TH = torch.empty_like(residual_TH)
+        x_TH = self._input(residual_TH, weights.layers[0].input_norm_H)
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
-        self._backend.rms_norm(residual_TH, weights.layers[0].input_norm_H, eps, out_TH=x_TH)
-        for layer, next_layer, pool_B2KPD, window in zip(
-            weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
+        for layer, next_layer, pool_B2KPD, window, table_MD in zip(
+            weights.layers, (*weights.layers[1:], None), kv_pools, windows, self._rotary_tables, strict=True
         ):
-            q_TND, attends = self._project_and_store(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
+            attends = plans[window]
+            q_TND = self._project_and_store(layer, x_TH, table_MD, pool_B2KPD, attends)
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
             x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
             self._collective.all_reduce(x_TH)
-            self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
+            x_TH = self._add(x_TH, residual_TH, layer.attention_output_norm_H, layer.mlp_norm_H)
             x_TH = self._mlp(layer, x_TH)
             self._collective.all_reduce(x_TH)
             if next_layer is not None:
-                self._backend.add_rms_norm(x_TH, residual_TH, next_layer.input_norm_H, eps, out_TH=x_TH)
+                x_TH = self._add(x_TH, residual_TH, layer.mlp_output_norm_H, next_layer.input_norm_H)
         if rows_S is not None and rows_plan is None:
             x_TH, residual_TH = x_TH[rows_S], residual_TH[rows_S]
-        self._backend.add_rms_norm(x_TH, residual_TH, weights.final_norm_H, eps, out_TH=x_TH)
+        return self._add(x_TH, residual_TH, weights.layers[-1].mlp_output_norm_H, weights.final_norm_H)
+
+    def _input(self, residual_TH: torch.Tensor, norm_H: torch.Tensor | None) -> torch.Tensor:
+        """Return what the next block reads: the residual itself, where it is not normalised."""
+        if norm_H is None:
+            return residual_TH
+        x_TH = torch.empty_like(residual_TH)
+        self._backend.rms_norm(residual_TH, norm_H, self._config.rms_norm_eps, out_TH=x_TH)
+        return x_TH
+
+    def _add(
+        self,
+        x_TH: torch.Tensor,
+        residual_TH: torch.Tensor,
+        output_norm_H: torch.Tensor | None,
+        next_norm_H: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add a block's output to the residual, and return what the next block reads. May overwrite `x_TH`."""
+        eps = self._config.rms_norm_eps
+        if self._config.residual_scale != 1.0:
+            self._backend.scale(x_TH, self._config.residual_scale)
+        if output_norm_H is not None:
+            self._backend.rms_norm_add(x_TH, residual_TH, output_norm_H, eps)
+            return self._input(residual_TH, next_norm_H)
+        assert next_norm_H is not None
+        self._backend.add_rms_norm(x_TH, residual_TH, next_norm_H, eps, out_TH=x_TH)
         return x_TH
 
     def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        x_TH = self._looked_up(tokens_T)
+        if self._embedding_scale != 1.0:
+            self._backend.scale(x_TH, self._embedding_scale)
+        return x_TH
+
+    def _looked_up(self, tokens_T: torch.Tensor) -> torch.Tensor:
         embedding_VH = self._weights.embedding_VH
         if self._part.size == 1:
             return self._backend.embed(embedding_VH, tokens_T)
@@ -137,13 +175,24 @@ class Decoder:
         return x_TH
 
     def _project_and_store(
-        self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+        self,
+        layer: LayerWeights,
+        x_TH: torch.Tensor,
+        cos_sin_MD: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
     ) -> torch.Tensor:
         """Store keys and values, and return the queries [T, N, D]."""
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
+        if config.whole_qk_norm:
+            q_TA, k_TA, _ = split_heads(heads_TXD, config.num_kv_heads)
+            for heads, norm_A in ((q_TA, layer.q_norm_D), (k_TA, layer.k_norm_D)):
+                assert norm_A is not None
+                flat = heads.flatten(1)
+                self._backend.rms_norm(flat, norm_A, config.rms_norm_eps, out_TH=flat)
+        norms = self._head_norms(layer)
         return self._backend.qk_norm_rope_write(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
 
     def _attend(
@@ -154,24 +203,27 @@ class Decoder:
         return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
 
     def _head_norms(self, layer: LayerWeights) -> HeadNorms | None:
-        if layer.q_norm_D is None or layer.k_norm_D is None:
+        if layer.q_norm_D is None or layer.k_norm_D is None or self._config.whole_qk_norm:
             return None
         eps = self._config.rms_norm_eps
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
-        """Apply the MLP. With many tokens, the result may overwrite `x_TH`."""
+        """Apply the MLP. With many tokens, the result may overwrite `x_TH`, but never the residual."""
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
             return self._mlp_of(layer, x_TH)
-        for some_TH in x_TH.split(most):
-            some_TH.copy_(self._mlp_of(layer, some_TH))
-        return x_TH
+        out_TH = x_TH if self._config.pre_norms else torch.empty_like(x_TH)
+        for some_TH, some_out_TH in zip(x_TH.split(most), out_TH.split(most), strict=True):
+            some_out_TH.copy_(self._mlp_of(layer, some_TH))
+        return out_TH
 
     def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
         hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
-        self._backend.silu_mul(gate_up_T2I, out_TI=hidden_TI)
+        backend = self._backend
+        activate = backend.silu_mul if self._config.activation == "silu" else backend.gelu_mul
+        activate(gate_up_T2I, out_TI=hidden_TI)
         return self._backend.linear(hidden_TI, layer.down_HI)
 
 

@@ -64,6 +64,10 @@ def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
     """Return what one of `size` ranks has of a model. Raises ValueError for heads that do not divide."""
     if size == 1:
         return ModelPart(whole=config, config=config, rank=0, size=1)
+    if config.whole_qk_norm:
+        raise ValueError(
+            f"a {config.architecture} is not divided among ranks: it normalises the queries of all heads together"
+        )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size:
         raise ValueError(f"{heads} query heads do not divide among {size} ranks: each needs the same number")

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from blockyard.worker.model.families.family import RawConfig, UnsupportedModelError
+
 DEFAULT_THETA = 10_000.0
 _KEYS = {
     "default": set[str](),
@@ -18,14 +20,14 @@ _KEYS = {
         "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
         "original_max_position_embeddings",
     },
+    "longrope": {
+        "factor", "attention_factor", "short_factor", "long_factor", "original_max_position_embeddings",
+    },
 }  # fmt: skip
+_OLD_NAMES = {"su": "longrope"}
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Keys that say how a checkpoint was made, and do not change what it computes.
 _REMARKS = {"finetuned"}
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have. The message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +63,54 @@ class YarnScaling:
     original_max_position_embeddings: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Each frequency is divided by its short factor. Cosines and sines are scaled by `attention_factor`.
+
+    Beyond the original context the model has other factors, for all positions at once. So keys of a sequence that grows
+    past it would have to be computed again, and the model is served up to there.
+    """
+
+    short_factors: tuple[float, ...]
+    attention_factor: float
+    original_max_position_embeddings: int
 
 
-def read_rope_theta(raw: dict[str, Any]) -> float:
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+def read_rope_theta(raw: RawConfig) -> float:
     """Return the base of the rotary frequencies."""
     return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
 
 
-def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:
+def read_rotary_dim(raw: RawConfig, head_dim: int, *, can_be_less: bool) -> int:
+    """Return the dimensions of a head that are rotated. Raises UnsupportedModelError where they are to be all, and are
+    not, or where they have no halves."""
+    factor = _rope(raw).get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1
+    if factor == 1:
+        return head_dim
+    if not can_be_less:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor={factor!r} in config.json: heads are rotated whole"
+        )
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim < head_dim or rotary_dim % 2:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor={factor!r} in config.json: it leaves {rotary_dim} of {head_dim} dimensions"
+        )
+    return rotary_dim
+
+
+def read_rope_scaling(raw: RawConfig, max_position_embeddings: int, rotary_dim: int) -> RopeScaling | None:
     """Return the scaling, or None if the embedding is not scaled.
 
     Raises UnsupportedModelError for a kind, a key or a value that cannot be computed as transformers would.
     """
     rope = _rope(raw)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    _refuse_unknown(raw, rope, kind)
+    named = rope.get("rope_type", rope.get("type", "default"))
+    kind = _OLD_NAMES.get(named, named)
+    _refuse_unknown(rope, kind)
     # The top level of config.json wins over the object with the other keys, as in transformers.
     stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = int(stated or max_position_embeddings)
@@ -97,6 +131,8 @@ def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> Rope
             )
         case "yarn":
             return _yarn(rope, max_position_embeddings, original)
+        case "longrope":
+            return _longrope(rope, max_position_embeddings, original, rotary_dim // 2)
         case _:
             return None
 
@@ -104,22 +140,25 @@ def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> Rope
 def longest_context(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
     """Return the number of positions that a model is meant for.
 
-    It is the config's own number, except where yarn reaches more, as in vLLM. By the models' own instructions, yarn is
-    turned on by adding the scaling to config.json and leaving that number as it is.
+    It is the config's own number, except where yarn reaches more, as in vLLM, or where longrope would change its
+    factors. By the models' own instructions, yarn is turned on by adding the scaling to config.json and leaving that
+    number as it is.
     """
     if isinstance(scaling, YarnScaling):
         return max(max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))
+    if isinstance(scaling, LongRopeScaling):
+        return min(max_position_embeddings, scaling.original_max_position_embeddings)
     return max_position_embeddings
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: RawConfig) -> dict[str, Any]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UnsupportedModelError(f"rope scaling {rope!r} in config.json must be a JSON object")
     return rope
 
 
-def _refuse_unknown(raw: dict[str, Any], rope: dict[str, Any], kind: object) -> None:
+def _refuse_unknown(rope: dict[str, Any], kind: object) -> None:
     if not isinstance(kind, str) or kind not in _KEYS:
         raise UnsupportedModelError(
             f"rope scaling {rope} in config.json: {kind!r} is not one of {', '.join(_KEYS)}"
@@ -133,11 +172,6 @@ def _refuse_unknown(raw: dict[str, Any], rope: dict[str, Any], kind: object) -> 
         raise UnsupportedModelError(
             f"rope scaling {rope} in config.json: {sorted(unknown)} is not known for rope_type {kind!r}"
         )
-    for place in (raw, rope):
-        if place.get("partial_rotary_factor") not in (None, 1):
-            raise UnsupportedModelError(
-                f"partial_rotary_factor={place['partial_rotary_factor']!r} in config.json: heads are rotated whole"
-            )
 
 
 def _yarn(rope: dict[str, Any], max_position_embeddings: int, original: int) -> YarnScaling:
@@ -153,6 +187,30 @@ def _yarn(rope: dict[str, Any], max_position_embeddings: int, original: int) -> 
         truncate=bool(rope.get("truncate", True)),
         original_max_position_embeddings=original,
     )
+
+
+def _longrope(
+    rope: dict[str, Any], max_position_embeddings: int, original: int, num_frequencies: int
+) -> LongRopeScaling:
+    short = rope.get("short_factor")
+    if not isinstance(short, list) or len(short) != num_frequencies or not all(map(_is_factor, short)):
+        raise UnsupportedModelError(
+            f"rope scaling {rope} in config.json: short_factor={short!r} must be {num_frequencies} positive numbers"
+        )
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        stated = rope.get("factor")
+        factor = max_position_embeddings / original if stated is None else _factor(rope, "factor")
+        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(
+        short_factors=tuple(map(float, short)),
+        attention_factor=float(attention_factor),
+        original_max_position_embeddings=original,
+    )
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:

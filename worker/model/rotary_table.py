@@ -3,30 +3,52 @@
 Owns the frequencies of each kind of rope scaling, computed in fp32 as transformers computes them. Does not own the
 kinds (rope.py) or the rotation of heads (the kernels).
 
-Shapes: D head size, F = D / 2 frequencies, M positions.
+Shapes: D head size, F frequencies, half as many as rotated dimensions, M positions.
 """
 
 import math
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from blockyard.worker.model.config import ModelConfig
-from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, YarnScaling
+from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 
-def rotary_table(config: ModelConfig) -> torch.Tensor:
+def rotated_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """Return the order in which a head's dimensions are kept, so that its halves hold the pairs that turn together.
+
+    Queries and keys are both in this order, so their products stay. The pairs that do not turn come last in a half.
+    """
+    turning, staying = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
+    first, second = (
+        turning[: rotary_dim // 2] + staying[: len(staying) // 2],
+        turning[rotary_dim // 2 :] + staying[len(staying) // 2 :],
+    )
+    return first + second
+
+
+def rotary_table(config: ModelConfig, theta: float | None = None) -> torch.Tensor:
     """Return [M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
 
-    The frequencies are theta^(-2 i / D), scaled as the model says.
+    The frequencies are theta^(-2 i / D), scaled as the model says. With `theta` they have this base, unscaled. Where
+    less than a head is rotated, D is the rotated part there, and the last pairs of the table do not turn.
     """
-    frequency_F = _frequencies(config)
-    angle_MF = torch.arange(config.max_position_embeddings).float()[:, None] * frequency_F
-    table_MD = torch.cat((angle_MF.cos(), angle_MF.sin()), dim=1)
+    if theta is not None:
+        config = replace(config, rope_theta=theta, rope_scaling=None)
+    angle_MF = torch.arange(config.max_position_embeddings).float()[:, None] * _frequencies(config)
     scaling = config.rope_scaling
-    return table_MD * scaling.attention_factor if isinstance(scaling, YarnScaling) else table_MD
+    factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+    staying = (0, (config.head_dim - config.rotary_dim) // 2)
+    cos_MF, sin_MF = (
+        F.pad(angle_MF.cos() * factor, staying, value=1.0),
+        F.pad(angle_MF.sin() * factor, staying),
+    )
+    return torch.cat((cos_MF, sin_MF), dim=1)
 
 
 def _frequencies(config: ModelConfig) -> torch.Tensor:
-    exponent_F = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    exponent_F = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
     frequency_F = 1.0 / config.rope_theta**exponent_F
     match config.rope_scaling:
         case None:
@@ -37,6 +59,9 @@ def _frequencies(config: ModelConfig) -> torch.Tensor:
             return _llama3(frequency_F, scaling)
         case YarnScaling() as scaling:
             return _yarn(frequency_F, scaling, config.rope_theta)
+        case LongRopeScaling(short_factors=factors):
+            # In transformers' order of operations.
+            return 1.0 / (torch.tensor(factors) * config.rope_theta**exponent_F)
 
 
 def _llama3(frequency_F: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

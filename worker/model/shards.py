@@ -11,10 +11,15 @@ from pathlib import Path
 
 from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.families.table import FAMILIES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 READABLE_DTYPES = ("F32", "BF16", "F16")
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Llama's names for the norms before attention and before the MLP."""
+POST_NORMS = ("attention_output_norm", "mlp_output_norm")
+"""Our names for norms that Llama has not: behind attention and behind the MLP."""
 
 
 def check_shards(folder: Path, config: ModelConfig) -> None:
@@ -28,15 +33,17 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
             name = full_name(stored_name, config)
             if is_redundant(name, config):
                 continue
-            wanted = missing.pop(name, None)
-            if wanted is None:
+            parts = [missing.pop(part, ()) for part in names_of_parts(name, config)]
+            if not all(parts):
                 raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
+            wanted = _joined(parts)
             if shape != wanted:
                 raise ValueError(f"{file}: tensor {name!r} has shape {shape}, config.json asks for {wanted}")
             if dtype not in READABLE_DTYPES:
                 raise ValueError(f"{file}: tensor {name!r} is {dtype}, quantised weights are not supported")
     if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+        names = {_stored_name(name, config) for name in missing}
+        raise ValueError(f"{folder}: {len(names)} tensors are missing, the first is {min(names)!r}")
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -59,7 +66,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a checkpoint must have, by its name there."""
+    """Return the shape of every tensor that a checkpoint must have, by Llama's name for it."""
     vocabulary = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": vocabulary,
@@ -79,13 +86,15 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     kv_width = config.num_kv_heads * config.head_dim
     widths = {"q": attention_width, "k": kv_width, "v": kv_width}
     shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
         "self_attn.o_proj.weight": (hidden, attention_width),
-        "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.pre_norms:
+        shapes |= {f"{name}.weight": (hidden,) for name in PRE_NORMS}
+    if config.post_norms:
+        shapes |= {f"{name}.weight": (hidden,) for name in POST_NORMS}
     for letter, width in widths.items():
         shapes[f"self_attn.{letter}_proj.weight"] = (width, hidden)
         if config.attention_bias:
@@ -94,7 +103,32 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if config.qk_norm:
         shapes |= {f"self_attn.{letter}_norm.weight": (config.head_dim,) for letter in "qk"}
+    if config.whole_qk_norm:
+        shapes |= {f"self_attn.{letter}_norm.weight": (widths[letter],) for letter in "qk"}
     return shapes
+
+
+def names_of_parts(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """Return Llama's names of what a stored tensor holds: one, or several whose rows follow one another."""
+    for module, parts in FAMILIES[config.architecture].stored.items():
+        head, found, kind = name.partition(f".{module}.")
+        if found:
+            return tuple(f"{head}.{part}.{kind}" for part in parts)
+    return (name,)
+
+
+def _stored_name(name: str, config: ModelConfig) -> str:
+    """Return the name in a checkpoint of the tensor that holds what Llama calls `name`."""
+    for module, parts in FAMILIES[config.architecture].stored.items():
+        for part in parts:
+            head, found, kind = name.partition(f".{part}.")
+            if found:
+                return f"{head}.{module}.{kind}"
+    return name
+
+
+def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:

@@ -12,11 +12,22 @@ width, Q = (N + 2 K) D fused query, key and value width.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
-from blockyard.worker.model.shards import check_shards, full_name, is_redundant, shard_files
+from blockyard.worker.model.rotary_table import rotated_order
+from blockyard.worker.model.shards import (
+    POST_NORMS,
+    PRE_NORMS,
+    check_shards,
+    full_name,
+    is_redundant,
+    names_of_parts,
+    shard_files,
+    tensor_shapes,
+)
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
@@ -26,16 +37,19 @@ RANDOM_STD = 0.02
 class LayerWeights:
     """Weights of one layer. Not frozen, because `pack` replaces the matrices."""
 
-    input_norm_H: torch.Tensor
+    input_norm_H: torch.Tensor | None
     qkv_QH: torch.Tensor
     qkv_bias_Q: torch.Tensor | None
     q_norm_D: torch.Tensor | None
+    """Norm of a head, or of all heads together. So is `k_norm_D`."""
     k_norm_D: torch.Tensor | None
     attention_out_HA: torch.Tensor
     attention_out_bias_H: torch.Tensor | None
-    mlp_norm_H: torch.Tensor
+    attention_output_norm_H: torch.Tensor | None
+    mlp_norm_H: torch.Tensor | None
     gate_up_2IH: torch.Tensor
     down_HI: torch.Tensor
+    mlp_output_norm_H: torch.Tensor | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +92,7 @@ def load_weights(
     destinations = _checkpoint_tensors(weights, part.config)
     for file in shard_files(folder):
         for name, tensor in _read_shard(file, part):
-            _fill(destinations[name], tensor)
+            _fill(destinations[name], _as_used(name, tensor, config))
     return weights
 
 
@@ -114,41 +128,63 @@ def _fill(destination: torch.Tensor, tensor: torch.Tensor) -> None:
     destination[tuple(map(slice, tensor.shape))].copy_(tensor)
 
 
+def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Return a checkpoint's tensor as the decoder uses it."""
+    if name.endswith("norm.weight") and config.norm_offset:
+        return tensor.float() + config.norm_offset
+    if config.rotary_dim < config.head_dim and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
+        order = rotated_order(config.head_dim, config.rotary_dim)
+        heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))  # type: ignore[no-untyped-call]
+        return heads[:, order].flatten(0, 1)
+    return tensor
+
+
 def _allocate(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool = False
 ) -> Weights:
     def empty(*shape: int) -> torch.Tensor:
         return (torch.zeros if is_padded else torch.empty)(shape, dtype=dtype, device=device)
 
+    def norm(width: int, *, exists: bool = True) -> torch.Tensor | None:
+        norm_dtype = torch.float32 if config.norms_round_once else dtype
+        return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
+
     hidden, head_dim = config.hidden_size, config.head_dim
     attention_width = config.num_heads * head_dim
     qkv_width = attention_width + 2 * config.num_kv_heads * head_dim
+    has_qk_norm = config.qk_norm or config.whole_qk_norm
+    q_norm_width = attention_width if config.whole_qk_norm else head_dim
+    k_norm_width = config.num_kv_heads * head_dim if config.whole_qk_norm else head_dim
     embedding_VH = empty(config.vocab_size, hidden)
     layers = [
         LayerWeights(
-            input_norm_H=empty(hidden),
+            input_norm_H=norm(hidden, exists=config.pre_norms),
             qkv_QH=empty(qkv_width, hidden),
             qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
-            q_norm_D=empty(head_dim) if config.qk_norm else None,
-            k_norm_D=empty(head_dim) if config.qk_norm else None,
+            q_norm_D=norm(q_norm_width, exists=has_qk_norm),
+            k_norm_D=norm(k_norm_width, exists=has_qk_norm),
             attention_out_HA=empty(hidden, attention_width),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
-            mlp_norm_H=empty(hidden),
+            attention_output_norm_H=norm(hidden, exists=config.post_norms),
+            mlp_norm_H=norm(hidden, exists=config.pre_norms),
             gate_up_2IH=empty(2 * config.intermediate_size, hidden),
             down_HI=empty(hidden, config.intermediate_size),
+            mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
         for _ in range(config.num_layers)
     ]
+    final_norm_H = norm(hidden)
+    assert final_norm_H is not None
     return Weights(
         embedding_VH=embedding_VH,
         layers=tuple(layers),
-        final_norm_H=empty(hidden),
+        final_norm_H=final_norm_H,
         lm_head_VH=embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden),
     )
 
 
 def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return every tensor that a checkpoint must have, by its name there, as a view of where it goes."""
+    """Return every tensor that a checkpoint must have, by Llama's name for it, as a view of where it goes."""
     tensors = {"model.embed_tokens.weight": weights.embedding_VH, "model.norm.weight": weights.final_norm_H}
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = weights.lm_head_VH
@@ -161,13 +197,15 @@ def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torc
 def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
     gate_IH, up_IH = layer.gate_up_2IH.chunk(2)
     tensors = {
-        "input_layernorm.weight": layer.input_norm_H,
         "self_attn.o_proj.weight": layer.attention_out_HA,
-        "post_attention_layernorm.weight": layer.mlp_norm_H,
         "mlp.gate_proj.weight": gate_IH,
         "mlp.up_proj.weight": up_IH,
         "mlp.down_proj.weight": layer.down_HI,
     }
+    norms = (layer.input_norm_H, layer.mlp_norm_H, layer.attention_output_norm_H, layer.mlp_output_norm_H)
+    for name, norm_H in zip((*PRE_NORMS, *POST_NORMS), norms, strict=True):
+        if norm_H is not None:
+            tensors[f"{name}.weight"] = norm_H
     if layer.attention_out_bias_H is not None:
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
@@ -183,14 +221,30 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
 
 
 def _read_shard(file: Path, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the part needs, and of each its slice alone."""
+    """Yield the tensors that the part needs by Llama's names for them, and of each its slice alone."""
+    shapes = tensor_shapes(part.whole)
     try:
         with safe_open(file, framework="pt") as shard:
             for stored in shard.keys():  # noqa: SIM118, the reader is no mapping
-                name = full_name(stored, part.whole)
-                place = part.place(name)
-                if place is None or is_redundant(name, part.whole):
+                names = names_of_parts(full_name(stored, part.whole), part.whole)
+                if is_redundant(names[0], part.whole):
                     continue
-                yield name, shard.get_tensor(stored) if part.size == 1 else shard.get_slice(stored)[place]
+                if part.size == 1 and len(names) == 1:
+                    yield names[0], shard.get_tensor(stored)
+                else:
+                    yield from _slices(names, shard.get_slice(stored), part, shapes)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def _slices(
+    names: tuple[str, ...], stored: Any, part: ModelPart, shapes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the part's slice of each tensor that a stored one holds, one behind the other."""
+    first = 0
+    for name in names:
+        place, num_rows = part.place(name), shapes[name][0]
+        if place is not None:
+            start, stop, _ = place[0].indices(num_rows)
+            yield name, stored[slice(first + start, first + stop), *place[1:]]
+        first += num_rows

@@ -1,0 +1,298 @@
+"""Families whose layers are near Llama's, each against transformers: on every backend, in chunks, divided, recorded."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from blockyard.kernels.interface import BackendName
+from blockyard.worker.execution.runner import TorchRunner
+from blockyard.worker.execution.step_graphs import sizes_for
+from blockyard.worker.model.config import UnsupportedModelError, load_config
+from blockyard.worker.model.division import divide
+from blockyard.worker.model.families import llama
+from blockyard.worker.model.families.family import Family, allows
+from blockyard.worker.model.families.table import FAMILIES
+from blockyard.worker.model.shards import check_shards
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from . import test_step_graphs as steps
+from .checkpoints import (
+    assert_logits_equal_transformers,
+    make_checkpoint,
+    reference_greedy,
+    reference_logits,
+)
+from .ranks import divided_engine
+from .test_engine_tokens import assert_greedy, outputs_of, prompt_of, run, submit
+from .test_model_variants import MIN_GAP, NUM_TOKENS, Model, generate, prompt
+from .test_recorded_steps import engine_of
+from .test_tensor_parallel import config_of
+from .test_weights import change_config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3 = {
+    "sliding_window": 20,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 2.5,
+}
+PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONG = PART | {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [3.0] * 6,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
+    "granite": ("GraniteForCausalLM", GRANITE | {"attention_bias": True}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 20, "rope_parameters": PART}),
+    "phi3-longrope": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 128},
+    ),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    architecture, overrides = MODELS[request.param]
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), architecture, **overrides)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", "deterministic"])
+def test_logits_and_tokens_equal_transformers(folder: Path, backend: str) -> None:
+    model = model_of(folder, backend)
+    [actual] = model.step([(prompt(), 0, list(range(5)))])
+    assert_logits_equal_transformers(actual, folder, prompt())
+    prompts = [prompt(), prompt(40, seed=1), prompt(9, seed=2)]
+    references = [reference_greedy(folder, tuple(tokens), NUM_TOKENS) for tokens in prompts]
+    assert min(reference.min_gap for reference in references) > MIN_GAP
+    assert generate(model, prompts, chunk_tokens=19) == [list(reference.tokens) for reference in references]
+
+
+def model_of(folder: Path, backend: str) -> Model:
+    if backend == "deterministic":
+        return Model(folder, deterministic=True)
+    return Model(folder, name=cast(BackendName, backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_bfloat16_is_as_near_to_fp32_as_that_of_transformers(folder: Path, backend: BackendName) -> None:
+    """A norm that rounds twice instead of once, or a factor in another place, would show."""
+    [actual] = Model(folder, name=backend, dtype=torch.bfloat16).step([(prompt(), 0, list(range(5)))])
+    exact = reference_logits(folder, prompt())
+    theirs = reference_logits(folder, prompt(), torch.bfloat16).float() - exact
+    ours = actual.float() - exact
+    assert ours.square().mean() < 1.5 * theirs.square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_reuses_prefixes_and_divides_what_can_be_divided(folder: Path, num_ranks: int) -> None:
+    if num_ranks > 1 and load_config(folder).whole_qk_norm:
+        with pytest.raises(ValueError, match="Olmo2ForCausalLM is not divided among ranks"):
+            divide(load_config(folder), 0, 2)
+        return
+    with divided_engine(config_of(folder, max_num_batched_tokens=32, max_num_seqs=8), num_ranks) as engine:
+        first = submit(engine, prompt_of(50), 8)
+        assert_greedy(folder, prompt_of(50), run(engine)[first][0])
+        again = submit(engine, prompt_of(50) + prompt_of(9), 8)
+        tokens, num_cached = run(engine)[again]
+        assert num_cached == 48
+        assert_greedy(folder, prompt_of(50) + prompt_of(9), tokens)
+
+
+def test_linears_in_int8_stay_near_fp32(folder: Path) -> None:
+    with divided_engine(config_of(folder, dtype="float32", cpu_linears="int8"), 1) as engine:
+        submit(engine, prompt_of(37), 1, logprobs=1)
+        [[output]] = outputs_of(engine).values()
+    exact = reference_logits(folder, list(prompt_of(37)))[-1].log_softmax(-1)
+    assert output.logprobs[0].logprob == pytest.approx(float(exact[output.token_ids[0]]), abs=0.3)
+
+
+@pytest.mark.parametrize("folder", ["granite", "olmo2", "phi3-longrope"], indirect=True)
+def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> None:
+    runner = TorchRunner.create(
+        folder, device=torch.device("cpu"), num_blocks=24, block_size=16, dtype="float32"
+    )
+    runner.warm_up()
+    sizes = sizes_for(runner.backend, torch.device("cpu"), 8)
+    assert sizes is not None
+    runner.capture_decodes(sizes, max_context_tokens=128)
+    assert runner._graphs is not None
+    engine = engine_of(runner)
+    ids = [steps.submit(engine, tokens, NUM_TOKENS + index) for index, tokens in enumerate(steps.PROMPTS)]
+    answers = steps.run(engine)
+    assert set(runner._graphs._graphs) == {(size, False) for size in (1, 2, 3, 4)}
+    for index, (request_id, tokens) in enumerate(zip(ids, steps.PROMPTS, strict=True)):
+        expected = reference_greedy(folder, tuple(tokens), NUM_TOKENS + index)
+        assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
+        assert answers[request_id] == list(expected.tokens)
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes"),
+    [
+        ("gemma3", {"query_pre_attn_scalar": 16}),
+        ("gemma3", {"sliding_window": 512}),
+        ("gemma3", {"rope_parameters": None}),
+        *(("granite", {key: 1.0}) for key in GRANITE),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+        ("phi3-longrope", {"rope_parameters": LONG | {"short_factor": [1.0] * 6}}),
+        ("phi3-longrope", {"rope_parameters": LONG | {"attention_factor": 1.0}}),
+    ],
+    indirect=["folder"],
+)
+def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A field that no code reads would pass every comparison if it did not change the result."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **changes)
+    changed = reference_logits(tmp_path, prompt())
+    assert (changed - reference_logits(folder, prompt())).abs().max() > 20 * MIN_GAP
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "named"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        (
+            "gemma3",
+            {"rope_parameters": {SLIDING: {"rope_type": "linear", "factor": 2.0}, FULL: {}}},
+            "layers with a window scale no rope",
+        ),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0"),
+        ("granite", {"residual_multiplier": "much"}, "residual_multiplier='much'"),
+        ("granite", {"mlp_bias": True}, "mlp_bias=True"),
+        ("olmo2", {"sliding_window": 20}, "sliding_window=20"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True"),
+        ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.01}}, "partial_rotary_factor=0.01"),
+        ("phi3-longrope", {"rope_parameters": LONG | {"short_factor": [1.0]}}, "short_factor=[1.0]"),
+    ],
+    indirect=["folder"],
+)
+def test_what_a_family_cannot_compute_is_refused_by_field_and_value(
+    folder: Path, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_config(tmp_path)
+    assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("folder", ["phi3", "gemma3"], indirect=True)
+def test_a_missing_or_misshapen_tensor_is_named_as_in_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    fused = {"Phi3": "self_attn.qkv_proj", "Gemma3": "post_feedforward_layernorm"}
+    [module] = [name for family, name in fused.items() if family in load_config(folder).architecture]
+    stored = f"model.layers.1.{module}.weight"
+    tensor = tensors.pop(stored)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"1 tensors are missing, the first is '{stored}'"):
+        check_shards(tmp_path, load_config(tmp_path))
+    save_file(tensors | {stored: tensor[:-1].contiguous()}, file)
+    with pytest.raises(ValueError, match=f"'{stored}' has shape"):
+        check_shards(tmp_path, load_config(tmp_path))
+
+
+def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
+    architecture, overrides = MODELS["phi3-longrope"]
+    folder = make_checkpoint(tmp_path, architecture, **overrides)
+    assert load_config(folder).max_position_embeddings == 128
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "google/gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    },
+}
+"""Files as earlier versions of transformers wrote them."""
+
+
+def test_gemmas_older_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    fields = PUBLISHED["google/gemma-3-1b-it"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    windows = [theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types]
+    assert list(ours.layer_windows) == windows
+    ropes = theirs.rope_parameters
+    local = [ropes[SLIDING]["rope_theta"] if kind == SLIDING else None for kind in theirs.layer_types]
+    assert list(ours.layer_rope_thetas) == local
+    assert ours.rope_theta == ropes[FULL]["rope_theta"]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+
+
+def test_a_new_family_is_one_module_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up family, a Llama whose MLP has other names and GELU, is served as soon as the table has it."""
+    made_up = Family(
+        traits=lambda raw, sizes: replace(llama.traits(raw, sizes), activation="gelu_tanh"),
+        allowed={"hidden_act": allows("gelu_pytorch_tanh", why="a made-up reason")},
+        stored={"feed_forward.w13": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.w2": ("mlp.down_proj",)},
+    )
+    monkeypatch.setitem(FAMILIES, "MadeUpForCausalLM", made_up)
+    reference = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM", hidden_act="gelu_pytorch_tanh")
+    folder = Path(shutil.copytree(reference, tmp_path / "made-up"))
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(3):
+        layer = f"model.layers.{index}"
+        gate, up, down = (tensors.pop(f"{layer}.mlp.{part}_proj.weight") for part in ("gate", "up", "down"))
+        tensors[f"{layer}.feed_forward.w13.weight"] = torch.cat((gate, up))
+        tensors[f"{layer}.feed_forward.w2.weight"] = down
+    save_file(tensors, folder / "model.safetensors")
+    change_config(folder, architectures=["MadeUpForCausalLM"])
+    with divided_engine(config_of(folder), 2) as engine:
+        request = submit(engine, prompt_of(37), 8)
+        assert_greedy(reference, prompt_of(37), run(engine)[request][0])

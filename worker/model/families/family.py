@@ -1,0 +1,111 @@
+"""Family: the contract of a family's module, and the traits in which layers differ.
+
+Everything that a family does not say is as in Llama. Nothing here names an architecture.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RawConfig = Mapping[str, Any]
+"""The content of config.json."""
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something that this engine does not have. The message names the field and its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a model that its traits depend on."""
+
+    num_layers: int
+    hidden_size: int
+    head_dim: int
+    longest_context: int
+    """Positions that the model is meant for, including its rope scaling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """How a model's layers compute. The decoder asks for these, and never for an architecture."""
+
+    layer_windows: tuple[int | None, ...]
+    """Attention window of each layer in tokens, the query itself included. None for no window."""
+    attention_bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    attention_out_bias: bool = False
+    """Whether the projection after attention has a bias too."""
+    qk_norm: bool = False
+    """Whether each head's query and key are normalised before the rotation."""
+    whole_qk_norm: bool = False
+    """Whether queries, and likewise keys, are normalised over all heads together instead. Such a model is not
+    divided."""
+    pre_norms: bool = True
+    """Whether the input of attention and MLP is normalised."""
+    post_norms: bool = False
+    """Whether the output of attention and MLP is normalised before it is added to the residual."""
+    norm_offset: float = 0.0
+    """Number to add to every norm's weight in the checkpoint."""
+    norms_round_once: bool = False
+    """Whether a norm rounds the product with its weight alone. Its weights are then kept in fp32."""
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    """Factor of the embeddings, rounded to the data type of the weights."""
+    attention_scale: float | None = None
+    """Factor of the products of queries and keys. None: 1 / sqrt(head size)."""
+    residual_scale: float = 1.0
+    """Factor of the output of attention and MLP before it is added to the residual."""
+    logits_scale: float = 1.0
+    layer_rope_thetas: tuple[float | None, ...] = ()
+    """Base of each layer's rotary frequencies, which are then not scaled. None: as config.json says for the model.
+    Empty: None for all layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """The values that a key of config.json may have. Any other is refused."""
+
+    values: tuple[object, ...]
+    why: str
+    """The reason, for the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One row of the table of architectures."""
+
+    traits: Callable[[RawConfig, Sizes], Traits]
+    """Reads the traits. Raises UnsupportedModelError. Windows may be longer than the longest context."""
+    allowed: Mapping[str, Allowed] = field(default_factory=dict)
+    """Keys of config.json that the family's own code reads, and this engine only with these values."""
+    defaults: RawConfig = field(default_factory=dict)
+    """Values of keys that config.json may lack, where transformers has others for this family than for Llama."""
+    stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of a layer's modules in a checkpoint, where they are not Llama's: each with Llama's name for it. One that
+    holds several matrices has a name for each, in the order of its rows."""
+    rotates_part: bool = False
+    """Whether `partial_rotary_factor` says how much of a head is rotated."""
+    rope: Callable[[RawConfig], RawConfig] = lambda raw: raw
+    """Returns config.json with the rotary embedding where Llama has it."""
+
+
+def allows(*values: object, why: str) -> Allowed:
+    return Allowed(values=values, why=why)
+
+
+def number(raw: RawConfig, key: str, default: float = 1.0) -> float:
+    """Return a factor of config.json. Raises UnsupportedModelError where it is none to multiply by."""
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise UnsupportedModelError(f"{key}={value!r} in config.json must be a positive number")
+    return float(value)
+
+
+def refuse_others(raw: RawConfig, allowed: Mapping[str, Allowed]) -> None:
+    """Raise UnsupportedModelError for the first key with a value that is not allowed."""
+    for key, of_key in allowed.items():
+        if raw.get(key) not in of_key.values:
+            raise UnsupportedModelError(f"{key}={raw[key]!r} in config.json: {of_key.why}")
