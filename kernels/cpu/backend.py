@@ -41,6 +41,7 @@ from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linea
 from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.quantised import LinearWeight, dequantised
 from blockyard.kernels.torch.backend import TorchBackend
 
 LANES = 16
@@ -329,7 +330,9 @@ class CpuBackend(TorchBackend):
         )
         self._library.top_k_top_p_thresholds(False, threads, work)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        if not isinstance(weight_OI, torch.Tensor):
+            weight_OI = dequantised(weight_OI)
         if self._linears == "int8" and can_quantise(weight_OI):
             return quantise(weight_OI)
         if can_lay_out(self._library, weight_OI):
@@ -337,8 +340,9 @@ class CpuBackend(TorchBackend):
         return super().pack_linear(weight_OI)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         if weight_OI.dtype == torch.int8:
             return int8_linear(self._library, x_TI, weight_OI, bias_O)
         if weight_OI.dim() > 2:

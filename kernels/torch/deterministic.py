@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.kv_pool import gather, is_quantised
+from blockyard.kernels.quantised import LinearWeight, dequantised
 from blockyard.kernels.torch.backend import TorchBackend
 
 LINEAR_TILE_ROWS = 16
@@ -89,12 +90,13 @@ class DeterministicTorchBackend(TorchBackend):
             F.silu(slab, inplace=True)
         torch.mul(gate_copy_TI, up_TI, out=out_TI)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        return weight_OI
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        return weight_OI if isinstance(weight_OI, torch.Tensor) else dequantised(weight_OI)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         _check_fp32(x_TI, weight_OI)
         num_tokens = len(x_TI)
         padding = -num_tokens % LINEAR_TILE_ROWS

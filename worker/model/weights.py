@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.shards import check_shards, full_name, is_redundant, shard_files
@@ -24,18 +25,18 @@ RANDOM_STD = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer. Not frozen, because `pack` replaces the matrices."""
+    """Weights of one layer. Not frozen, because `pack` replaces the matrices, which may be quantised."""
 
     input_norm_H: torch.Tensor
-    qkv_QH: torch.Tensor
+    qkv_QH: LinearWeight
     qkv_bias_Q: torch.Tensor | None
     q_norm_D: torch.Tensor | None
     k_norm_D: torch.Tensor | None
-    attention_out_HA: torch.Tensor
+    attention_out_HA: LinearWeight
     attention_out_bias_H: torch.Tensor | None
     mlp_norm_H: torch.Tensor
-    gate_up_2IH: torch.Tensor
-    down_HI: torch.Tensor
+    gate_up_2IH: LinearWeight
+    down_HI: LinearWeight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,9 +46,9 @@ class Weights:
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_H: torch.Tensor
-    lm_head_VH: torch.Tensor
+    lm_head_VH: LinearWeight
 
-    def pack(self, pack_linear: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def pack(self, pack_linear: Callable[[LinearWeight], LinearWeight]) -> None:
         """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
 
         So at most one is in memory twice. The exception is a tied head that is really copied: the embedding stays.
