@@ -86,6 +86,11 @@ QuantisedWeight = Int4Weight | Int8Weight | Fp8Weight
 LinearWeight = torch.Tensor | QuantisedWeight
 
 
+def packed(numbers_OI: torch.Tensor) -> torch.Tensor:
+    """Return numbers of 4 bits as `Int4Weight.packed_OI`, from uint8 [O, I]."""
+    return numbers_OI[:, ::2] | numbers_OI[:, 1::2] << 4
+
+
 def dequantised(weight: QuantisedWeight) -> torch.Tensor:
     """Return the weight as plain numbers [O, I], computed in float32 and rounded to its data type.
 

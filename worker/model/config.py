@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
 from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
 from blockyard.worker.model.rope import (
     RopeScaling,
     UnsupportedModelError,
@@ -66,6 +67,8 @@ class ModelConfig:
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+    quantisation: QuantScheme | None = None
+    """How the linear layers are quantised. None: not at all."""
     pooling: Pooling | None = None
     """How an embedding follows from hidden states. None: the model generates."""
 
@@ -123,6 +126,7 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+        quantisation=read_scheme(raw),
         pooling=pooling,
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
@@ -166,7 +170,6 @@ def _architecture(raw: dict[str, Any], *, is_bare: bool) -> str:
 
 def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
     _refuse_unless(raw, "hidden_act", ("silu", None), "the decoder computes SiLU only")
-    _refuse_unless(raw, "quantization_config", (None,), "quantised checkpoints are not supported")
     _refuse_unless(raw, "is_causal", (True, None), "the decoder attends to earlier tokens only")
     _refuse_unless(
         raw, "use_bidirectional_attention", (False, None), "the decoder attends to earlier tokens only"

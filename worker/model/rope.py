@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from blockyard.worker.unsupported import UnsupportedModelError
+
 DEFAULT_THETA = 10_000.0
 _KEYS = {
     "default": set[str](),
@@ -22,10 +24,6 @@ _KEYS = {
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # Keys that say how a checkpoint was made, and do not change what it computes.
 _REMARKS = {"finetuned"}
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have. The message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

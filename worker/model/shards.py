@@ -11,18 +11,19 @@ from pathlib import Path
 
 from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.quantisation.stored import stored_tensors
+from blockyard.worker.model.quantisation.stored import weights_bytes as bytes_of_weights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-READABLE_DTYPES = ("F32", "BF16", "F16")
 
 
-def check_shards(folder: Path, config: ModelConfig) -> None:
-    """Check names, shapes and data types of all tensors by the headers of the files.
+def check_shards(folder: Path, config: ModelConfig) -> frozenset[str]:
+    """Check names, shapes and data types of all tensors by the headers of the files, and return the names.
 
-    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or quantised.
+    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or of another type.
     """
-    missing = tensor_shapes(config)
+    missing, found = stored_tensors(tensor_shapes(config), config.quantisation), set[str]()
     for file in shard_files(folder):
         for stored_name, shape, dtype in _read_header(file):
             name = full_name(stored_name, config)
@@ -30,13 +31,22 @@ def check_shards(folder: Path, config: ModelConfig) -> None:
                 continue
             wanted = missing.pop(name, None)
             if wanted is None:
-                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
-            if shape != wanted:
-                raise ValueError(f"{file}: tensor {name!r} has shape {shape}, config.json asks for {wanted}")
-            if dtype not in READABLE_DTYPES:
-                raise ValueError(f"{file}: tensor {name!r} is {dtype}, quantised weights are not supported")
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {min(missing)!r}")
+                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {_kind(config)}")
+            if shape not in wanted.shapes:
+                raise ValueError(
+                    f"{file}: tensor {name!r} has shape {shape}, config.json asks for {wanted.shapes[0]}"
+                )
+            if dtype not in wanted.dtypes:
+                raise ValueError(f"{file}: tensor {name!r} is {dtype}, not {' or '.join(wanted.dtypes)}")
+            found.add(name)
+    if needed := [name for name, tensor in missing.items() if not tensor.is_optional]:
+        raise ValueError(f"{folder}: {len(needed)} tensors are missing, the first is {min(needed)!r}")
+    return frozenset(found)
+
+
+def _kind(config: ModelConfig) -> str:
+    scheme = config.quantisation
+    return config.architecture if scheme is None else f"{config.architecture} in {scheme}"
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -56,6 +66,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters, without allocating any."""
     return sum(map(math.prod, tensor_shapes(config).values()))
+
+
+def weights_bytes(config: ModelConfig, item_bytes: int, *, on_cpu: bool) -> int:
+    """Return the bytes of the weights in memory, if plain numbers have `item_bytes` each. Allocates none."""
+    return bytes_of_weights(tensor_shapes(config), config.quantisation, item_bytes, on_cpu=on_cpu)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
