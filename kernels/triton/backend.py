@@ -12,6 +12,7 @@ rows with a filtered draw, V vocabulary.
 # mypy: disable-error-code="import-untyped"
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from blockyard.kernels.triton.attention import attend_items_kernel, merge_partia
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.triton.linears.launches import launch_quantised_linear
+from blockyard.kernels.triton.linears.weights import TiledWeight, can_tile, tiled
 from blockyard.kernels.triton.pool_writes import (
     check_dense_rows,
     check_pool,
@@ -60,7 +63,9 @@ class TritonBackend:
     widens_bfloat16 = False
     draws = TritonDraws()
 
-    def __init__(self) -> None:
+    def __init__(self, *, quantises_inputs: bool = False) -> None:
+        self.quantises_inputs = quantises_inputs
+        """Whether linears with weights of 8 bits round their inputs to 8 bits too."""
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
@@ -299,12 +304,20 @@ class TritonBackend:
     ) -> None:
         launch_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
-    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
-        return weight_OI if isinstance(weight_OI, torch.Tensor) else dequantised(weight_OI)
+    def pack_linear(self, weight_OI: LinearWeight) -> Any:
+        """Return a plain weight itself, a quantised one as `TiledWeight`, or as plain numbers if its groups are too
+        small for that."""
+        if isinstance(weight_OI, torch.Tensor):
+            return weight_OI
+        if not can_tile(weight_OI):
+            return dequantised(weight_OI)
+        return tiled(weight_OI, quantises_inputs=self.quantises_inputs)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight | TiledWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if isinstance(weight_OI, TiledWeight):
+            return launch_quantised_linear(x_TI, weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         return F.linear(x_TI, weight_OI, bias_O)
 

@@ -52,23 +52,27 @@ class TiledWeight:
         return -(-self.shape[1] // self.unit)
 
 
+def can_tile(weight: QuantisedWeight) -> bool:
+    """Return whether groups are large enough: a product of a unit needs 16 columns of each half."""
+    return _unit_of(_columns_a_scale(weight), weight.shape) >= SMALLEST_UNIT
+
+
 def tiled(weight: QuantisedWeight, *, quantises_inputs: bool = False) -> TiledWeight:
-    """Return the weight in the layout of product.py. Raises ValueError for groups that it does not serve.
+    """Return the weight in the layout of product.py. Requires `can_tile`.
 
     `quantises_inputs` rounds the inputs of products to 8 bits where the weight has 8 bits, no zero points, and one
     scale for an output or a block.
     """
+    unit = _unit_of(_columns_a_scale(weight), weight.shape)
     match weight:
         case Int4Weight():
-            unit = _unit_of(weight.group_size, weight.shape)
             zero_GO, common_zero = _zeros(weight.zero_OG, INT4_SYMMETRIC_ZERO)
             numbers = _by_halves(weight, unit)
         case Int8Weight():
-            unit = _unit_of(weight.group_size, weight.shape)
             zero_GO, common_zero = (None, 0) if weight.zero_OG is None else _zeros(weight.zero_OG, 0)
             numbers = weight.weight_OI.contiguous()
         case Fp8Weight():
-            return _tiled_fp8(weight, quantises_inputs)
+            return _tiled_fp8(weight, unit, quantises_inputs)
     is_whole = weight.group_size == weight.shape[1]
     takes_int8 = isinstance(weight, Int8Weight) and is_whole and zero_GO is None
     return TiledWeight(
@@ -86,9 +90,8 @@ def tiled(weight: QuantisedWeight, *, quantises_inputs: bool = False) -> TiledWe
     )
 
 
-def _tiled_fp8(weight: Fp8Weight, quantises_inputs: bool) -> TiledWeight:
+def _tiled_fp8(weight: Fp8Weight, unit: int, quantises_inputs: bool) -> TiledWeight:
     rows, columns = weight.block_shape or (1, weight.shape[1])
-    unit = _unit_of(columns, weight.shape)
     return TiledWeight(
         numbers=weight.weight_OI.contiguous(),
         scale_GA=weight.scale[None] if weight.block_shape is None else weight.scale.T.contiguous(),
@@ -104,19 +107,20 @@ def _tiled_fp8(weight: Fp8Weight, quantises_inputs: bool) -> TiledWeight:
     )
 
 
-def _unit_of(group_size: int, shape: tuple[int, int]) -> int:
-    """Return the columns of a unit: the largest power of two up to 128 that divides the group.
+def _columns_a_scale(weight: QuantisedWeight) -> int:
+    if isinstance(weight, Fp8Weight):
+        return weight.shape[1] if weight.block_shape is None else weight.block_shape[1]
+    return weight.group_size
 
-    The last unit may be cut off where one group has all columns.
+
+def _unit_of(columns_a_scale: int, shape: tuple[int, int]) -> int:
+    """Return the columns of a unit: the largest power of two up to 128 that divides the columns of a scale.
+
+    Where one scale has all columns, the last unit may be cut off.
     """
-    if group_size >= shape[1]:
+    if columns_a_scale >= shape[1]:
         return LARGEST_UNIT
-    unit = min(group_size & -group_size, LARGEST_UNIT)
-    if unit < SMALLEST_UNIT:
-        raise ValueError(
-            f"the triton backend takes weights in groups of a multiple of {SMALLEST_UNIT} columns, got {group_size}"
-        )
-    return unit
+    return min(columns_a_scale & -columns_a_scale, LARGEST_UNIT)
 
 
 def _zeros(zero_OG: torch.Tensor, usual: int) -> tuple[torch.Tensor | None, int]:
