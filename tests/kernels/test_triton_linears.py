@@ -13,6 +13,9 @@ from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
 
+from bench.kernels.case import Bench
+from bench.kernels.linear_cases import FORMS, linears
+
 # The oracle rounds the weight to its type, and the kernels round nothing but the result.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -233,3 +236,14 @@ def test_a_token_that_is_not_finite_spoils_no_other(device: torch.device) -> Non
         result = launch_quantised_linear(x_TI, tiled(weight, quantises_inputs=quantises_inputs), None)
         assert result.isnan().all(dim=1).tolist() == [False, True, False, False]
         assert not result[[0, 2, 3]].isnan().any()
+
+
+def test_the_benchmark_runs_every_form_in_turns(triton_backend: Backend, device: torch.device) -> None:
+    setting = Bench(backend=triton_backend, device=device, dtype=torch.float32)
+    every = list(linears(setting, "model", 1, "linear out", 40, 256, with_quantised=True))
+    assert [case.kernel for case in every] == ["linear out", *(f"linear out, {form}" for form in FORMS)]
+    assert {case.turns for case in every} == {"model linear out 1"}
+    for case in every:
+        result = case.make()()
+        assert isinstance(result, torch.Tensor)
+        assert bool(result.isfinite().all())

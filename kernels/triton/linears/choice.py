@@ -31,15 +31,24 @@ class LinearTiles:
 _FEW = LinearTiles(outputs=64, tokens=16, warps=4, stages=4)
 _SOME = LinearTiles(outputs=64, tokens=64, warps=4, stages=4)
 _MANY = LinearTiles(outputs=128, tokens=128, warps=8, stages=3)
+_MANY_IN_GROUPS = LinearTiles(outputs=128, tokens=64, warps=8, stages=3)
+"""Widening 8 bits, subtracting zero points and scaling each group takes registers: 128 x 128 spilled on an A100."""
 _FLOAT32 = LinearTiles(outputs=32, tokens=16, warps=4, stages=2)
 """Without tensor cores. No model with a quantised weight runs in fp32 on a GPU for speed."""
 
 
-def linear_tiles(num_tokens: int, dtype: torch.dtype) -> LinearTiles:
-    """Return the tiles of a product. `dtype` is that of the inputs before they are quantised."""
+def linear_tiles(
+    num_tokens: int, dtype: torch.dtype, *, widens_groups: bool, has_wide_products: bool
+) -> LinearTiles:
+    """Return the tiles of a product.
+
+    `dtype` is that of the inputs before they are quantised. `widens_groups` says that numbers of 8 bits are widened,
+    and scaled by groups. `has_wide_products` is for the GPU: see `has_wide_products`.
+    """
     if dtype == torch.float32:
         return _FLOAT32
-    return next((tiles for tiles in (_FEW, _SOME) if num_tokens <= tiles.tokens), _MANY)
+    many = _MANY_IN_GROUPS if widens_groups and not has_wide_products else _MANY
+    return next((tiles for tiles in (_FEW, _SOME) if num_tokens <= tiles.tokens), many)
 
 
 def units_a_split(num_tiles: int, num_units: int, num_multiprocessors: int) -> int:
@@ -50,6 +59,13 @@ def units_a_split(num_tiles: int, num_units: int, num_multiprocessors: int) -> i
     wanted = -(-PROGRAMS_A_MULTIPROCESSOR * num_multiprocessors // num_tiles)
     splits = max(1, min(wanted, MAX_SPLITS, num_units // MIN_UNITS_A_SPLIT))
     return -(-num_units // splits)
+
+
+@functools.cache
+def has_wide_products(device: torch.device) -> bool:
+    """Return whether several warps multiply together: Hopper's and the data-centre Blackwell's instructions. Sums then
+    take fewer registers, or none."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.cache

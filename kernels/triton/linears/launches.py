@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.linears.choice import linear_tiles, multiprocessors_of, units_a_split
+from blockyard.kernels.triton.linears.choice import (
+    has_wide_products,
+    linear_tiles,
+    multiprocessors_of,
+    units_a_split,
+)
 from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
 from blockyard.kernels.triton.linears.product import quantised_linear_kernel, sum_parts_kernel
 from blockyard.kernels.triton.linears.weights import TiledWeight
@@ -41,7 +46,12 @@ def launch_quantised_linear(
     if weight.order_I is not None:
         x_TI = x_TI.index_select(1, weight.order_I)
     check_dense_rows(x_TI)
-    tiles = linear_tiles(num_rows, x_TI.dtype)
+    tiles = linear_tiles(
+        num_rows,
+        x_TI.dtype,
+        widens_groups=weight.widens_groups,
+        has_wide_products=has_wide_products(x_TI.device),
+    )
     num_tiles = triton.cdiv(num_outputs, tiles.outputs) * triton.cdiv(num_rows, tiles.tokens)
     units = units_a_split(num_tiles, weight.num_units, multiprocessors_of(x_TI.device))
     num_splits = triton.cdiv(weight.num_units, units)
@@ -94,16 +104,24 @@ def form_of(weight: TiledWeight) -> dict[str, Any]:
 
 def _operands(x_TI: torch.Tensor, weight: TiledWeight) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return inputs and scales as the kernel reads them, and the constants that say so."""
-    wide = torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype  # The interpreter multiplies bf16 as bits.
-    if not weight.quantises_inputs:
+    wide = (
+        torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype
+    )  # The interpreter multiplies bf16 as bits.
+    if not weight.quantises_inputs or not _multiplies(weight.numbers):
         return x_TI, weight.scale_GA, {"X_SCALES": "none", "TYPE": _TYPES[wide]}
     is_by_token = weight.units_a_group == 0
     numbers_TI, scale_UT = launch_quantise_inputs(
         x_TI, weight.numbers.dtype, x_TI.shape[1] if is_by_token else weight.unit
     )
-    # Where e4m3 is read as bits, both sides are widened.
+    # The interpreter reads e4m3 as bits, and both sides are widened.
     operand = wide if numbers_TI.dtype == torch.uint8 else numbers_TI.dtype
     return numbers_TI, scale_UT, {"X_SCALES": "token" if is_by_token else "unit", "TYPE": _TYPES[operand]}
+
+
+def _multiplies(numbers: torch.Tensor) -> bool:
+    """Return whether the device multiplies such numbers: e4m3 with e4m3 from compute capability 8.9 on. The interpreter
+    does by widening them."""
+    return numbers.dtype == torch.int8 or numbers.device.type == "cpu" or converts_e4m3(numbers.device)
 
 
 def _as_loaded(numbers: torch.Tensor) -> torch.Tensor:

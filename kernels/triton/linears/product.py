@@ -66,7 +66,9 @@ def _unpacked(packed_OH, zero_O, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _scales(scale_ptr, zero_ptr, group, num_scales, num_outputs, output_O, ROWS: tl.constexpr, ZERO: tl.constexpr):
+def _scales(
+    scale_ptr, zero_ptr, group, num_scales, num_outputs, output_O, ROWS: tl.constexpr, ZERO: tl.constexpr
+):
     """Load the scales [O] of a group, and its zero points or the one of all groups."""
     scale_O = tl.load(scale_ptr + group * num_scales + output_O // ROWS)
     if ZERO is None:
@@ -149,15 +151,20 @@ def quantised_linear_kernel(
     zero_sum_OT = tl.zeros([BLOCK_O, BLOCK_T], SUM)
     acc_OT = zero_sum_OT if IS_LATE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     if IS_LATE:
-        scale_O, zero_O = _scales(
-            scale_ptr, zero_ptr, 0, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO
-        )
+        scale_O, zero_O = _scales(scale_ptr, zero_ptr, 0, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO)
     for unit in range(first, last):
         column_W = unit * UNIT + step_W
         part_OT = acc_OT if IS_LATE else zero_sum_OT
         if not IS_LATE:
             scale_O, zero_O = _scales(
-                scale_ptr, zero_ptr, unit // UNITS_A_GROUP, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO
+                scale_ptr,
+                zero_ptr,
+                unit // UNITS_A_GROUP,
+                num_scales,
+                num_outputs,
+                kept_O,
+                ROWS_A_SCALE,
+                ZERO,
             )
         numbers_OW = tl.load(
             numbers_ptrs_OW + unit * to_next_unit,
@@ -178,9 +185,7 @@ def quantised_linear_kernel(
                 wide_OW -= zero_O.to(TYPE)[:, None]
             part_OT = tl.dot(wide_OW, tl.trans(x_TW.to(TYPE)), part_OT, input_precision="ieee")
         elif x_ptr.dtype.element_ty == TYPE:
-            part_OT = tl.dot(
-                numbers_OW, tl.trans(x_TW), part_OT, max_num_imprecise_acc=UNIT, out_dtype=SUM
-            )
+            part_OT = tl.dot(numbers_OW, tl.trans(x_TW), part_OT, max_num_imprecise_acc=UNIT, out_dtype=SUM)
         else:
             wide_OW, wide_x_TW = widened(numbers_OW, TYPE, False), widened(x_TW, TYPE, False)
             part_OT = tl.dot(wide_OW, tl.trans(wide_x_TW), part_OT, input_precision="ieee")
@@ -226,7 +231,7 @@ def sum_parts_kernel(
     place = tl.program_id(0).to(tl.int64) * num_outputs + output
     to_next_part = num_outputs.to(tl.int64) * num_rows
     total = tl.zeros([TILE], tl.float32)
-    for split in range(0, num_splits):
+    for split in range(num_splits):
         total += tl.load(partial_ptr + split * to_next_part + place, mask=mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + output, mask=mask, other=0.0).to(tl.float32)

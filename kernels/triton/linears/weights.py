@@ -48,6 +48,11 @@ class TiledWeight:
         return self.numbers.dtype == torch.uint8
 
     @property
+    def widens_groups(self) -> bool:
+        """Return whether numbers of 8 bits are widened and then scaled by groups."""
+        return not (self.is_int4 or self.quantises_inputs or self.units_a_group == 0)
+
+    @property
     def num_units(self) -> int:
         return -(-self.shape[1] // self.unit)
 
