@@ -21,7 +21,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
-from blockyard.kernels.quantised import LinearWeight, dequantised
+from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
@@ -300,7 +300,7 @@ class TritonBackend:
         launch_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
-        return weight_OI if isinstance(weight_OI, torch.Tensor) else dequantised(weight_OI)
+        return plain(weight_OI)
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
