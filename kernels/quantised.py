@@ -82,13 +82,23 @@ class Fp8Weight:
         return self.weight_OI.shape[0], self.weight_OI.shape[1]
 
 
+class BackendWeight:
+    """A quantised weight in a layout that the `linear` of one backend alone can read."""
+
+
 QuantisedWeight = Int4Weight | Int8Weight | Fp8Weight
-LinearWeight = torch.Tensor | QuantisedWeight
+LinearWeight = torch.Tensor | QuantisedWeight | BackendWeight
 
 
 def packed(numbers_OI: torch.Tensor) -> torch.Tensor:
     """Return numbers of 4 bits as `Int4Weight.packed_OI`, from uint8 [O, I]."""
     return numbers_OI[:, ::2] | numbers_OI[:, 1::2] << 4
+
+
+def plain(weight: LinearWeight) -> torch.Tensor:
+    """Return a weight that no backend has packed as plain numbers [O, I], whether or not it is quantised."""
+    assert not isinstance(weight, BackendWeight)
+    return weight if isinstance(weight, torch.Tensor) else dequantised(weight)
 
 
 def dequantised(weight: QuantisedWeight) -> torch.Tensor:
@@ -105,7 +115,8 @@ def dequantised(weight: QuantisedWeight) -> torch.Tensor:
             plain_OI = _scaled(weight.weight_OI.float(), weight.scale_OG, weight.zero_OG)
             return _in_order(plain_OI.to(weight.dtype), weight.order_I)
         case Fp8Weight():
-            return (weight.weight_OI.float() * _fp8_scales(weight)).to(weight.dtype)
+            scaled_OI: torch.Tensor = weight.weight_OI.float() * _fp8_scales(weight)
+            return scaled_OI.to(weight.dtype)
 
 
 def _scaled(numbers_OI: torch.Tensor, scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
@@ -128,4 +139,5 @@ def _fp8_scales(weight: Fp8Weight) -> torch.Tensor:
     if weight.block_shape is None:
         return weight.scale[:, None]
     (outputs, inputs), (rows, columns) = weight.shape, weight.block_shape
-    return weight.scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+    tall = weight.scale.repeat_interleave(rows, 0)[:outputs]
+    return tall.repeat_interleave(columns, 1)[:, :inputs]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
-from blockyard.kernels.quantised import LinearWeight, dequantised
+from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
@@ -200,8 +200,7 @@ class TorchBackend:
         thresholds_by_sorting(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
     def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
-        if not isinstance(weight_OI, torch.Tensor):
-            weight_OI = dequantised(weight_OI)
+        weight_OI = plain(weight_OI)
         dtype = weight_OI.dtype
         if dtype not in self._can_pack:
             self._can_pack[dtype] = can_pack(dtype)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.kv_pool import gather, is_quantised
-from blockyard.kernels.quantised import LinearWeight, dequantised
+from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
 
 LINEAR_TILE_ROWS = 16
@@ -91,7 +91,7 @@ class DeterministicTorchBackend(TorchBackend):
         torch.mul(gate_copy_TI, up_TI, out=out_TI)
 
     def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
-        return weight_OI if isinstance(weight_OI, torch.Tensor) else dequantised(weight_OI)
+        return plain(weight_OI)
 
     def linear(
         self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None

@@ -12,7 +12,6 @@ rows with a filtered draw, V vocabulary.
 # mypy: disable-error-code="import-untyped"
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
-from blockyard.kernels.quantised import LinearWeight, dequantised
+from blockyard.kernels.quantised import LinearWeight, QuantisedWeight, plain
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
@@ -304,17 +303,14 @@ class TritonBackend:
     ) -> None:
         launch_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
-    def pack_linear(self, weight_OI: LinearWeight) -> Any:
-        """Return a plain weight itself, a quantised one as `TiledWeight`, or as plain numbers if its groups are too
-        small for that."""
-        if isinstance(weight_OI, torch.Tensor):
-            return weight_OI
-        if not can_tile(weight_OI):
-            return dequantised(weight_OI)
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        """Return a quantised weight as `TiledWeight`, or as plain numbers if its groups are too small for that."""
+        if not isinstance(weight_OI, QuantisedWeight) or not can_tile(weight_OI):
+            return plain(weight_OI)
         return tiled(weight_OI, quantises_inputs=self.quantises_inputs)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: LinearWeight | TiledWeight, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         if isinstance(weight_OI, TiledWeight):
             return launch_quantised_linear(x_TI, weight_OI, bias_O)

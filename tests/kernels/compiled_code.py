@@ -48,8 +48,9 @@ class Facts:
     programs: int
     """Programs that fit one multiprocessor."""
     tiles_in_flight: int | None
-    """Tiles of keys and values, or of a weight and inputs, that load while a tile is computed. None without loads into
+    """Tiles that load while a tile is computed: of keys and values, or of a weight and inputs. None without loads into
     shared memory."""
+
     load_bits: int
     """The widest load of a thread in the loop, or in a kernel without one."""
     matrix: str

@@ -17,11 +17,11 @@ from blockyard.worker.model.layer_windows import read_layer_windows
 from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
 from blockyard.worker.model.rope import (
     RopeScaling,
-    UnsupportedModelError,
     longest_context,
     read_rope_scaling,
     read_rope_theta,
 )
+from blockyard.worker.unsupported import UnsupportedModelError
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 

@@ -6,7 +6,7 @@ refusal of what the named architecture's code would not compute. Imports no torc
 
 from typing import Any
 
-from blockyard.worker.model.rope import UnsupportedModelError
+from blockyard.worker.unsupported import UnsupportedModelError
 
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from blockyard.kernels.quantised import (
     INT4_SYMMETRIC_ZERO,
+    BackendWeight,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
@@ -23,7 +24,7 @@ LARGEST_UNIT, SMALLEST_UNIT = 128, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiledWeight:
+class TiledWeight(BackendWeight):
     """A quantised weight as product.py reads it."""
 
     numbers: torch.Tensor

@@ -7,9 +7,8 @@ Shapes: O outputs, I inputs. A matrix of several layers has their outputs one af
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from blockyard.kernels.quantised import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight
@@ -79,36 +78,44 @@ class QuantisedLayers:
 def cut(weight: QuantisedWeight, rows: slice, columns: slice = slice(None)) -> QuantisedWeight:
     """Return some outputs and inputs of a weight. Cuts between groups and blocks alone (`check_division`)."""
     outputs, inputs = weight.shape
-    first, last, _ = columns.indices(inputs)
     match weight:
-        case Int4Weight() | Int8Weight():
-            is_whole = last - first == inputs
-            assert is_whole or weight.order_I is None
-            groups = weight.scale_OG.shape[1]
-            some = (
-                slice(None) if groups == 1 else slice(first // weight.group_size, last // weight.group_size)
-            )
-            zero_OG = None if weight.zero_OG is None else weight.zero_OG[rows, some].contiguous()
-            size = last - first if groups == 1 else weight.group_size
-            changes: dict[str, Any] = {
-                "scale_OG": weight.scale_OG[rows, some].contiguous(),
-                "group_size": size,
-            }
-            if isinstance(weight, Int4Weight):
-                packed_OI = weight.packed_OI[rows, first // 2 : last // 2].contiguous()
-                return replace(weight, packed_OI=packed_OI, zero_OG=zero_OG, **changes)
+        case Int4Weight():
+            first, last, groups, size = _columns(columns, inputs, weight)
             return replace(
-                weight, weight_OI=weight.weight_OI[rows, first:last].contiguous(), zero_OG=zero_OG, **changes
+                weight,
+                packed_OI=weight.packed_OI[rows, first // 2 : last // 2].contiguous(),
+                scale_OG=weight.scale_OG[rows, groups].contiguous(),
+                zero_OG=weight.zero_OG[rows, groups].contiguous(),
+                group_size=size,
+            )
+        case Int8Weight():
+            first, last, groups, size = _columns(columns, inputs, weight)
+            return replace(
+                weight,
+                weight_OI=weight.weight_OI[rows, first:last].contiguous(),
+                scale_OG=weight.scale_OG[rows, groups].contiguous(),
+                zero_OG=None if weight.zero_OG is None else weight.zero_OG[rows, groups].contiguous(),
+                group_size=size,
             )
         case Fp8Weight():
-            start, stop, _ = rows.indices(outputs)
-            if weight.block_shape is None:
-                scale = weight.scale[rows]
-            else:
-                high, wide = weight.block_shape
+            scale = weight.scale[rows]
+            if weight.block_shape is not None:
+                (start, stop, _), (high, wide) = rows.indices(outputs), weight.block_shape
+                first, last, _ = columns.indices(inputs)
                 scale = weight.scale[start // high : -(-stop // high), first // wide : -(-last // wide)]
-            weight_OI = weight.weight_OI[rows, first:last].contiguous()
+            weight_OI = weight.weight_OI[rows, columns].contiguous()
             return replace(weight, weight_OI=weight_OI, scale=scale.contiguous())
+
+
+def _columns(columns: slice, inputs: int, weight: Int4Weight | Int8Weight) -> tuple[int, int, slice, int]:
+    """Return the first column and the one behind the last, their groups, and the size of a group."""
+    first, last, _ = columns.indices(inputs)
+    if last - first == inputs:
+        return first, last, slice(None), weight.group_size
+    assert weight.order_I is None
+    if weight.group_size == inputs:
+        return first, last, slice(None), last - first
+    return first, last, slice(first // weight.group_size, last // weight.group_size), weight.group_size
 
 
 def concatenated(weights: Sequence[QuantisedWeight], names: Sequence[str]) -> QuantisedWeight:
@@ -116,49 +123,69 @@ def concatenated(weights: Sequence[QuantisedWeight], names: Sequence[str]) -> Qu
     first = weights[0]
     if len(weights) == 1:
         return first
-    tensors: dict[str, torch.Tensor | None] = {}
-    for field in _tensor_fields(first):
-        parts = [getattr(weight, field) for weight in weights]
-        if field == "order_I":
-            if any(not _equal(parts[0], other) for other in parts[1:]):
-                raise ValueError(
-                    f"{', '.join(names)} order their columns differently, and are one matrix here"
-                )
-            tensors[field] = parts[0]
-        elif field == "zero_OG" and any(part is None for part in parts):
-            tensors[field] = _with_zeros(weights)
-        else:
-            tensors[field] = torch.cat(parts)
-    return replace(first, **tensors)
+    match first:
+        case Int4Weight():
+            int4 = [weight for weight in weights if isinstance(weight, Int4Weight)]
+            _check_order([weight.order_I for weight in int4], names)
+            return replace(
+                first,
+                packed_OI=torch.cat([weight.packed_OI for weight in int4]),
+                scale_OG=torch.cat([weight.scale_OG for weight in int4]),
+                zero_OG=torch.cat([weight.zero_OG for weight in int4]),
+            )
+        case Int8Weight():
+            int8 = [weight for weight in weights if isinstance(weight, Int8Weight)]
+            _check_order([weight.order_I for weight in int8], names)
+            zero_OG = None
+            if any(weight.zero_OG is not None for weight in int8):
+                zero_OG = torch.cat([_zeros_of(weight) for weight in int8])
+            return replace(
+                first,
+                weight_OI=torch.cat([weight.weight_OI for weight in int8]),
+                scale_OG=torch.cat([weight.scale_OG for weight in int8]),
+                zero_OG=zero_OG,
+            )
+        case Fp8Weight():
+            fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+            return replace(
+                first,
+                weight_OI=torch.cat([weight.weight_OI for weight in fp8]),
+                scale=torch.cat([weight.scale for weight in fp8]),
+            )
 
 
-def _with_zeros(weights: Sequence[QuantisedWeight]) -> torch.Tensor | None:
-    """Return the zero points of all weights in int8, of which some have none."""
-    parts = []
-    for weight in weights:
-        assert isinstance(weight, Int8Weight)
-        scale_OG, zero_OG = weight.scale_OG, weight.zero_OG
-        parts.append(torch.zeros(scale_OG.shape, dtype=torch.int8) if zero_OG is None else zero_OG)
-    zero_OG = torch.cat(parts)
-    return zero_OG if zero_OG.any() else None
+def _check_order(orders: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
+    first = orders[0]
+    for other in orders[1:]:
+        if (first is None) != (other is None) or not (
+            first is None or other is None or torch.equal(first, other)
+        ):
+            raise ValueError(f"{', '.join(names)} order their columns differently, and are one matrix here")
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def _zeros_of(weight: Int8Weight) -> torch.Tensor:
+    if weight.zero_OG is not None:
+        return weight.zero_OG
+    return torch.zeros(weight.scale_OG.shape, dtype=torch.int8)
 
 
 def _moved(weight: QuantisedWeight, device: torch.device) -> QuantisedWeight:
-    tensors: Mapping[str, torch.Tensor | None] = {
-        field: getattr(weight, field) for field in _tensor_fields(weight)
-    }
-    return replace(weight, **{field: None if t is None else t.to(device) for field, t in tensors.items()})
-
-
-def _tensor_fields(weight: QuantisedWeight) -> tuple[str, ...]:
     match weight:
         case Int4Weight():
-            return "packed_OI", "scale_OG", "zero_OG", "order_I"
+            return replace(
+                weight,
+                packed_OI=weight.packed_OI.to(device),
+                scale_OG=weight.scale_OG.to(device),
+                zero_OG=weight.zero_OG.to(device),
+                order_I=None if weight.order_I is None else weight.order_I.to(device),
+            )
         case Int8Weight():
-            return "weight_OI", "scale_OG", "zero_OG", "order_I"
+            return replace(
+                weight,
+                weight_OI=weight.weight_OI.to(device),
+                scale_OG=weight.scale_OG.to(device),
+                zero_OG=None if weight.zero_OG is None else weight.zero_OG.to(device),
+                order_I=None if weight.order_I is None else weight.order_I.to(device),
+            )
         case Fp8Weight():
-            return "weight_OI", "scale"
+            return replace(weight, weight_OI=weight.weight_OI.to(device), scale=weight.scale.to(device))

@@ -146,12 +146,12 @@ def _parts(scheme: QuantScheme, outputs: int, inputs: int) -> dict[str, StoredTe
                 "input_scale": _INPUT_SCALE,
             }
         case "int-quantized":
-            scales = _scale_shapes(scheme, outputs, inputs)
+            scale_shapes = _scale_shapes(scheme, outputs, inputs)
             return {
                 "weight": StoredTensor(shapes=((outputs, inputs),), dtypes=("I8",)),
-                "weight_scale": StoredTensor(shapes=scales),
+                "weight_scale": StoredTensor(shapes=scale_shapes),
                 "weight_zero_point": StoredTensor(
-                    shapes=scales, dtypes=("I8",), is_optional=scheme.symmetric
+                    shapes=scale_shapes, dtypes=("I8",), is_optional=scheme.symmetric
                 ),
                 "input_scale": _INPUT_SCALE,
                 "input_zero_point": StoredTensor(shapes=((), (1,)), dtypes=("I8",), is_optional=True),
