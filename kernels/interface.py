@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.quantised import LinearWeight
 
 BackendName = Literal["auto", "torch", "cpu", "triton"]
 LinearsName = Literal["full", "int8"]
@@ -174,18 +175,19 @@ class Backend(Protocol):
         """
         ...
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
         """Return the weight in the layout that `linear` of this backend reads fastest: the weight itself, or a copy
         that only `linear` can read.
 
-        A caller that owns the weight and has no other use for it should drop it. Otherwise it is in memory twice.
+        A backend without a kernel for a quantised weight returns it as plain numbers (`dequantised`). A caller that
+        owns the weight and has no other use for it should drop it. Otherwise it is in memory twice.
         """
         ...
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
+        """Return x @ weight^T + bias, for a weight from `pack_linear`, or a plain tensor."""
         ...
 
 

@@ -30,6 +30,7 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 from bench.engine.shapes import SHAPES, Shape
 from bench.kernels.attention_cases import attention, in_pool, pool_and_plan, shared_attention
 from bench.kernels.case import BLOCK_SIZE, Bench, Case, case_of_tokens
+from bench.kernels.linear_cases import linears
 
 MOST_SEQUENCES = 256
 """Maximum number of sequences that sample in one step, or whose blocks are copied."""
@@ -159,7 +160,7 @@ def _of_a_layer(bench: Bench, model: str, shape: Shape, tokens: int) -> Iterator
         "rotary", 2 * tokens * (heads + kv) * head_bytes, 3 * tokens * (heads + kv) * shape.head_dim, rotary
     )
     for name, outputs, inputs in _linears(shape):
-        yield _linear(bench, model, tokens, name, outputs, inputs)
+        yield from linears(bench, model, tokens, name, outputs, inputs, with_quantised=model == MODELS[0])
 
 
 def _writes(
@@ -231,7 +232,7 @@ def _around_layers(bench: Bench, model: str, shape: Shape, tokens: int) -> Itera
     if tokens <= MOST_SEQUENCES:
         copied_bytes = 4 * tokens * kv * BLOCK_SIZE * shape.head_dim * item
         yield case("copy_blocks (one a token)", copied_bytes, 0, copy)
-        yield _linear(bench, model, tokens, "linear head", shape.vocab, hidden)
+        yield from linears(bench, model, tokens, "linear head", shape.vocab, hidden, with_quantised=False)
         logits_bytes = tokens * shape.vocab * item
         yield case("greedy tokens", logits_bytes, 0, greedy_tokens)
         # For each logit: its weight in fp32, the cumulative sum in fp64, and their inputs.
@@ -295,23 +296,3 @@ def _linears(shape: Shape) -> Iterator[tuple[str, int, int]]:
     yield "linear out", shape.hidden, attention
     yield "linear gate-up", 2 * shape.intermediate, shape.hidden
     yield "linear down", shape.hidden, shape.intermediate
-
-
-def _linear(bench: Bench, model: str, tokens: int, name: str, outputs: int, inputs: int) -> Case:
-    item = bench.dtype.itemsize
-
-    def make() -> Callable[[], object]:
-        weight = bench.backend.pack_linear(bench.random(outputs, inputs))
-        x = bench.random(tokens, inputs)
-        return lambda: bench.backend.linear(x, weight)
-
-    num_bytes = (outputs * inputs + tokens * (inputs + outputs)) * item
-    return Case(
-        kernel=name,
-        model=model,
-        shape=f"{tokens} tokens",
-        num_bytes=num_bytes,
-        flops=2 * tokens * outputs * inputs,
-        resident_bytes=2 * num_bytes,
-        make=make,
-    )

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE
+from bench.kernels.linear_cases import INT4
 from bench.reporting import Floor
 
 ABOUT = """On a GPU, the cases have the shapes of Llama-3.1-8B and Qwen3-0.6B/8B/14B. They are 1 to 256 sequences of 128
@@ -24,6 +25,9 @@ DECODE, PREFILL = "decode attention", "prefill attention"
 """Names of the kernels over pools in the model's data type, not in 8 bits."""
 CASCADE_FLOOR = 5.0
 CASCADE_SHAPE = "decode 64 x (8192 shared + 256)"
+INT4_FLOOR = 0.8
+INT4_GAIN = 2.0
+"""Minimum of the time of a linear in the model's data type over that with a weight in 4 bits, for one token."""
 CLIFF = 1.5
 """Maximum ratio of the time per sequence with 16 sequences to that with 8."""
 OTHERS_OVER_IT = "others_over_it"
@@ -45,6 +49,8 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
     prefills = [row for row in llama if (row["kernel"], row["shape"]) == (PREFILL, PREFILL_SHAPE)]
     prefill = [row["flops"] / row["us"] * 1e6 / 1e12 for row in prefills]
     cliffs = _cliffs(decodes)
+    lone_int4 = [row for row, _ in _quantised_linears(llama) if is_int4_of_one_token(row)]
+    gains = [ratio for row, ratio in _quantised_linears(llama) if is_int4_of_one_token(row)]
     cascades = [ratio for row, ratio in _cascades(llama) if row["shape"] == CASCADE_SHAPE]
     known = (
         ("decode attention, launches that read 64 MB or more, least % of copy", large, DECODE_FLOOR, min),
@@ -56,6 +62,13 @@ def floors_of(rows: list[Row], device: str) -> list[Floor]:
             CASCADE_FLOOR,
             min,
         ),
+        (
+            "linears with a weight in 4 bits, one token, least % of roofline",
+            [row["of_roofline"] for row in lone_int4],
+            INT4_FLOOR,
+            min,
+        ),
+        ("the same, time of full precision over theirs", gains, INT4_GAIN, min),
     )
     floors = [
         Floor(name=name, value=worst(values), floor=floor, better="higher")
@@ -93,6 +106,19 @@ def _cascades(rows: list[Row]) -> list[tuple[Row, float]]:
     ]
 
 
+def _quantised_linears(rows: list[Row]) -> list[tuple[Row, float]]:
+    """Return the rows with quantised weights, with the ratio of the same linear's time in full precision to theirs."""
+    return [
+        (row, row[OTHERS_OVER_IT][row["kernel"].split(",")[0]])
+        for row in rows
+        if row["kernel"].startswith("linear ") and row["kernel"].split(",")[0] in row.get(OTHERS_OVER_IT, {})
+    ]
+
+
+def is_int4_of_one_token(row: Row) -> bool:
+    return bool(row["kernel"].endswith(f", {INT4}") and row["shape"] == "1 tokens")
+
+
 def text_of(figures: dict[str, Any]) -> str:
     machine = figures["machine"]
     kernels = dict.fromkeys((row["model"], row["kernel"]) for row in figures["rows"])
@@ -104,6 +130,7 @@ def text_of(figures: dict[str, Any]) -> str:
             f"{len(figures['rows'])} cases, {figures['skipped']} skipped for lack of memory. "
             f"Proven before: {figures['proven']}.{CUT_SHORT if figures['cut_short'] else ''}",
             *_cascade_table(figures["rows"]),
+            *_linears_table(figures["rows"]),
             *(_table(model, kernel, figures["rows"]) for model, kernel in kernels),
         ]
     )
@@ -119,6 +146,21 @@ def _cascade_table(rows: list[Row]) -> list[str]:
     )
     head = "| model | decodes | time without / with cascade |\n|---|---|---|"
     return ["\n".join(["## Gain of the cascade", "", about, "", head, *lines])]
+
+
+def _linears_table(rows: list[Row]) -> list[str]:
+    lines = [
+        f"| {row['kernel']} | {row['shape']} | {row['us']:,.1f} | {row['of_roofline']:.0%} | {ratio:.2f} |"
+        for row, ratio in _quantised_linears(rows)
+    ]
+    if not lines:
+        return []
+    about = (
+        "Linears with weights of 4 and 8 bits beside the same linear in the model's data type (cuBLAS), in turns. With "
+        "`and inputs` the inputs are rounded to 8 bits too; the roofline counts them and its FLOPs in full precision."
+    )
+    head = "| linear | tokens | us | of roofline | time of full precision / its own |\n|---|---|---|---|---|"
+    return ["\n".join(["## Linears with quantised weights", "", about, "", head, *lines])]
 
 
 def _table(model: str, kernel: str, rows: list[Row]) -> str:

@@ -22,7 +22,7 @@ from blockyard.worker.model.data_type import (
     cpu_has_bfloat16,
 )
 from blockyard.worker.model.division import divide
-from blockyard.worker.model.shards import num_parameters
+from blockyard.worker.model.shards import weights_bytes
 
 CPU_PROCESS_BYTES = 360 * 2**20
 """Memory that a worker on a CPU takes beside its weights and its KV cache: Python, PyTorch, Ray and work space.
@@ -44,7 +44,7 @@ class ModelSize:
     tensor_parallel_size: int
     """Ranks of the worker. Sizes are those of one rank."""
     weights_bytes: int
-    """Size of the weights in `dtype`. They are held beside the KV cache."""
+    """Size of the weights, in `dtype` where they are not quantised. They are held beside the KV cache."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
     kv: KVSize
@@ -133,7 +133,7 @@ def size_model(
         kv_dtype=kv_dtype,
         max_model_len=context,
         tensor_parallel_size=tensor_parallel_size,
-        weights_bytes=num_parameters(part) * DTYPE_BYTES[chosen.name],
+        weights_bytes=weights_bytes(part, DTYPE_BYTES[chosen.name], on_cpu=on_cpu),
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,

@@ -26,6 +26,7 @@ from blockyard.kernels.cpu.checks import (
     check_rotary_table,
     need,
 )
+from blockyard.kernels.cpu.grouped_linear import GroupedWeight, can_group, group, grouped_linear
 from blockyard.kernels.cpu.int8_linear import can_quantise, int8_linear, quantise
 from blockyard.kernels.cpu.library import (
     Attention,
@@ -40,6 +41,7 @@ from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, R
 from blockyard.kernels.cpu.row_ops import NATIVE_DTYPES, activate, is_native, normalise, scale
 from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.quantised import Int4Weight, Int8Weight, LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
 
 LANES = 16
@@ -304,7 +306,10 @@ class CpuBackend(TorchBackend):
         )
         self._library.top_k_top_p_thresholds(False, threads, work)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        if isinstance(weight_OI, Int4Weight | Int8Weight) and can_group(self._library, weight_OI):
+            return group(weight_OI)
+        weight_OI = plain(weight_OI)
         if self._linears == "int8" and can_quantise(weight_OI):
             return quantise(weight_OI)
         if can_lay_out(self._library, weight_OI):
@@ -312,8 +317,11 @@ class CpuBackend(TorchBackend):
         return super().pack_linear(weight_OI)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if isinstance(weight_OI, GroupedWeight):
+            return grouped_linear(self._library, x_TI, weight_OI, bias_O)
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         if weight_OI.dtype == torch.int8:
             return int8_linear(self._library, x_TI, weight_OI, bias_O)
         if weight_OI.dim() > 2:

@@ -74,6 +74,12 @@ class Linear(ctypes.Structure):
     ]
 
 
+class GroupedLinear(ctypes.Structure):
+    """`GroupedLinear` of native/grouped.cpp."""
+
+    _fields_: ClassVar[Any] = [("linear", Linear), ("order", _Address), ("bits", _Int), ("depth", _Int)]
+
+
 class GreedyTokens(ctypes.Structure):
     """`GreedyTokens` of native/rows.cpp."""
 
@@ -151,6 +157,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
+    "grouped_linear": ("by_grouped_linear", GroupedLinear),
     "gather": ("by_gather", Gather),
     "all_reduce": ("by_all_reduce", AllReduce),
     "concatenate": ("by_concatenate", Concatenation),
@@ -172,6 +179,7 @@ class CpuLibrary:
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
+    grouped_linear: Callable[..., None]
     gather: Callable[..., None]
     all_reduce: Callable[..., None]
     concatenate: Callable[..., None]

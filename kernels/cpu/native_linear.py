@@ -1,11 +1,13 @@
 """The call of a linear of native/, for every kind of weight.
 
-Owns the checks before its addresses leave Python. Does not own a weight's layout (panel_linear.py, int8_linear.py).
+Owns the checks before its addresses leave Python. Does not own a weight's layout (panel_linear.py, int8_linear.py,
+grouped_linear.py).
 Must never import triton.
 
 Shapes: T tokens, I input size, O output size.
 """
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -22,9 +24,10 @@ def run_linear(
     weight: torch.Tensor,
     bias_O: torch.Tensor | None,
     num_outputs: int,
+    extended: Callable[[Linear], ctypes.Structure] = lambda linear: linear,
 ) -> torch.Tensor:
-    """Return x @ weight^T + bias [T, O], computed by `function`, a linear of the library. Raises ValueError if weight
-    and inputs do not fit."""
+    """Return x @ weight^T + bias [T, O], computed by `function`, a linear of the library. `extended` makes the struct
+    that it works on. Raises ValueError if weight and inputs do not fit."""
     need(weight.is_contiguous() and weight.is_cpu, "a weight in pieces, or in another memory")
     need(
         x_TI.dtype in (torch.float32, torch.bfloat16) and x_TI.stride(1) == 1 and x_TI.is_cpu,
@@ -56,5 +59,5 @@ def run_linear(
         num_inputs=num_inputs,
         num_outputs=num_outputs,
     )
-    function(x_TI.dtype == torch.bfloat16, torch.get_num_threads(), work)
+    function(x_TI.dtype == torch.bfloat16, torch.get_num_threads(), extended(work))
     return out_TO

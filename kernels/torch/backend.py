@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
+from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
@@ -214,7 +215,8 @@ class TorchBackend:
     ) -> None:
         thresholds_by_sorting(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        weight_OI = plain(weight_OI)
         dtype = weight_OI.dtype
         if dtype not in self._can_pack:
             self._can_pack[dtype] = can_pack(dtype)
@@ -225,8 +227,9 @@ class TorchBackend:
         return packed
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         return packed_linear(x_TI, weight_OI, bias_O)
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.kv_pool import gather, is_quantised
+from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
 
 LINEAR_TILE_ROWS = 16
@@ -87,12 +88,13 @@ class DeterministicTorchBackend(TorchBackend):
     def gelu_mul(self, gate_up_T2I: torch.Tensor, *, out_TI: torch.Tensor) -> None:
         _activate(partial(F.gelu, approximate="tanh"), gate_up_T2I, out_TI)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        return weight_OI
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        return plain(weight_OI)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         _check_fp32(x_TI, weight_OI)
         num_tokens = len(x_TI)
         padding = -num_tokens % LINEAR_TILE_ROWS

@@ -21,10 +21,13 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
+from blockyard.kernels.quantised import LinearWeight, QuantisedWeight, plain
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.triton.linears.launches import launch_quantised_linear
+from blockyard.kernels.triton.linears.weights import TiledWeight, can_tile, tiled
 from blockyard.kernels.triton.pool_writes import (
     check_dense_rows,
     check_pool,
@@ -59,7 +62,9 @@ class TritonBackend:
     widens_bfloat16 = False
     draws = TritonDraws()
 
-    def __init__(self) -> None:
+    def __init__(self, *, quantises_inputs: bool = False) -> None:
+        self.quantises_inputs = quantises_inputs
+        """Whether linears with weights of 8 bits round their inputs to 8 bits too."""
         self._partials = torch.empty(0)
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
@@ -303,12 +308,18 @@ class TritonBackend:
     ) -> None:
         launch_thresholds(weights_FV, top_k_F, top_p_F, pending_F, threshold_F)
 
-    def pack_linear(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        return weight_OI
+    def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
+        """Return a quantised weight as `TiledWeight`, or as plain numbers if its groups are too small for that."""
+        if not isinstance(weight_OI, QuantisedWeight) or not can_tile(weight_OI):
+            return plain(weight_OI)
+        return tiled(weight_OI, quantises_inputs=self.quantises_inputs)
 
     def linear(
-        self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+        self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if isinstance(weight_OI, TiledWeight):
+            return launch_quantised_linear(x_TI, weight_OI, bias_O)
+        assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         return F.linear(x_TI, weight_OI, bias_O)
 
 

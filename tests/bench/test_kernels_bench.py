@@ -23,7 +23,8 @@ from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import FULL, Sizes, cases
-from bench.kernels.report import CASCADE_SHAPE, PREFILL_SHAPE, floors_of, text_of
+from bench.kernels.linear_cases import weight_bytes
+from bench.kernels.report import CASCADE_SHAPE, OTHERS_OVER_IT, PREFILL_SHAPE, floors_of, text_of
 from bench.kernels.timing import Clock, Machine, fill_cache
 from bench.plots import figure_of
 from bench.proof import Proof
@@ -127,6 +128,37 @@ def test_a_linear_moves_its_weight_and_multiplies_it_with_each_token() -> None:
     gate_up = case("linear gate-up", "3 tokens")
     assert gate_up.flops == 2 * 3 * 1024 * 5504
     assert gate_up.num_bytes == 4 * (1024 * 5504 + 3 * (1024 + 5504))
+
+
+def test_a_weight_in_4_bits_has_scales_and_zero_points_beside_its_numbers() -> None:
+    numbers, groups = 4096 * 1024, 4096 * 1024 // 128
+    assert weight_bytes("4 bits", 4096, 1024) == numbers // 2 + 2 * groups + groups // 2
+    assert weight_bytes("fp8", 4096, 1024) == numbers + 2 * 4096
+
+
+def test_quantised_linears_are_compared_with_full_precision_of_the_same_turns() -> None:
+    def row(kernel: str, tokens: int, of_roofline: float, others: dict[str, float]) -> dict[str, object]:
+        fields = {"bytes": 1, "flops": 1, "us": 10.0, "of_copy": 0.1, "of_matmul": 0.1}
+        known = {"model": "llama-3.1-8b", "kernel": kernel, "shape": f"{tokens} tokens"}
+        return fields | known | {"of_roofline": of_roofline, OTHERS_OVER_IT: others}
+
+    rows = [
+        row("linear out", 1, 0.9, {"linear out, 4 bits": 0.4}),
+        row("linear out, 4 bits", 1, 0.83, {"linear out": 2.5, "linear out, int8": 1.9}),
+        row("linear down, 4 bits", 1, 0.85, {"linear down": 2.2}),
+        row("linear out, 4 bits", 64, 0.5, {"linear out": 1.1}),
+        row("linear out, int8", 1, 0.7, {"linear out": 1.3}),
+    ]
+    floors = {floor.name: (floor.value, floor.floor) for floor in floors_of(rows, "cuda")}
+    assert floors["linears with a weight in 4 bits, one token, least % of roofline"] == (0.83, 0.8)
+    assert floors["the same, time of full precision over theirs"] == (2.2, 2.0)
+    figures = {"rows": rows, "machine": {"copy_gb_per_second": 1.0, "matmul_tflops_per_second": 1.0}}
+    text = text_of(
+        figures
+        | {"backend": "triton", "dtype": "bfloat16", "device_name": "GPU", "skipped": 0}
+        | {"proven": "", "cut_short": False}
+    )
+    assert "| linear out, 4 bits | 1 tokens | 10.0 | 83% | 2.50 |" in text
 
 
 def test_a_head_is_multiplied_and_searched_for_no_more_rows_than_sample() -> None:

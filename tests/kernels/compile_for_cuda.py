@@ -10,7 +10,7 @@ tests.kernels.compile_for_cuda --write` puts the rows into the docs.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,15 +52,16 @@ def compile_kernel(
     scalars: dict[str, str],
     constants: dict[str, Any],
     target: GPUTarget = H100,
+    multiples: Collection[str] = (),
     **options: int,
 ) -> Any:
-    """Compile a kernel as a launch does whose pointers and strides of whole heads are multiples of 16."""
+    """Compile a kernel as a launch does whose pointers, strides of whole heads and `multiples` are multiples of 16."""
     types = pointers | scalars
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = {
         (kernel.arg_names.index(name),): ALIGNED
         for name in types
-        if name in pointers or ("stride" in name and name != "table_stride_r")
+        if name in pointers or name in multiples or ("stride" in name and name != "table_stride_r")
     }
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
@@ -319,13 +320,13 @@ def main(dtypes: Sequence[str], *, is_quick: bool) -> list[str]:
     return shown
 
 
-def write(rows: Sequence[str], path: Path) -> None:
-    """Replace the table in the docs, and the version of triton that its text names."""
+def write(rows: Sequence[str], path: Path, heads: str = HEADS) -> None:
+    """Replace the table with these heads in the docs, and the version of triton that its text names."""
     text = re.sub(r"\(triton \d[\w.]*\)", f"(triton {triton.__version__})", path.read_text())
-    before, table = text.split(HEADS)
+    before, table = text.split(heads)
     after = table.split("\n\n", 1)[1]
     rules = "|---" * len(COLUMNS) + "|"
-    path.write_text("\n".join((before + HEADS, rules, *rows)) + "\n\n" + after)
+    path.write_text("\n".join((before + heads, rules, *rows)) + "\n\n" + after)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from triton import knobs
 
 # Of one multiprocessor, by compute capability. Each program takes 1 KB of the shared memory for itself.
 REGISTERS, REGISTER_UNIT, PROGRAM_SHARED_BYTES = 64 << 10, 256, 1 << 10
-SHARED_BYTES = {89: 100 << 10, 90: 228 << 10}
-WARPS = {89: 48, 90: 64}
+SHARED_BYTES = {80: 164 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
+WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
 
-MATRIX = re.compile(r"[A-Z]G?MMA\b")
+MATRIX = re.compile(r"(?:[A-Z]G?|UTC[A-Z])MMA\b")
 
 COLUMNS = (
     "kernel, data type",
@@ -32,6 +32,8 @@ COLUMNS = (
     "barriers",
 )
 HEADS = f"| {' | '.join(COLUMNS)} |"
+LINEAR_HEADS = HEADS.replace(COLUMNS[0], "linear, tokens, data type")
+"""Of the table of compile_linears.py."""
 NUM_STEADY_COLUMNS = 5
 """The first columns do not change with the version of triton."""
 
@@ -46,7 +48,9 @@ class Facts:
     programs: int
     """Programs that fit one multiprocessor."""
     tiles_in_flight: int | None
-    """Tiles of keys and values that load while a tile is computed. None without loads into shared memory."""
+    """Tiles that load while a tile is computed: of keys and values, or of a weight and inputs. None without loads into
+    shared memory."""
+
     load_bits: int
     """The widest load of a thread in the loop, or in a kernel without one."""
     matrix: str
@@ -143,6 +147,6 @@ def _tiles_in_flight(ttgir: str) -> int | None:
     for start, end in pairwise([*heads, len(ttgir)]):
         body = ttgir[start:end].split("scf.yield")[0]
         waits = [int(number) for number in re.findall(r"async_wait .*?num = (\d+)", body)]
-        if waits and re.search(r"tt\.dot|warp_group_dot ", body):
+        if waits and re.search(r"tt\.dot|warp_group_dot |tc_gen5_mma ", body):
             return max(waits) // body.count("async_commit_group")
     return None

@@ -34,6 +34,7 @@ NEED_HYPOTHESIS = [
     "test_cpu_backend.py",
     "test_cpu_cascade.py",
     "test_int8_linear.py",
+    "test_linear_choice.py",
     "test_panel_linear.py",
     "test_shared_prefix_property.py",
 ]

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bench.quantise.recipes import quantise_checkpoint, recipes
+
 from .checkpoints import shared_checkpoint
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -19,7 +21,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "kernel by kernel": ("LlamaForCausalLM", {}, "auto"),
     "windows": ("MistralForCausalLM", {"sliding_window": 600}, "auto"),
     "int8": ("Qwen3ForCausalLM", {}, "int8"),
+    "linears in 4 bits": ("LlamaForCausalLM", {"intermediate_size": 128}, "auto"),
+    "linears in 8 bits, act order": ("Qwen3ForCausalLM", {"intermediate_size": 128}, "auto"),
 }
+QUANTISED = {"linears in 4 bits": "awq", "linears in 8 bits, act order": "gptq-8-order-asymmetric"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -27,6 +32,9 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
     architecture, overrides, kv_cache_dtype = CASES[case]
     overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides
     checkpoint = shared_checkpoint(architecture, **overrides)
+    if case in QUANTISED:
+        quantise_checkpoint(checkpoint, recipes(32)[QUANTISED[case]], tmp_path / "quantised")
+        checkpoint = tmp_path / "quantised"
     steps = "graphs" if case in ("graphs", "int8") else "kernel by kernel"
     # The kernels that tests/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
     launched = ["blockyard.kernels.triton.choice", "blockyard.kernels.triton.nucleus"]
@@ -41,7 +49,7 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
             steps,
             *compiled_modules,
         ],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         check=False,
@@ -59,4 +67,6 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
         "largest_of_rows",
         "sums_above",
     }
+    if case in QUANTISED:
+        kernels.add("quantised_linear")
     assert set(compiled["at_start"]) >= {f"{kernel}_kernel" for kernel in kernels}

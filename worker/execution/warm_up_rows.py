@@ -35,6 +35,11 @@ def sharing_rows(max_context_tokens: int, block_size: int) -> tuple[ScheduledRow
     return *decodes, _in_one_block(-1 - MIN_SHARERS, 2, 2, block_size)
 
 
+def first_tokens(count: int, block_size: int) -> tuple[ScheduledRow, ...]:
+    """Return rows of one token each. All of them write the first block."""
+    return tuple(_in_one_block(-1 - number, 1, 1, block_size) for number in range(count))
+
+
 def chunk_behind(window: int, block_size: int) -> ScheduledRow:
     """Return a chunk of a prompt whose second token does not see the first key."""
     return _in_one_block(-1, window + 1, 2, block_size)

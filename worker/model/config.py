@@ -17,11 +17,11 @@ from blockyard.worker.model.families.family import (
     RawConfig,
     Sizes,
     Traits,
-    UnsupportedModelError,
     allows,
     refuse_others,
 )
 from blockyard.worker.model.families.table import FAMILIES, find_architecture
+from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
 from blockyard.worker.model.rope import (
     RopeScaling,
     longest_context,
@@ -29,6 +29,7 @@ from blockyard.worker.model.rope import (
     read_rope_theta,
     read_rotary_dim,
 )
+from blockyard.worker.unsupported import UnsupportedModelError
 
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -44,7 +45,6 @@ _EARLIER_ALONE = "the decoder attends to earlier tokens only"
 _NO_EXPERTS = allows(None, 0, why="mixtures of experts are not supported")
 ALLOWED = {
     "hidden_act": allows("silu", None, why="the decoder computes SiLU only"),
-    "quantization_config": allows(None, why="quantised checkpoints are not supported"),
     "is_causal": allows(True, None, why=_EARLIER_ALONE),
     "use_bidirectional_attention": allows(False, None, why=_EARLIER_ALONE),
     "mlp_bias": allows(False, None, why="the decoder has no bias in its MLP"),
@@ -78,6 +78,8 @@ class ModelConfig(Traits):
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+    quantisation: QuantScheme | None = None
+    """How the linear layers are quantised. None: not at all."""
     pooling: Pooling | None = None
     """How an embedding follows from hidden states. None: the model generates."""
 
@@ -142,9 +144,14 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+        quantisation=read_scheme(raw),
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
+    if config.quantisation is not None and (family.stored or config.rotary_dim < config.head_dim):
+        raise UnsupportedModelError(
+            f"quantization_config in config.json: quantised checkpoints of a {architecture} are not supported"
+        )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
             f"num_attention_heads={config.num_heads}, num_key_value_heads={config.num_kv_heads} and "

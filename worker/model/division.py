@@ -8,6 +8,8 @@ have the same kv head. Pure: no tensors.
 from dataclasses import dataclass, replace
 
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.quantisation.stored import check_division
+from blockyard.worker.model.shards import tensor_shapes
 
 PADDED_TO = 8
 """Rows and columns of a part are a multiple of this: 16 bytes in bfloat16, as matrix multiplications read them."""
@@ -84,6 +86,7 @@ def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
         # Added once: the sum over all ranks follows.
         attention_out_bias=config.attention_out_bias and rank == 0,
     )
+    check_division(config.quantisation, tensor_shapes(config), tensor_shapes(part), size)
     return ModelPart(whole=config, config=part, rank=rank, size=size)
 
 

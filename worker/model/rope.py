@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.worker.model.families.family import RawConfig, UnsupportedModelError
+from blockyard.worker.model.families.family import RawConfig
+from blockyard.worker.unsupported import UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0
 _KEYS = {

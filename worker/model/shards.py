@@ -6,44 +6,54 @@ does not import torch. Never unpickles: a .bin checkpoint is refused.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.families.table import FAMILIES
+from blockyard.worker.model.quantisation.stored import Shape, StoredTensor, stored_tensors
+from blockyard.worker.model.quantisation.stored import weights_bytes as bytes_of_weights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-READABLE_DTYPES = ("F32", "BF16", "F16")
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 """Llama's names for the norms before attention and before the MLP."""
 POST_NORMS = ("attention_output_norm", "mlp_output_norm")
 """Our names for norms that Llama has not: behind attention and behind the MLP."""
 
 
-def check_shards(folder: Path, config: ModelConfig) -> None:
-    """Check names, shapes and data types of all tensors by the headers of the files.
+def check_shards(folder: Path, config: ModelConfig) -> frozenset[str]:
+    """Check names, shapes and data types of all tensors by the headers of the files, and return the names.
 
-    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or quantised.
+    Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or of another type.
     """
-    missing = tensor_shapes(config)
+    missing, found = stored_tensors(tensor_shapes(config), config.quantisation), set[str]()
     for file in shard_files(folder):
         for stored_name, shape, dtype in _read_header(file):
             name = full_name(stored_name, config)
             if is_redundant(name, config):
                 continue
-            parts = [missing.pop(part, ()) for part in names_of_parts(name, config)]
-            if not all(parts):
-                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {config.architecture}")
-            wanted = _joined(parts)
-            if shape != wanted:
-                raise ValueError(f"{file}: tensor {name!r} has shape {shape}, config.json asks for {wanted}")
-            if dtype not in READABLE_DTYPES:
-                raise ValueError(f"{file}: tensor {name!r} is {dtype}, quantised weights are not supported")
-    if missing:
-        names = {_stored_name(name, config) for name in missing}
-        raise ValueError(f"{folder}: {len(names)} tensors are missing, the first is {min(names)!r}")
+            parts = [missing.pop(part, None) for part in names_of_parts(name, config)]
+            wanted = [part for part in parts if part is not None]
+            if len(wanted) < len(parts):
+                raise ValueError(f"{file}: tensor {name!r} is unexpected in a {_kind(config)}")
+            shapes, dtypes = _joined(wanted)
+            if shape not in shapes:
+                raise ValueError(
+                    f"{file}: tensor {name!r} has shape {shape}, config.json asks for {shapes[0]}"
+                )
+            if dtype not in dtypes:
+                raise ValueError(f"{file}: tensor {name!r} is {dtype}, not {' or '.join(dtypes)}")
+            found.add(name)
+    if needed := {_stored_name(name, config) for name, tensor in missing.items() if not tensor.is_optional}:
+        raise ValueError(f"{folder}: {len(needed)} tensors are missing, the first is {min(needed)!r}")
+    return frozenset(found)
+
+
+def _kind(config: ModelConfig) -> str:
+    scheme = config.quantisation
+    return config.architecture if scheme is None else f"{config.architecture} in {scheme}"
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -63,6 +73,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters, without allocating any."""
     return sum(map(math.prod, tensor_shapes(config).values()))
+
+
+def weights_bytes(config: ModelConfig, item_bytes: int, *, on_cpu: bool) -> int:
+    """Return the bytes of the weights in memory, if plain numbers have `item_bytes` each. Allocates none."""
+    return bytes_of_weights(tensor_shapes(config), config.quantisation, item_bytes, on_cpu=on_cpu)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -127,8 +142,13 @@ def _stored_name(name: str, config: ModelConfig) -> str:
     return name
 
 
-def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    return sum(shape[0] for shape in shapes), *shapes[0][1:]
+def _joined(parts: Sequence[StoredTensor]) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
+    """Return the shapes and types of a stored tensor that holds these, the rows of one behind those of another."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first.shapes, first.dtypes
+    num_rows = sum(part.shapes[0][0] for part in parts)
+    return ((num_rows, *first.shapes[0][1:]),), first.dtypes
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:

@@ -9,14 +9,18 @@ Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I i
 width, Q = (N + 2 K) D fused query, key and value width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
+from blockyard.worker.model.quantisation.loading import MATRICES, QuantisedLayers
+from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.rotary_table import rotated_order
 from blockyard.worker.model.shards import (
     POST_NORMS,
@@ -35,20 +39,20 @@ RANDOM_STD = 0.02
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer. Not frozen, because `pack` replaces the matrices."""
+    """Weights of one layer. Not frozen, because `pack` replaces the matrices, which may be quantised."""
 
     input_norm_H: torch.Tensor | None
-    qkv_QH: torch.Tensor
+    qkv_QH: LinearWeight
     qkv_bias_Q: torch.Tensor | None
     q_norm_D: torch.Tensor | None
     """Norm of a head, or of all heads together. So is `k_norm_D`."""
     k_norm_D: torch.Tensor | None
-    attention_out_HA: torch.Tensor
+    attention_out_HA: LinearWeight
     attention_out_bias_H: torch.Tensor | None
     attention_output_norm_H: torch.Tensor | None
     mlp_norm_H: torch.Tensor | None
-    gate_up_2IH: torch.Tensor
-    down_HI: torch.Tensor
+    gate_up_2IH: LinearWeight
+    down_HI: LinearWeight
     mlp_output_norm_H: torch.Tensor | None
 
 
@@ -59,9 +63,9 @@ class Weights:
     embedding_VH: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_H: torch.Tensor
-    lm_head_VH: torch.Tensor
+    lm_head_VH: LinearWeight
 
-    def pack(self, pack_linear: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def pack(self, pack_linear: Callable[[LinearWeight], LinearWeight]) -> None:
         """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
 
         So at most one is in memory twice. The exception is a tied head that is really copied: the embedding stays.
@@ -86,14 +90,45 @@ def load_weights(
 
     Raises ValueError as `check_shards` does.
     """
-    check_shards(folder, config)
+    stored = check_shards(folder, config)
     part = part or divide(config)
-    weights = _allocate(part.config, dtype, device, is_padded=part.size > 1)
+    modules = quantised_modules(tensor_shapes(part.whole), part.whole.quantisation)
+    weights = _allocate(part.config, dtype, device, is_padded=part.size > 1, quantised=modules)
     destinations = _checkpoint_tensors(weights, part.config)
+    quantised = _quantised_layers(weights, part, modules, stored, dtype, device)
     for file in shard_files(folder):
-        for name, tensor in _read_shard(file, part):
-            _fill(destinations[name], _as_used(name, tensor, config))
+        for name, tensor in _read_shard(file, part, quantised):
+            if quantised is not None and quantised.takes(name):
+                quantised.add(name, tensor)
+            elif name in destinations:
+                _fill(destinations[name], _as_used(name, tensor, config))
+            elif tensor.any():
+                raise ValueError(
+                    f"{file}: {name!r} is not zero, and a {config.architecture} has no such bias"
+                )
     return weights
+
+
+def _quantised_layers(
+    weights: Weights,
+    part: ModelPart,
+    modules: Collection[str],
+    stored: Collection[str],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QuantisedLayers | None:
+    """Return what puts the quantised matrices into `weights`, or None for a checkpoint without any."""
+    if part.whole.quantisation is None:
+        return None
+    layers = QuantisedLayers(part.whole.quantisation, part.place, dtype, device)
+    if "lm_head" in modules:
+        layers.expect(("lm_head",), stored, partial(setattr, weights, "lm_head_VH"))
+    for index, layer in enumerate(weights.layers):
+        for field, kinds in MATRICES.items():
+            names = tuple(f"model.layers.{index}.{kind}" for kind in kinds)
+            if names[0] in modules:
+                layers.expect(names, stored, partial(setattr, layer, field))
+    return layers
 
 
 def random_weights(
@@ -101,9 +136,13 @@ def random_weights(
 ) -> Weights:
     """Return weights drawn as an untrained model's, norms at 1. The same for the same seed and kind of device.
 
+    Raises ValueError for a quantised checkpoint: its weights cannot be drawn.
+
     They are drawn on the device, because an 8B model would take a CPU minutes. Parts of a model are cut from the whole
     tensors, so that together they are the same model.
     """
+    if config.quantisation is not None:
+        raise ValueError(f"random weights are not quantised, and the checkpoint is ({config.quantisation})")
     part = part or divide(config)
     weights = _allocate(part.config, dtype, device, is_padded=part.size > 1)
     destinations = _checkpoint_tensors(weights, part.config)
@@ -140,10 +179,18 @@ def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_padded: bool = False
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_padded: bool = False,
+    quantised: Collection[str] = (),
 ) -> Weights:
-    def empty(*shape: int) -> torch.Tensor:
-        return (torch.zeros if is_padded else torch.empty)(shape, dtype=dtype, device=device)
+    """Allocate all tensors. Matrices of the layers named in `quantised` have a shape alone, and are replaced."""
+
+    def empty(*shape: int, layer: str = "") -> torch.Tensor:
+        place = "meta" if layer in quantised else device
+        return (torch.zeros if is_padded else torch.empty)(shape, dtype=dtype, device=place)
 
     def norm(width: int, *, exists: bool = True) -> torch.Tensor | None:
         norm_dtype = torch.float32 if config.norms_round_once else dtype
@@ -156,38 +203,38 @@ def _allocate(
     q_norm_width = attention_width if config.whole_qk_norm else head_dim
     k_norm_width = config.num_kv_heads * head_dim if config.whole_qk_norm else head_dim
     embedding_VH = empty(config.vocab_size, hidden)
+    head_VH = (
+        embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden, layer="lm_head")
+    )
     layers = [
         LayerWeights(
             input_norm_H=norm(hidden, exists=config.pre_norms),
-            qkv_QH=empty(qkv_width, hidden),
+            qkv_QH=empty(qkv_width, hidden, layer=f"{name}.self_attn.q_proj"),
             qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
             q_norm_D=norm(q_norm_width, exists=has_qk_norm),
             k_norm_D=norm(k_norm_width, exists=has_qk_norm),
-            attention_out_HA=empty(hidden, attention_width),
+            attention_out_HA=empty(hidden, attention_width, layer=f"{name}.self_attn.o_proj"),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
-            gate_up_2IH=empty(2 * config.intermediate_size, hidden),
-            down_HI=empty(hidden, config.intermediate_size),
+            gate_up_2IH=empty(2 * config.intermediate_size, hidden, layer=f"{name}.mlp.gate_proj"),
+            down_HI=empty(hidden, config.intermediate_size, layer=f"{name}.mlp.down_proj"),
             mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
-        for _ in range(config.num_layers)
+        for name in (f"model.layers.{index}" for index in range(config.num_layers))
     ]
     final_norm_H = norm(hidden)
     assert final_norm_H is not None
     return Weights(
-        embedding_VH=embedding_VH,
-        layers=tuple(layers),
-        final_norm_H=final_norm_H,
-        lm_head_VH=embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden),
+        embedding_VH=embedding_VH, layers=tuple(layers), final_norm_H=final_norm_H, lm_head_VH=head_VH
     )
 
 
 def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return every tensor that a checkpoint must have, by Llama's name for it, as a view of where it goes."""
+    """Return every tensor that a checkpoint in full precision has, by Llama's name, as a view of where it goes."""
     tensors = {"model.embed_tokens.weight": weights.embedding_VH, "model.norm.weight": weights.final_norm_H}
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = weights.lm_head_VH
+        tensors["lm_head.weight"] = _plain(weights.lm_head_VH)
     for index, layer in enumerate(weights.layers):
         for name, tensor in _layer_tensors(layer, config).items():
             tensors[f"model.layers.{index}.{name}"] = tensor
@@ -195,12 +242,13 @@ def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torc
 
 
 def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
-    gate_IH, up_IH = layer.gate_up_2IH.chunk(2)
+    qkv_QH = _plain(layer.qkv_QH)
+    gate_IH, up_IH = _plain(layer.gate_up_2IH).chunk(2)
     tensors = {
-        "self_attn.o_proj.weight": layer.attention_out_HA,
+        "self_attn.o_proj.weight": _plain(layer.attention_out_HA),
         "mlp.gate_proj.weight": gate_IH,
         "mlp.up_proj.weight": up_IH,
-        "mlp.down_proj.weight": layer.down_HI,
+        "mlp.down_proj.weight": _plain(layer.down_HI),
     }
     norms = (layer.input_norm_H, layer.mlp_norm_H, layer.attention_output_norm_H, layer.mlp_output_norm_H)
     for name, norm_H in zip((*PRE_NORMS, *POST_NORMS), norms, strict=True):
@@ -210,7 +258,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
     widths = [config.num_heads * config.head_dim, kv_width, kv_width]
-    for kind, fused in (("weight", layer.qkv_QH), ("bias", layer.qkv_bias_Q)):
+    for kind, fused in (("weight", qkv_QH), ("bias", layer.qkv_bias_Q)):
         if fused is not None:
             for letter, part in zip("qkv", torch.split(fused, widths), strict=True):
                 tensors[f"self_attn.{letter}_proj.{kind}"] = part
@@ -220,19 +268,33 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
     return tensors
 
 
-def _read_shard(file: Path, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that the part needs by Llama's names for them, and of each its slice alone."""
+def _plain(weight: LinearWeight) -> torch.Tensor:
+    """Return a matrix that is allocated. A quantised one has a shape alone by then."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _read_shard(
+    file: Path, part: ModelPart, quantised: QuantisedLayers | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the part needs by Llama's names for them, and of each its slice alone. Quantised layers
+    come whole."""
     shapes = tensor_shapes(part.whole)
     try:
         with safe_open(file, framework="pt") as shard:
             for stored in shard.keys():  # noqa: SIM118, the reader is no mapping
                 names = names_of_parts(full_name(stored, part.whole), part.whole)
-                if is_redundant(names[0], part.whole):
-                    continue
-                if part.size == 1 and len(names) == 1:
+                if quantised is not None and quantised.takes(names[0]):
                     yield names[0], shard.get_tensor(stored)
-                else:
+                    continue
+                place = part.place(names[0])
+                if len(names) > 1:
                     yield from _slices(names, shard.get_slice(stored), part, shapes)
+                elif place is not None and not is_redundant(names[0], part.whole):
+                    yield (
+                        names[0],
+                        shard.get_tensor(stored) if part.size == 1 else shard.get_slice(stored)[place],
+                    )
     except SafetensorError as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
 

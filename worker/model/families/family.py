@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from blockyard.worker.unsupported import UnsupportedModelError
+
 RawConfig = Mapping[str, Any]
 """The content of config.json."""
 Activation = Literal["silu", "gelu_tanh"]
-
-
-class UnsupportedModelError(ValueError):
-    """The model needs something that this engine does not have. The message names the field and its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from blockyard.worker.model.families import (
     qwen2,
     qwen3,
 )
-from blockyard.worker.model.families.family import Family, UnsupportedModelError
+from blockyard.worker.model.families.family import Family
+from blockyard.worker.unsupported import UnsupportedModelError
 
 FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": gemma3.FAMILY,

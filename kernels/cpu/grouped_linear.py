@@ -1,0 +1,115 @@
+"""Linear layers with weights of 4 or 8 bits in groups of inputs on a CPU: their layout, and the call into
+native/grouped.cpp.
+
+A weight means what its checkpoint says: its numbers and scales are not rounded again. Inputs are rounded to 16 bits, a
+chunk of at most 128 by itself. So a token's result does not depend on the other tokens of the step. Must never import
+triton.
+
+Shapes: T tokens, I input size, O output size, U = O / 16 groups of outputs. C chunks, D inputs of a chunk. G groups of
+inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from blockyard.kernels.cpu.checks import need
+from blockyard.kernels.cpu.library import CpuLibrary, GroupedLinear
+from blockyard.kernels.cpu.native_linear import LANES, run_linear
+from blockyard.kernels.quantised import BackendWeight, Int4Weight, Int8Weight
+from blockyard.kernels.torch.huge_pages import advise_empty
+
+LINE_BYTES = 64
+MOST_DEPTH = 128
+_INT8_OFFSET = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeight(BackendWeight):
+    """A weight as grouped.cpp reads it."""
+
+    memory: torch.Tensor
+    """uint8 [U, bytes]: for 16 outputs their numbers, scales [C, 16] (float32) and zeros [C, 16] (uint8)."""
+    bits: int
+    depth: int
+    num_inputs: int
+    order_I: torch.Tensor | None
+
+
+def can_group(library: CpuLibrary, weight: Int4Weight | Int8Weight) -> bool:
+    """Return whether the kernel takes such a weight."""
+    return (
+        library.has_int8
+        and weight.scale_OG.is_cpu
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and weight.shape[0] % LANES == 0
+        and _depth(weight) > 0
+    )
+
+
+def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
+    """Return a copy in the kernel's layout. Requires `can_group`."""
+    (outputs, inputs), depth = weight.shape, _depth(weight)
+    bits = 4 if isinstance(weight, Int4Weight) else 8
+    chunks, repeats = inputs // depth, weight.group_size // depth
+    number_bytes, scale_bytes = inputs * LANES * bits // 8, chunks * LINE_BYTES
+    num_bytes = -(-(number_bytes + scale_bytes + chunks * LANES) // LINE_BYTES) * LINE_BYTES
+    memory = torch.empty(outputs // LANES, num_bytes, dtype=torch.uint8)
+    advise_empty(memory)
+    zero_OG = _zeros(weight)
+    for index, row in enumerate(memory):
+        some = slice(index * LANES, (index + 1) * LANES)
+        row[:number_bytes] = _lines(weight, some)
+        scale_C16 = weight.scale_OG[some].float().repeat_interleave(repeats, dim=1).t().contiguous()
+        row[number_bytes : number_bytes + scale_bytes] = scale_C16.view(torch.uint8).flatten()
+        rest = row[number_bytes + scale_bytes :]
+        rest[: chunks * LANES] = zero_OG[some].repeat_interleave(repeats, dim=1).t().flatten()
+        rest[chunks * LANES :] = 0
+    return GroupedWeight(memory=memory, bits=bits, depth=depth, num_inputs=inputs, order_I=weight.order_I)
+
+
+def grouped_linear(
+    library: CpuLibrary, x_TI: torch.Tensor, weight: GroupedWeight, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x @ weight^T + bias, for a weight from `group`."""
+    need(weight.num_inputs == x_TI.shape[1], "a weight of {} inputs for {}", weight.num_inputs, x_TI.shape[1])
+    order_I = weight.order_I
+    return run_linear(
+        library.grouped_linear,
+        x_TI,
+        weight.memory,
+        bias_O,
+        weight.memory.shape[0] * LANES,
+        lambda linear: GroupedLinear(
+            linear=linear,
+            order=None if order_I is None else order_I.data_ptr(),
+            bits=weight.bits,
+            depth=weight.depth,
+        ),
+    )
+
+
+def _depth(weight: Int4Weight | Int8Weight) -> int:
+    """Return the most inputs that make whole lines and divide a group, or 0."""
+    together = 8 if isinstance(weight, Int4Weight) else 4
+    size = weight.group_size
+    return next((depth for depth in range(MOST_DEPTH, 0, -together) if size % depth == 0), 0)
+
+
+def _zeros(weight: Int4Weight | Int8Weight) -> torch.Tensor:
+    """Return the zero points of numbers without a sign, in uint8 [O, G]."""
+    if isinstance(weight, Int4Weight):
+        return weight.zero_OG
+    if weight.zero_OG is None:
+        return torch.full(weight.scale_OG.shape, _INT8_OFFSET, dtype=torch.uint8)
+    return weight.zero_OG.view(torch.uint8) ^ _INT8_OFFSET
+
+
+def _lines(weight: Int4Weight | Int8Weight, some: slice) -> torch.Tensor:
+    """Return the numbers of 16 outputs, in uint8, with four inputs of each output side by side."""
+    if isinstance(weight, Int8Weight):
+        fours: torch.Tensor = weight.weight_OI[some].view(torch.uint8).unflatten(1, (-1, 4)) ^ _INT8_OFFSET
+        return fours.transpose(0, 1).flatten()
+    packed_OI = weight.packed_OI[some]
+    numbers_OI = torch.stack((packed_OI & 15, packed_OI >> 4), dim=-1).flatten(1)
+    eights: torch.Tensor = numbers_OI.unflatten(1, (-1, 2, 4))
+    return (eights[:, :, 0] | eights[:, :, 1] << 4).transpose(0, 1).flatten()

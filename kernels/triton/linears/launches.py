@@ -1,0 +1,151 @@
+"""Launches of products with quantised weights. Never synchronises.
+
+Shapes: T tokens, I inputs, O outputs, U units, or 1. S parts of a split product.
+"""
+
+# Triton ships no types.
+# mypy: disable-error-code="import-untyped"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from blockyard.kernels.triton.linears.choice import (
+    has_wide_products,
+    linear_tiles,
+    multiprocessors_of,
+    units_a_split,
+)
+from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
+from blockyard.kernels.triton.linears.product import quantised_linear_kernel, sum_parts_kernel
+from blockyard.kernels.triton.linears.weights import TiledWeight
+from blockyard.kernels.triton.pool_writes import check_dense_rows, converts_e4m3
+
+SUM_TILE = 512
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+def launch_quantised_linear(
+    x_TI: torch.Tensor, weight: TiledWeight, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x @ weight^T + bias [T, O]."""
+    num_rows, num_inputs = x_TI.shape
+    num_outputs = weight.shape[0]
+    if num_inputs != weight.shape[1]:
+        raise ValueError(f"a weight for {weight.shape[1]} inputs got {num_inputs}")
+    out_TO = x_TI.new_empty(num_rows, num_outputs)
+    if not num_rows:
+        return out_TO
+    if weight.order_I is not None:
+        x_TI = x_TI.index_select(1, weight.order_I)
+    check_dense_rows(x_TI)
+    tiles = linear_tiles(
+        num_rows,
+        x_TI.dtype,
+        widens_groups=weight.widens_groups,
+        has_wide_products=has_wide_products(x_TI.device),
+    )
+    num_tiles = triton.cdiv(num_outputs, tiles.outputs) * triton.cdiv(num_rows, tiles.tokens)
+    units = units_a_split(num_tiles, weight.num_units, multiprocessors_of(x_TI.device))
+    num_splits = triton.cdiv(weight.num_units, units)
+    partial = out_TO
+    if num_splits > 1:
+        partial = x_TI.new_empty((num_splits, num_rows, num_outputs), dtype=torch.float32)
+    multiplied, x_scale, form = _operands(x_TI, weight)
+    quantised_linear_kernel[(num_tiles, num_splits)](
+        multiplied,
+        x_scale,
+        _as_loaded(weight.numbers),
+        weight.scale_GA,
+        weight.scale_GA if weight.zero_GO is None else weight.zero_GO,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        partial,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        weight.num_units,
+        weight.scale_GA.shape[1],
+        num_splits,
+        units,
+        multiplied.stride(0),
+        *_strides(weight),
+        HAS_BIAS=bias_O is not None,
+        BLOCK_O=tiles.outputs,
+        BLOCK_T=tiles.tokens,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **form,
+        **form_of(weight),
+    )
+    if num_splits > 1:
+        _sum_parts(partial, bias_O, out_TO)
+    return out_TO
+
+
+def form_of(weight: TiledWeight) -> dict[str, Any]:
+    """Return the constants of the product that follow from the weight alone."""
+    return {
+        "IS_INT4": weight.is_int4,
+        "UNIT": weight.unit,
+        "UNITS_A_GROUP": weight.units_a_group,
+        "ROWS_A_SCALE": weight.rows_a_scale,
+        "ZERO": weight.common_zero if weight.zero_GO is None else None,
+        "MASKED": weight.shape[1] % weight.unit != 0,
+    }
+
+
+def _operands(x_TI: torch.Tensor, weight: TiledWeight) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return inputs and scales as the kernel reads them, and the constants that say so."""
+    wide = (
+        torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype
+    )  # The interpreter multiplies bf16 as bits.
+    if not weight.quantises_inputs or not _multiplies(weight.numbers):
+        return x_TI, weight.scale_GA, {"X_SCALES": "none", "TYPE": _TYPES[wide]}
+    is_by_token = weight.units_a_group == 0
+    numbers_TI, scale_UT = launch_quantise_inputs(
+        x_TI, weight.numbers.dtype, x_TI.shape[1] if is_by_token else weight.unit
+    )
+    # The interpreter reads e4m3 as bits, and both sides are widened.
+    operand = wide if numbers_TI.dtype == torch.uint8 else numbers_TI.dtype
+    return numbers_TI, scale_UT, {"X_SCALES": "token" if is_by_token else "unit", "TYPE": _TYPES[operand]}
+
+
+def _multiplies(numbers: torch.Tensor) -> bool:
+    """Return whether the device multiplies such numbers: e4m3 with e4m3 from compute capability 8.9 on. The interpreter
+    does by widening them."""
+    return numbers.dtype == torch.int8 or numbers.device.type == "cpu" or converts_e4m3(numbers.device)
+
+
+def _as_loaded(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers, as bits where the device does not convert e4m3."""
+    as_bits = numbers.dtype == torch.float8_e4m3fn and not converts_e4m3(numbers.device)
+    return numbers.view(torch.uint8) if as_bits else numbers
+
+
+def _strides(weight: TiledWeight) -> tuple[int, int]:
+    """Return the distances of units and of outputs in the numbers."""
+    if weight.is_int4:
+        return weight.numbers.stride(0), weight.numbers.stride(1)
+    return weight.unit, weight.numbers.stride(0)
+
+
+def _sum_parts(partial_STO: torch.Tensor, bias_O: torch.Tensor | None, out_TO: torch.Tensor) -> None:
+    num_splits, num_rows, num_outputs = partial_STO.shape
+    sum_parts_kernel[(num_rows, triton.cdiv(num_outputs, SUM_TILE))](
+        partial_STO,
+        out_TO if bias_O is None else bias_O,
+        out_TO,
+        num_rows,
+        num_outputs,
+        num_splits,
+        HAS_BIAS=bias_O is not None,
+        TILE=SUM_TILE,
+    )

@@ -1,0 +1,281 @@
+"""Quantised checkpoints in every format: read exactly, and served with the tokens of the same plain numbers.
+
+bench/quantise/recipes.py writes them, apart from the reader.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockyard.kernels.quantised import QuantisedWeight, dequantised
+from blockyard.proto.naming.fingerprint import model_fingerprint
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.model.config import UnsupportedModelError, load_config
+from blockyard.worker.model.division import divide
+from blockyard.worker.model.shards import num_parameters, weights_bytes
+from blockyard.worker.model.weights import load_weights, random_weights
+from safetensors.torch import load_file, save_file
+
+from bench.quantise.recipes import Recipe, Tensors, compressed_int, gptq, quantise_checkpoint, recipes
+
+from .checkpoints import make_checkpoint, reference_greedy, shared_checkpoint
+from .ranks import divided_engine
+from .test_engine_tokens import MIN_GAP, prompt_of, run, submit
+
+CPU = torch.device("cpu")
+GROUP = BLOCK = 16
+SIZES: dict[str, Any] = {"intermediate_size": 128}
+RECIPES = recipes(GROUP, BLOCK)
+NUM_TOKENS = 8
+_FOLDERS = tempfile.TemporaryDirectory(prefix="blockyard-quantised-")
+
+
+@cache
+def checkpoints(name: str) -> tuple[Path, Path]:
+    """Return a quantised checkpoint, and one in float32 with the same numbers."""
+    quantised, plain = Path(_FOLDERS.name) / name, Path(_FOLDERS.name) / f"{name}-plain"
+    quantise_checkpoint(shared_checkpoint("Qwen2ForCausalLM", **SIZES), RECIPES[name], quantised, plain)
+    return quantised, plain
+
+
+def write(folder: Path, recipe: Recipe, **sizes: Any) -> Path:
+    source = make_checkpoint(folder / "source", "Qwen3ForCausalLM", **(SIZES | sizes))
+    quantise_checkpoint(source, recipe, folder / "quantised")
+    return folder / "quantised"
+
+
+def change_scheme(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= fields
+    file.write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def plain(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else dequantised(weight)
+
+
+def assert_reads_exactly(folder: Path, plain_folder: Path, size: int = 1) -> None:
+    """Assert that each rank has exactly the numbers that it has of the plain checkpoint."""
+    for rank in range(size):
+        config, plain_config = load_config(folder), load_config(plain_folder)
+        actual = load_weights(
+            folder, config, dtype=torch.float32, device=CPU, part=divide(config, rank, size)
+        )
+        expected = load_weights(
+            plain_folder, plain_config, dtype=torch.float32, device=CPU, part=divide(plain_config, rank, size)
+        )
+        assert torch.equal(plain(actual.lm_head_VH), plain(expected.lm_head_VH))
+        for layer, wanted in zip(actual.layers, expected.layers, strict=True):
+            for field in ("qkv_QH", "attention_out_HA", "gate_up_2IH", "down_HI"):
+                weight = getattr(layer, field)
+                assert not isinstance(weight, torch.Tensor), "nothing is quantised"
+                assert torch.equal(dequantised(weight), getattr(wanted, field)), field
+            assert torch.equal(layer.qkv_bias_Q, wanted.qkv_bias_Q)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_number_is_read_exactly(name: str) -> None:
+    assert_reads_exactly(*checkpoints(name))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "order" not in name])
+def test_every_rank_reads_its_part_exactly(name: str) -> None:
+    assert_reads_exactly(*checkpoints(name), size=2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_greedy_tokens_are_those_of_transformers_on_the_same_numbers(name: str, deterministic: bool) -> None:
+    """Deterministic mode runs the torch backend, the other mode the cpu backend where there is a compiler."""
+    folder, plain_folder = checkpoints(name)
+    assert_serves(folder, plain_folder, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "int8-tensor-head", "fp8-blocks", "gptq-4-asymmetric-v2"])
+def test_two_ranks_give_the_same_tokens(name: str) -> None:
+    folder, plain_folder = checkpoints(name)
+    assert_serves(folder, plain_folder, size=2)
+
+
+def assert_serves(folder: Path, plain_folder: Path, *, size: int = 1, **settings: Any) -> None:
+    """Assert that the engine gives the tokens of transformers on the plain checkpoint, with a cached prefix too."""
+    config = EngineConfig(model=str(folder), device="cpu", kv_cache_memory=1 << 20, block_size=16, **settings)
+    longer = prompt_of(48) + prompt_of(9, seed=4)
+    with divided_engine(config, size) as engine:
+        first = submit(engine, prompt_of(48), NUM_TOKENS)
+        answers = run(engine)
+        second, third = submit(engine, longer, NUM_TOKENS), submit(engine, prompt_of(11), NUM_TOKENS)
+        answers |= run(engine)
+    assert answers[second][1] == 48, "the prefix was not reused"
+    for key, prompt in ((first, prompt_of(48)), (second, longer), (third, prompt_of(11))):
+        expected = reference_greedy(plain_folder, prompt, NUM_TOKENS)
+        assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
+        assert answers[key][0] == list(expected.tokens)
+
+
+def test_shards_may_separate_the_tensors_of_a_layer(tmp_path: Path) -> None:
+    folder, plain_folder = checkpoints("gptq-4-order")
+    names: dict[str, str] = {}
+    shards: list[Tensors] = [{}, {}, {}]
+    for index, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
+        shards[index % 3][name] = tensor
+        names[name] = f"model-{index % 3}.safetensors"
+    for index, tensors in enumerate(shards):
+        save_file(tensors, tmp_path / f"model-{index}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert_reads_exactly(tmp_path, plain_folder)
+
+
+def test_layers_on_the_ignore_list_stay_in_full_precision(tmp_path: Path) -> None:
+    folder = write(tmp_path, compressed_int(4, GROUP))
+    source = load_file(tmp_path / "source/model.safetensors")
+
+    def restore(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.1.mlp.")]:
+            del tensors[name]
+        tensors.update({n: t for n, t in source.items() if n.startswith("model.layers.1.mlp.")})
+
+    change_tensors(folder, restore)
+    change_scheme(folder, ignore=["lm_head", "re:model.layers.1.mlp.*"])
+    weights = load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+    assert isinstance(weights.layers[1].down_HI, torch.Tensor)
+    assert torch.equal(weights.layers[1].down_HI, source["model.layers.1.mlp.down_proj.weight"])
+    assert not isinstance(weights.layers[1].qkv_QH, torch.Tensor)
+    assert not isinstance(weights.layers[0].down_HI, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_is_counted_as_it_is_held(name: str) -> None:
+    config = load_config(checkpoints(name)[0])
+    assert config.quantisation is not None
+    weights = load_weights(checkpoints(name)[0], config, dtype=torch.bfloat16, device=CPU)
+    held = sum(
+        tensor.nbytes
+        for part in (weights, *weights.layers)
+        for value in (getattr(part, field) for field in part.__slots__ if field != "layers")
+        for tensor in ([value] if isinstance(value, torch.Tensor) else tensors_of(value))
+    )
+    assert weights_bytes(config, 2, on_cpu=False) == held
+    on_cpu = weights_bytes(config, 2, on_cpu=True)
+    assert on_cpu == 2 * num_parameters(config) if config.quantisation.is_float else on_cpu == held
+
+
+def tensors_of(weight: QuantisedWeight | None) -> list[torch.Tensor]:
+    if weight is None:
+        return []
+    values = [getattr(weight, field) for field in weight.__slots__]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+GPTQ_4 = gptq(4, GROUP)
+UNSUPPORTED: list[tuple[Recipe, dict[str, Any], str]] = [
+    (GPTQ_4, {"quant_method": "quip"}, "quant_method='quip'"),
+    (GPTQ_4, {"bits": 3}, "bits=3"),
+    (GPTQ_4, {"dynamic": {"-:.*down.*": {}}}, "dynamic="),
+    (GPTQ_4, {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+    (GPTQ_4, {"group_size": 0}, "group_size=0"),
+    (RECIPES["awq"], {"version": "gemv"}, "version='gemv'"),
+    (RECIPES["awq"], {"zero_point": False}, "zero_point=False"),
+    (RECIPES["awq"], {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
+    (RECIPES["fp8-blocks"], {"fmt": "e5m2"}, "fmt='e5m2'"),
+    (RECIPES["fp8-blocks"], {"weight_block_size": [128]}, "weight_block_size=[128]"),
+    (RECIPES["w4a16"], {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    (RECIPES["w4a16"], {"config_groups": {}}, "config_groups=[]"),
+    (RECIPES["w4a16"], {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+    (RECIPES["w4a16"], {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    (RECIPES["w4a16"], {"ignore": ["re:("]}, "'re:('"),
+    (RECIPES["w4a16"], {"transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "named"), UNSUPPORTED, ids=[named for _, _, named in UNSUPPORTED]
+)
+def test_what_is_unknown_is_refused_by_name(
+    recipe: Recipe, fields: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        (shared_checkpoint("Qwen2ForCausalLM", **SIZES) / "config.json").read_text()
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = recipe.config | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_config(tmp_path)
+    assert named in str(refusal.value)
+
+
+def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, RECIPES["w4a16"])
+    for fields, named in (
+        ({"ignore": ["lm_head", "model.layers.0.self_attn.k_proj"]}, "k_proj is not quantised"),
+        ({"ignore": []}, "'lm_head.weight' is unexpected in a Qwen3ForCausalLM in pack-quantized-4bit-g16"),
+    ):
+        change_scheme(folder, **fields)
+        with pytest.raises(ValueError, match=named):
+            load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+    config = json.loads((folder / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    weights["group_size"] = 24
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="multiples of 1 and 24"):
+        weights_bytes(load_config(folder), 2, on_cpu=True)
+
+
+def test_a_cut_within_a_group_or_an_order_is_refused() -> None:
+    config = load_config(checkpoints("gptq-4-order")[0])
+    with pytest.raises(ValueError, match=r"o_proj has its columns in act order, which 2 ranks cannot share"):
+        divide(config, 0, 2)
+    for name in ("w4a16", "fp8-blocks"):
+        folder, _ = checkpoints(name)
+        with pytest.raises(ValueError, match="cannot share in whole runs of 16"):
+            divide(with_intermediate(load_config(folder), 80), 0, 2)
+
+
+def with_intermediate(config: Any, size: int) -> Any:
+    return replace(config, intermediate_size=size)
+
+
+def test_columns_that_do_not_fill_their_groups_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, gptq(4, GROUP, act_order=True))
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    change_tensors(folder, lambda tensors: tensors[name].zero_())
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj: g_idx does not give"):
+        load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+
+
+def test_a_bias_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> None:
+    folder = write(tmp_path, GPTQ_4)
+    load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+    change_tensors(folder, lambda tensors: tensors["model.layers.1.self_attn.o_proj.bias"].fill_(1))
+    with pytest.raises(ValueError, match="is not zero"):
+        load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+
+
+def test_random_weights_are_not_quantised() -> None:
+    with pytest.raises(ValueError, match="random weights are not quantised"):
+        random_weights(load_config(checkpoints("awq")[0]), torch.float32, CPU, 0)
+
+
+def test_the_fingerprint_carries_the_scheme() -> None:
+    """The names of blocks begin with it. A scheme is a part of config.json, all of which counts."""
+    fingerprints = {
+        model_fingerprint(folder, load_format="auto", seed=0, dtype="torch:float32")
+        for name in ("w4a16", "w4a16-asymmetric", "w8a16")
+        for folder in checkpoints(name)
+    }
+    assert len(fingerprints) == 6
