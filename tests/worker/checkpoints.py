@@ -19,18 +19,24 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
+    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -47,6 +53,16 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+}
+"""What the config of a model with experts has beside `TINY`."""
 WEIGHT_STD = 0.25
 
 
@@ -60,7 +76,7 @@ class GreedyContinuation:
 def make_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random model. Overrides are fields of the transformers config."""
     config_class, model_class = ARCHITECTURES[architecture]
-    model: PreTrainedModel = model_class(config_class(**(TINY | overrides)))
+    model: PreTrainedModel = model_class(config_class(**(TINY | EXPERTS.get(architecture, {}) | overrides)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -135,7 +151,9 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
 
 @functools.cache
 def _reference_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    )
     return model.eval()
 
 
@@ -150,8 +168,8 @@ def assert_logits_equal_transformers(actual_TV: torch.Tensor, folder: Path, toke
     """Assert that logits are as near to double precision as those of transformers in fp32 on the same CPU.
 
     An absolute bound would depend on the order of sums on this CPU. Logits of these weights are usually off by 5e-6,
-    and at times by 1e-4. In the double-precision reference only norms and rotary angles are fp32. With CUDA the bound
-    is absolute.
+    and at times by 1e-4. In the double-precision reference only norms, rotary angles and the weights of experts are
+    fp32. With CUDA the bound is absolute.
     """
     actual_TV = actual_TV.cpu()
     assert actual_TV.dtype == torch.float32

@@ -1,8 +1,8 @@
 """Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
 Owns the refusal of everything that it cannot run exactly. Every key of the file that changes the arithmetic is either
-read here, in `rope` or in `layer_windows`, or named in the error. Does not read weights or tokenizers, and does not
-import torch.
+read here, in `rope`, in `layer_windows` or in `mixture`, or named in the error. Does not read weights or tokenizers,
+and does not import torch.
 """
 
 import json
@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
 from blockyard.worker.model.layer_windows import read_layer_windows
+from blockyard.worker.model.mixture import Mixture, read_mixture
 from blockyard.worker.model.rope import (
+    DEFAULT_THETA,
     RopeScaling,
     UnsupportedModelError,
     longest_context,
@@ -22,7 +24,14 @@ from blockyard.worker.model.rope import (
     read_rope_theta,
 )
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 DataTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -66,8 +75,14 @@ class ModelConfig:
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+    mixture: Mixture | None = None
+    """The experts of sparse layers. None: every layer has one MLP."""
     pooling: Pooling | None = None
     """How an embedding follows from hidden states. None: the model generates."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of one MLP."""
+        return self.mixture is not None and layer in self.mixture.sparse_layers
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -107,12 +122,14 @@ def _load_config(folder: Path) -> ModelConfig:
         vocab_size=_positive(raw, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=read_rope_theta(raw),
+        rope_theta=read_rope_theta(
+            raw, default=1e6 if architecture == "MixtralForCausalLM" else DEFAULT_THETA
+        ),
         rope_scaling=rope_scaling,
         layer_windows=read_layer_windows(raw, architecture, num_layers, max_position_embeddings),
         attention_bias=has_bias or architecture == "Qwen2ForCausalLM",
         attention_out_bias=has_bias and architecture != "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         # An embedding model has no head of its own, and uses none.
         tie_word_embeddings=pooling is not None or bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
@@ -123,6 +140,7 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
+        mixture=read_mixture(raw, architecture, num_layers),
         pooling=pooling,
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
@@ -172,9 +190,7 @@ def _refuse_unsupported(raw: dict[str, Any], architecture: str) -> None:
         raw, "use_bidirectional_attention", (False, None), "the decoder attends to earlier tokens only"
     )
     _refuse_unless(raw, "mlp_bias", (False, None), "the decoder has no bias in its MLP")
-    for key in ("num_experts", "num_local_experts"):
-        _refuse_unless(raw, key, (None, 0), "mixtures of experts are not supported")
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         _refuse_unless(raw, "attention_bias", (False, None), f"{architecture} has no biases")
 
 

@@ -25,6 +25,13 @@ def read_layer_windows(
             windows = _qwen_windows(raw, num_layers)
         case "MistralForCausalLM":
             windows = _uniform(raw, num_layers, _window(raw))
+        case "MixtralForCausalLM":
+            stated = None if raw.get("sliding_window") is None else _window(raw)
+            windows = _uniform(raw, num_layers, stated)
+        case "Qwen3MoeForCausalLM":
+            # Unlike the dense models, its code reads no max_window_layers.
+            stated = _window(raw) if raw.get("use_sliding_window", False) else None
+            windows = _uniform(raw, num_layers, stated)
         case _:
             window = None if raw.get("sliding_window") is None else _window(raw)
             if window is not None and window < longest_context:

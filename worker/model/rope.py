@@ -64,9 +64,9 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
-def read_rope_theta(raw: dict[str, Any]) -> float:
+def read_rope_theta(raw: dict[str, Any], *, default: float = DEFAULT_THETA) -> float:
     """Return the base of the rotary frequencies."""
-    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or default)
 
 
 def read_rope_scaling(raw: dict[str, Any], max_position_embeddings: int) -> RopeScaling | None:

@@ -6,20 +6,31 @@ held twice. Does not find the files (shards.py), or know how the weights are use
 will use them.
 
 Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size. A = N D attention
-width, Q = (N + 2 K) D fused query, key and value width.
+width, Q = (N + 2 K) D fused query, key and value width. E experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from blockyard.kernels.interface import Backend, Stacked
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
+from blockyard.worker.model.mixture import Mixture
 from blockyard.worker.model.shards import check_shards, full_name, is_redundant, shard_files
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertWeights:
+    """Gate and experts of a sparse layer. I is the intermediate size of one expert."""
+
+    gate_EH: torch.Tensor
+    gate_up_E2IH: Stacked
+    down_EHI: Stacked
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,8 +45,10 @@ class LayerWeights:
     attention_out_HA: torch.Tensor
     attention_out_bias_H: torch.Tensor | None
     mlp_norm_H: torch.Tensor
-    gate_up_2IH: torch.Tensor
-    down_HI: torch.Tensor
+    gate_up_2IH: torch.Tensor | None
+    down_HI: torch.Tensor | None
+    experts: ExpertWeights | None
+    """What a sparse layer has in place of the two matrices above."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,16 +60,23 @@ class Weights:
     final_norm_H: torch.Tensor
     lm_head_VH: torch.Tensor
 
-    def pack(self, pack_linear: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
+    def pack(self, backend: Backend) -> None:
+        """Replace each matrix of a linear layer by what the backend makes of it, one after the other.
 
-        So at most one is in memory twice. The exception is a tied head that is really copied: the embedding stays.
+        So at most one is in memory twice: of experts, a projection of one layer. The exception is a tied head that is
+        really copied: the embedding stays.
         """
+        pack_linear = backend.pack_linear
         for layer in self.layers:
             layer.qkv_QH = pack_linear(layer.qkv_QH)
             layer.attention_out_HA = pack_linear(layer.attention_out_HA)
-            layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
-            layer.down_HI = pack_linear(layer.down_HI)
+            if layer.gate_up_2IH is not None and layer.down_HI is not None:
+                layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
+                layer.down_HI = pack_linear(layer.down_HI)
+            if (experts := layer.experts) is not None:
+                experts.gate_EH = pack_linear(experts.gate_EH)
+                experts.gate_up_E2IH = backend.pack_experts(experts.gate_up_E2IH)
+                experts.down_EHI = backend.pack_experts(experts.down_EHI)
         self.lm_head_VH = pack_linear(self.lm_head_VH)
 
 
@@ -120,10 +140,21 @@ def _allocate(
     def empty(*shape: int) -> torch.Tensor:
         return (torch.zeros if is_padded else torch.empty)(shape, dtype=dtype, device=device)
 
+    def experts(mixture: Mixture) -> ExpertWeights:
+        count, rows = mixture.num_experts, mixture.intermediate_size
+        return ExpertWeights(
+            gate_EH=empty(count, hidden),
+            gate_up_E2IH=empty(count, 2 * rows, hidden),
+            down_EHI=empty(count, hidden, rows),
+        )
+
     hidden, head_dim = config.hidden_size, config.head_dim
     attention_width = config.num_heads * head_dim
     qkv_width = attention_width + 2 * config.num_kv_heads * head_dim
     embedding_VH = empty(config.vocab_size, hidden)
+    inner = [
+        None if config.is_sparse(index) else config.intermediate_size for index in range(config.num_layers)
+    ]
     layers = [
         LayerWeights(
             input_norm_H=empty(hidden),
@@ -134,10 +165,11 @@ def _allocate(
             attention_out_HA=empty(hidden, attention_width),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             mlp_norm_H=empty(hidden),
-            gate_up_2IH=empty(2 * config.intermediate_size, hidden),
-            down_HI=empty(hidden, config.intermediate_size),
+            gate_up_2IH=None if rows is None else empty(2 * rows, hidden),
+            down_HI=None if rows is None else empty(hidden, rows),
+            experts=None if config.mixture is None or rows is not None else experts(config.mixture),
         )
-        for _ in range(config.num_layers)
+        for rows in inner
     ]
     return Weights(
         embedding_VH=embedding_VH,
@@ -159,15 +191,18 @@ def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torc
 
 
 def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
-    gate_IH, up_IH = layer.gate_up_2IH.chunk(2)
     tensors = {
         "input_layernorm.weight": layer.input_norm_H,
         "self_attn.o_proj.weight": layer.attention_out_HA,
         "post_attention_layernorm.weight": layer.mlp_norm_H,
-        "mlp.gate_proj.weight": gate_IH,
-        "mlp.up_proj.weight": up_IH,
-        "mlp.down_proj.weight": layer.down_HI,
     }
+    if layer.gate_up_2IH is not None and layer.down_HI is not None:
+        tensors |= _mlp_tensors("mlp", layer.gate_up_2IH, layer.down_HI)
+    if layer.experts is not None:
+        tensors["mlp.gate.weight"] = layer.experts.gate_EH
+        stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
+        for index, (gate_up_2IH, down_HI) in enumerate(stacked):
+            tensors |= _mlp_tensors(f"mlp.experts.{index}", gate_up_2IH, down_HI)
     if layer.attention_out_bias_H is not None:
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
@@ -180,6 +215,15 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         if norm_D is not None:
             tensors[f"self_attn.{letter}_norm.weight"] = norm_D
     return tensors
+
+
+def _mlp_tensors(name: str, gate_up_2IH: torch.Tensor, down_HI: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate_IH, up_IH = gate_up_2IH.chunk(2)
+    return {
+        f"{name}.gate_proj.weight": gate_IH,
+        f"{name}.up_proj.weight": up_IH,
+        f"{name}.down_proj.weight": down_HI,
+    }
 
 
 def _read_shard(file: Path, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
