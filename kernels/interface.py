@@ -176,6 +176,10 @@ class Backend(Protocol):
         """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
         ...
 
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        """Return the weight of a gate as `pack_linear` does, but never in fewer bits: it chooses experts."""
+        ...
+
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
         """Return a matrix of each expert in the layout that `experts` of this backend reads fastest."""
         ...

@@ -45,7 +45,7 @@ class Norm(ctypes.Structure):
 
 
 class SiluMul(ctypes.Structure):
-    """`SiluMul` of native/rows.cpp."""
+    """`SiluMul` of native/lanes.h."""
 
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("gate_up", "out")),
@@ -59,6 +59,18 @@ class Linear(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("x", "weight", "bias", "out")),
         *((name, _Int) for name in ("x_stride", "out_stride", "num_rows", "num_inputs", "num_outputs")),
+    ]
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of native/experts.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("x", "logits", "gate_up", "down", "out", "pairs", "weights")),
+        *((name, _Address) for name in ("rows", "gate_up_rows", "inner", "expert_out", "sums")),
+        *((name, _Int) for name in ("x_stride", "logits_stride", "gate_up_bytes", "down_bytes")),
+        *((name, _Int) for name in ("num_tokens", "num_experts", "top_k", "hidden", "width", "most_rows")),
+        *((name, _Int) for name in ("normalizes", "is_int8")),
     ]
 
 
@@ -138,6 +150,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
+    "experts": ("by_experts", Experts),
     "gather": ("by_gather", Gather),
     "all_reduce": ("by_all_reduce", AllReduce),
     "concatenate": ("by_concatenate", Concatenation),
@@ -158,6 +171,7 @@ class CpuLibrary:
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
+    experts: Callable[..., None]
     gather: Callable[..., None]
     all_reduce: Callable[..., None]
     concatenate: Callable[..., None]

@@ -214,6 +214,9 @@ class TorchBackend:
     ) -> torch.Tensor:
         return packed_linear(x_TI, weight_OI, bias_O)
 
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        return self.pack_linear(weight_EH)
+
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
         return tuple(self.pack_linear(weight_OI) for weight_OI in weight_EOI)
 

@@ -307,6 +307,9 @@ class TritonBackend:
     ) -> torch.Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
 
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        return weight_EH
+
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
         return weight_EOI
 

@@ -135,7 +135,7 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_linear_kernel(
     x_ptr,  # [P / PAIRS_A_ROW, inputs], strides (x_stride, 1)
-    weight_ptr,  # [E, outputs, inputs], contiguous; with GATED [E, 2 outputs, inputs]
+    weight_ptr,  # [E, outputs, inputs], strides (weight_stride_e, weight_stride_o, 1); with GATED twice the outputs
     out_ptr,  # [P, outputs], strides (out_stride, 1)
     pairs_ptr,  # [S], int32
     tiles_ptr,  # [S / M], int32
@@ -145,6 +145,7 @@ def grouped_linear_kernel(
     x_stride,
     out_stride,
     weight_stride_e,
+    weight_stride_o,
     PAIRS_A_ROW: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -169,12 +170,12 @@ def grouped_linear_kernel(
     is_output_N = output_N < num_outputs
     input_J = tl.arange(0, BLOCK_J)
     x_ptrs_MJ = x_ptr + row_M[:, None] * x_stride + input_J[None, :]
-    weight_row_N = tl.where(is_output_N, output_N, 0).to(tl.int64) * num_inputs
+    weight_row_N = tl.where(is_output_N, output_N, 0).to(tl.int64) * weight_stride_o
     weight_ptr += expert.to(tl.int64) * weight_stride_e
     weight_ptrs_JN = weight_ptr + weight_row_N[None, :] + input_J[:, None]
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    half = num_outputs.to(tl.int64) * num_inputs
+    half = num_outputs.to(tl.int64) * weight_stride_o
     for first in range(0, num_inputs, BLOCK_J):
         is_input_J = input_J < num_inputs - first
         x_MJ = tl.load(x_ptrs_MJ + first, mask=is_pair_M1 & is_input_J[None, :], other=0.0)
@@ -232,7 +233,7 @@ def expert_tiles(pairs_an_expert: int, *, dtype: torch.dtype) -> ExpertTiles:
     if dtype == torch.float32:
         return ExpertTiles(rows=MIN_DOT_ROWS, outputs=32, inputs=32, warps=4, stages=2)
     if pairs_an_expert <= MIN_DOT_ROWS:
-        return ExpertTiles(rows=MIN_DOT_ROWS, outputs=64, inputs=128, warps=4, stages=3)
+        return ExpertTiles(rows=MIN_DOT_ROWS, outputs=64, inputs=64, warps=4, stages=4)
     return ExpertTiles(rows=64, outputs=64, inputs=64, warps=4, stages=3)
 
 
@@ -317,7 +318,7 @@ def _launch_linear(
         num_outputs,
         x.stride(0),
         out.stride(0),
-        weight.stride(0),
+        *weight.stride()[:2],
         PAIRS_A_ROW=pairs_a_row,
         GATED=weight.shape[1] != num_outputs,
         BLOCK_M=tiles.rows,

@@ -1,10 +1,15 @@
 """Experts of every backend against the reference: any number of tokens, idle experts, one that gets all, and ties."""
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
+from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.kernels.interface import Backend
+from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch import reference
 from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 from blockyard.kernels.torch.experts import choose_experts
@@ -50,6 +55,34 @@ def test_any_number_of_experts(backend: Backend, device: torch.device, num_exper
 
 def test_bfloat16_is_rounded_where_the_dense_mlp_is(backend: Backend, device: torch.device) -> None:
     check(backend, tensors(33, 6, device, torch.bfloat16), tolerance=3e-2, top_k=2, normalizes=True)
+
+
+def test_int8_is_as_near_as_its_linears_are() -> None:
+    given = tensors(33, 6, torch.device("cpu"))
+    backend = CpuBackend(library_or_skip(), linears="int8")
+    if not backend.library.has_int8:
+        pytest.skip("this CPU has no int8 linear")
+    check(backend, given, tolerance=3e-2, top_k=2, normalizes=True)
+
+
+def library_or_skip() -> CpuLibrary:
+    try:
+        return load_extension()
+    except ExtensionUnavailable as error:
+        if shutil.which("g++"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", ["gate_up_E2IH", "down_EHI", "x_TH", "logits_TE"])
+def test_tensors_that_do_not_fit_are_refused(name: str, device: torch.device) -> None:
+    given = tensors(4, 6, device)
+    for backend in (CpuBackend(library_or_skip()), choose_backend(device, requested="triton")):
+        packed = {weight: backend.pack_experts(given[weight]) for weight in ("gate_up_E2IH", "down_EHI")}
+        wrong = given | packed
+        wrong[name] = wrong[name][:-1]
+        with pytest.raises(ValueError, match="experts"):
+            backend.experts(**wrong, top_k=2, normalizes=True)
 
 
 def test_one_expert_that_gets_all_tokens_leaves_the_others_idle(

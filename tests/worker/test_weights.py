@@ -78,8 +78,10 @@ def test_every_tensor_lands_in_its_part_of_the_fused_ones(architecture: str) -> 
 def assert_experts(experts: ExpertWeights, part: Tensors, *, is_mixtral: bool) -> None:
     block = "block_sparse_moe" if is_mixtral else "mlp"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    assert torch.equal(experts.gate_EH, part[f"{block}.gate.weight"])
-    for index in range(len(experts.gate_EH)):
+    gate_EH = part[f"{block}.gate.weight"]
+    assert torch.equal(experts.gate_EH[: len(gate_EH)], gate_EH)
+    assert len(experts.gate_up_E2IH) == len(experts.down_EHI) == len(gate_EH)
+    for index in range(len(gate_EH)):
         one = {name: part[f"{block}.experts.{index}.{name}.weight"] for name in (gate, up, down)}
         assert torch.equal(experts.gate_up_E2IH[index], torch.cat((one[gate], one[up])))
         assert torch.equal(experts.down_EHI[index], one[down])

@@ -175,7 +175,7 @@ class Decoder:
         assert mixture is not None
         return self._backend.experts(
             x_TH,
-            self._backend.linear(x_TH, experts.gate_EH),
+            self._backend.linear(x_TH, experts.gate_EH)[:, : mixture.num_experts],
             experts.gate_up_E2IH,
             experts.down_EHI,
             top_k=mixture.experts_per_token,

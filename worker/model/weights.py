@@ -22,6 +22,8 @@ from blockyard.worker.model.shards import check_shards, full_name, is_redundant,
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
+GATE_PADDED_TO = 16
+"""Rows of a gate are a multiple of this: the outputs that a CPU computes at once. The padding chooses nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class ExpertWeights:
     """Gate and experts of a sparse layer. I is the intermediate size of one expert."""
 
     gate_EH: torch.Tensor
+    """Padded with zeros to a multiple of `GATE_PADDED_TO` rows."""
     gate_up_E2IH: Stacked
     down_EHI: Stacked
 
@@ -74,7 +77,7 @@ class Weights:
                 layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
                 layer.down_HI = pack_linear(layer.down_HI)
             if (experts := layer.experts) is not None:
-                experts.gate_EH = pack_linear(experts.gate_EH)
+                experts.gate_EH = backend.pack_gate(experts.gate_EH)
                 experts.gate_up_E2IH = backend.pack_experts(experts.gate_up_E2IH)
                 experts.down_EHI = backend.pack_experts(experts.down_EHI)
         self.lm_head_VH = pack_linear(self.lm_head_VH)
@@ -143,7 +146,7 @@ def _allocate(
     def experts(mixture: Mixture) -> ExpertWeights:
         count, rows = mixture.num_experts, mixture.intermediate_size
         return ExpertWeights(
-            gate_EH=empty(count, hidden),
+            gate_EH=empty(-(-count // GATE_PADDED_TO) * GATE_PADDED_TO, hidden).zero_(),
             gate_up_E2IH=empty(count, 2 * rows, hidden),
             down_EHI=empty(count, hidden, rows),
         )
@@ -199,7 +202,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
     if layer.gate_up_2IH is not None and layer.down_HI is not None:
         tensors |= _mlp_tensors("mlp", layer.gate_up_2IH, layer.down_HI)
     if layer.experts is not None:
-        tensors["mlp.gate.weight"] = layer.experts.gate_EH
+        tensors["mlp.gate.weight"] = layer.experts.gate_EH[: len(layer.experts.gate_up_E2IH)]
         stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
         for index, (gate_up_2IH, down_HI) in enumerate(stacked):
             tensors |= _mlp_tensors(f"mlp.experts.{index}", gate_up_2IH, down_HI)
