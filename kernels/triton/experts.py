@@ -23,6 +23,9 @@ from blockyard.kernels.triton.tiles import MIN_DOT_ROWS
 PAIRS_TILE = 1024
 """Pairs that a program sorts in one turn."""
 SUM_TILE = 1024
+FEW_TOKENS = 64
+"""Up to so many tokens, an expert has few rows. With more, tiles of 64 rows still take less time to multiply than their
+weights take to load."""
 
 
 @triton.jit
@@ -228,11 +231,14 @@ class ExpertTiles:
     stages: int
 
 
-def expert_tiles(pairs_an_expert: int, *, dtype: torch.dtype) -> ExpertTiles:
-    """Return the tiles for so many pairs of an expert, on average. Larger tiles read a weight less often."""
+def expert_tiles(num_tokens: int, *, dtype: torch.dtype) -> ExpertTiles:
+    """Return the tiles of a step. Larger ones read a weight less often.
+
+    Only the number of tokens decides, and not that of experts: so a worker's warm-up compiles both.
+    """
     if dtype == torch.float32:
         return ExpertTiles(rows=MIN_DOT_ROWS, outputs=32, inputs=32, warps=4, stages=2)
-    if pairs_an_expert <= MIN_DOT_ROWS:
+    if num_tokens <= FEW_TOKENS:
         return ExpertTiles(rows=MIN_DOT_ROWS, outputs=64, inputs=64, warps=4, stages=4)
     return ExpertTiles(rows=64, outputs=64, inputs=64, warps=4, stages=3)
 
@@ -266,7 +272,7 @@ def launch_experts(
         TOP_K=top_k,
         NORMALIZES=normalizes,
     )
-    tiles = expert_tiles(num_pairs // num_experts, dtype=x_TH.dtype)
+    tiles = expert_tiles(num_tokens, dtype=x_TH.dtype)
     num_tiles = most_tiles(num_pairs, num_experts, tiles.rows)
     pairs_S = torch.empty(num_tiles * tiles.rows, dtype=torch.int32, device=x_TH.device)
     expert_of_tile = torch.empty(num_tiles, dtype=torch.int32, device=x_TH.device)

@@ -192,9 +192,9 @@ def compile_silu_mul(dtype: str) -> Any:
     )
 
 
-def compile_grouped_linear(dtype: str, pairs: int, *, gated: bool, target: GPUTarget = H100) -> Any:
-    """Compile the product of experts with the tiles for so many pairs of an expert."""
-    tiles = experts.expert_tiles(pairs, dtype=TORCH_DTYPES[dtype])
+def compile_grouped_linear(dtype: str, num_tokens: int, *, gated: bool, target: GPUTarget = H100) -> Any:
+    """Compile the product of experts with the tiles for so many tokens."""
+    tiles = experts.expert_tiles(num_tokens, dtype=TORCH_DTYPES[dtype])
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("pairs_ptr", "tiles_ptr"), "*i32")
     strides = ("x_stride", "out_stride", "weight_stride_e", "weight_stride_o")
@@ -220,11 +220,11 @@ def compile_grouped_linears(dtype: str, *, is_quick: bool) -> dict[str, Any]:
     targets = {"": H100} | ({", consumer GPU": CONSUMER} if dtype == "bf16" and not is_quick else {})
     return {
         f"experts {'gate-up' if gated else 'down'}, {of}{suffix}": compile_grouped_linear(
-            dtype, pairs, gated=gated, target=target
+            dtype, tokens, gated=gated, target=target
         )
         for suffix, target in targets.items()
-        for of, pairs in (("decodes", 1), ("prompts", 256))
-        for gated in (True, False)
+        for of, tokens in (("decodes", 1), ("prompts", 256))
+        for gated in ((True,) if is_quick else (True, False))
     }
 
 

@@ -41,14 +41,14 @@ def check(backend: Backend, given: dict[str, Any], *, tolerance: float = 1e-5, *
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 65])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
 def test_experts_are_those_of_the_reference(
     backend: Backend, device: torch.device, num_tokens: int, normalizes: bool
 ) -> None:
     check(backend, tensors(num_tokens, 6, device), top_k=3, normalizes=normalizes)
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 2), (8, 1), (20, 5)])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 2), (20, 5)])
 def test_any_number_of_experts(backend: Backend, device: torch.device, num_experts: int, top_k: int) -> None:
     check(backend, tensors(9, num_experts, device), top_k=top_k, normalizes=True)
 

@@ -62,7 +62,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
-"""What the config of a model with experts has beside `TINY`."""
+"""Fields of a model with experts, beside `TINY`."""
 WEIGHT_STD = 0.25
 
 

@@ -86,6 +86,9 @@ class FiniteOutputs(TritonBackend):
         super().silu_mul(gate_up_T2I, out_TI=out_TI)
         out_TI.zero_()
 
+    def experts(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().experts(*args, **kwargs).zero_()
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         super().greedy_tokens(logits_SV)
         return greedy_tokens(logits_SV)

@@ -19,15 +19,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "kernel by kernel": ("LlamaForCausalLM", {}, "auto"),
     "windows": ("MistralForCausalLM", {"sliding_window": 600}, "auto"),
     "int8": ("Qwen3ForCausalLM", {}, "int8"),
+    "experts": ("Qwen3MoeForCausalLM", {}, "auto"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in CASES]
+)
 def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> None:
     architecture, overrides, kv_cache_dtype = CASES[case]
     overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides
     checkpoint = shared_checkpoint(architecture, **overrides)
-    steps = "graphs" if case in ("graphs", "int8") else "kernel by kernel"
+    steps = "graphs" if case in ("graphs", "int8", "experts") else "kernel by kernel"
     # The kernels that tests/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
     launched = ["blockyard.kernels.triton.choice", "blockyard.kernels.triton.nucleus"]
     compiled_modules = launched if case == "graphs" else []

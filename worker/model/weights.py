@@ -51,7 +51,7 @@ class LayerWeights:
     gate_up_2IH: torch.Tensor | None
     down_HI: torch.Tensor | None
     experts: ExpertWeights | None
-    """What a sparse layer has in place of the two matrices above."""
+    """A sparse layer has these in place of the two matrices above."""
 
 
 @dataclass(slots=True, kw_only=True)
