@@ -5,7 +5,7 @@ Does not own which backend is used (selection.py).
 Shapes: T tokens in the step, N query heads, K kv heads, D head size. P tokens a block, B blocks in the pool, C block
 copies. X = N + 2 K heads of queries, keys and values. H hidden size, I input (or intermediate) size, O output size. S
 positions in the rotary table, or rows of logits. V vocabulary, F rows with a top-k or top-p filter, D rows that draw,
-N outputs a row.
+N outputs a row. E experts.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ from blockyard.kernels.quantised import LinearWeight
 
 BackendName = Literal["auto", "torch", "cpu", "triton"]
 LinearsName = Literal["full", "int8"]
+
+Stacked = torch.Tensor | tuple[torch.Tensor, ...]
+"""A matrix of each expert: one tensor [E, O, I], or what `Backend.pack_experts` makes of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,32 @@ class Backend(Protocol):
         self, x_TI: torch.Tensor, weight_OI: LinearWeight, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x @ weight^T + bias, for a weight from `pack_linear`, or a plain tensor."""
+        ...
+
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        """Return the weight of a gate as `pack_linear` does, but never in fewer bits: it chooses experts."""
+        ...
+
+    def pack_experts(self, weight_EOI: Stacked) -> Stacked:
+        """Return a matrix of each expert in the layout that `experts` of this backend reads fastest."""
+        ...
+
+    def experts(
+        self,
+        x_TH: torch.Tensor,
+        logits_TE: torch.Tensor,
+        gate_up_E2IH: Stacked,
+        down_EHI: Stacked,
+        *,
+        top_k: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        """Return [T, H], for each token the weighted sum of the MLPs of its `top_k` experts.
+
+        These are the experts with the largest logits, of equals those that come first. A weight is the softmax over all
+        logits, in fp32. With `normalizes` the weights of a token are divided by their sum. A token's sum is fp32, in an
+        order of its own. A token whose logits are not finite gets any experts and a row that is not finite.
+        """
         ...
 
 

@@ -60,7 +60,7 @@ def measure(
     """
     sizes = FULL if bench.device.type == "cuda" else CPU
     if model:
-        sizes = replace(sizes, models=(model,))
+        sizes = replace(sizes, models=(model,), mixtures=())
     every = list(_in_turns(cases(bench, sizes), only))
     fitting = [turns for turns in every if all(case.resident_bytes <= memory_bytes for case in turns)]
     for turns in every:

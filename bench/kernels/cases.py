@@ -30,6 +30,7 @@ from blockyard.worker.sequences.step_plan import ScheduledRow
 from bench.engine.shapes import SHAPES, Shape
 from bench.kernels.attention_cases import attention, in_pool, pool_and_plan, shared_attention
 from bench.kernels.case import BLOCK_SIZE, Bench, Case, case_of_tokens
+from bench.kernels.expert_cases import HALF_AS_WIDE, MIXTRAL_8X7B, QWEN3_30B_A3B, ExpertShape, experts
 from bench.kernels.linear_cases import linears
 
 MOST_SEQUENCES = 256
@@ -59,6 +60,7 @@ class Sizes:
     """Number of decodes, their context, and their window."""
     swaps: Sequence[int]
     """Numbers of blocks, over all layers, that move to host memory or back."""
+    mixtures: Sequence[ExpertShape] = ()
 
 
 FULL = Sizes(
@@ -71,6 +73,7 @@ FULL = Sizes(
     mixed=(32, 512, 8192),
     window=(16, 32768, 4096),
     swaps=(8, 64),
+    mixtures=(QWEN3_30B_A3B, MIXTRAL_8X7B),
 )
 CPU = Sizes(
     sequences=(1, 8, 32),
@@ -82,6 +85,7 @@ CPU = Sizes(
     mixed=(8, 128, 1024),
     window=(8, 2048, 512),
     swaps=(8,),
+    mixtures=(HALF_AS_WIDE,),
 )
 
 
@@ -98,6 +102,9 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
             yield from _around_layers(bench, model, shape, tokens)
         for count in sizes.swaps:
             yield from _swaps(bench, model, shape, count)
+    for mixture in sizes.mixtures:
+        for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= MOST_TOKENS)}):
+            yield experts(bench, mixture, tokens)
 
 
 def _attentions(bench: Bench, model: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:

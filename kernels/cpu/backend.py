@@ -1,5 +1,5 @@
 """The fast backend for CPUs, in C++ (native/). It covers embedding, attention, rotary embedding with the KV write,
-norms, SiLU-mul, GELU-mul, linears and the choice of tokens.
+norms, SiLU-mul, GELU-mul, linears, experts and the choice of tokens.
 
 PyTorch keeps block copies, linears that `can_lay_out` refuses, and everything that the C++ does not serve. These are
 fp16, head sizes that are no multiple of 16, and head sizes beyond MAX_HEAD_DIM. checks.py checks everything before an
@@ -14,6 +14,7 @@ Shapes: T tokens, N query heads, K kv heads, X = N + 2 K, D head size. P tokens 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
@@ -26,6 +27,7 @@ from blockyard.kernels.cpu.checks import (
     check_rotary_table,
     need,
 )
+from blockyard.kernels.cpu.experts import are_stacked, native_experts, stack_experts
 from blockyard.kernels.cpu.grouped_linear import GroupedWeight, can_group, group, grouped_linear
 from blockyard.kernels.cpu.int8_linear import can_quantise, int8_linear, quantise
 from blockyard.kernels.cpu.library import (
@@ -39,7 +41,7 @@ from blockyard.kernels.cpu.library import (
 from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linear
 from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.cpu.row_ops import NATIVE_DTYPES, activate, is_native, normalise, scale
-from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
+from blockyard.kernels.interface import HeadNorms, LinearsName, Stacked, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
 from blockyard.kernels.quantised import Int4Weight, Int8Weight, LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
@@ -327,6 +329,27 @@ class CpuBackend(TorchBackend):
         if weight_OI.dim() > 2:
             return panel_linear(self._library, x_TI, weight_OI, bias_O)
         return super().linear(x_TI, weight_OI, bias_O)
+
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        return lay_out(weight_EH) if can_lay_out(self._library, weight_EH) else weight_EH
+
+    def pack_experts(self, weight_EOI: Stacked) -> Stacked:
+        stacked = stack_experts(self._library, weight_EOI, in_int8=self._linears == "int8")
+        return super().pack_experts(weight_EOI) if stacked is None else stacked
+
+    def experts(
+        self,
+        x_TH: torch.Tensor,
+        logits_TE: torch.Tensor,
+        gate_up_E2IH: Stacked,
+        down_EHI: Stacked,
+        *,
+        top_k: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        is_served = are_stacked(gate_up_E2IH, down_EHI) and is_native(x_TH, logits_TE)
+        run = partial(native_experts, self._library) if is_served else super().experts
+        return run(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k=top_k, normalizes=normalizes)
 
 
 class RecordedStep:

@@ -47,7 +47,7 @@ class Norm(ctypes.Structure):
 
 
 class SiluMul(ctypes.Structure):
-    """`SiluMul` of native/rows.cpp."""
+    """`SiluMul` of native/lanes.h."""
 
     _fields_: ClassVar[Any] = [
         *((name, _Address) for name in ("gate_up", "out")),
@@ -78,6 +78,18 @@ class GroupedLinear(ctypes.Structure):
     """`GroupedLinear` of native/grouped.cpp."""
 
     _fields_: ClassVar[Any] = [("linear", Linear), ("order", _Address), ("bits", _Int), ("depth", _Int)]
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of native/experts.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("x", "logits", "gate_up", "down", "out", "pairs", "weights")),
+        *((name, _Address) for name in ("rows", "gate_up_rows", "inner", "expert_out", "sums")),
+        *((name, _Int) for name in ("x_stride", "logits_stride", "gate_up_bytes", "down_bytes")),
+        *((name, _Int) for name in ("num_tokens", "num_experts", "top_k", "hidden", "width", "most_rows")),
+        *((name, _Int) for name in ("normalizes", "is_int8")),
+    ]
 
 
 class GreedyTokens(ctypes.Structure):
@@ -158,6 +170,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
     "grouped_linear": ("by_grouped_linear", GroupedLinear),
+    "experts": ("by_experts", Experts),
     "gather": ("by_gather", Gather),
     "all_reduce": ("by_all_reduce", AllReduce),
     "concatenate": ("by_concatenate", Concatenation),
@@ -180,6 +193,7 @@ class CpuLibrary:
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
     grouped_linear: Callable[..., None]
+    experts: Callable[..., None]
     gather: Callable[..., None]
     all_reduce: Callable[..., None]
     concatenate: Callable[..., None]

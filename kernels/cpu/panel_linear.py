@@ -33,7 +33,7 @@ def lay_out(weight_OI: torch.Tensor) -> torch.Tensor:
     """Copy a weight to [U, I, 16] in fp32 or [U, I / 2, 16, 2] in bf16. Requires whole groups and even inputs."""
     outputs, inputs = weight_OI.shape
     together = _inputs_together(weight_OI)
-    in_panels = _in_panels(outputs // LANES)
+    in_panels = whole_panels(outputs // LANES)
     groups = torch.empty(in_panels, inputs // together, LANES, together, dtype=weight_OI.dtype)
     advise_empty(groups)
     groups[outputs // LANES :] = 0
@@ -54,7 +54,7 @@ def panel_linear(
         and groups.shape[1] * together == x_TI.shape[1]
         and groups.dtype == x_TI.dtype
         and groups.untyped_storage().nbytes()
-        >= (groups.storage_offset() + _in_panels(groups.shape[0]) * groups.stride(0)) * groups.itemsize,
+        >= (groups.storage_offset() + whole_panels(groups.shape[0]) * groups.stride(0)) * groups.itemsize,
         "a weight {} in {} for {} inputs in {}",
         groups.shape,
         groups.dtype,
@@ -69,6 +69,6 @@ def _inputs_together(weight: torch.Tensor) -> int:
     return 4 // weight.itemsize
 
 
-def _in_panels(groups: int) -> int:
+def whole_panels(groups: int) -> int:
     """Return the number of groups, rounded up to whole panels."""
     return -(-groups * LANES // PANEL) * PANEL // LANES

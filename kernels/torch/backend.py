@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
-from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
+from blockyard.kernels.interface import HeadNorms, Stacked, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.quantised import LinearWeight, plain
+from blockyard.kernels.torch.experts import run_experts
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
@@ -231,6 +232,24 @@ class TorchBackend:
     ) -> torch.Tensor:
         assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         return packed_linear(x_TI, weight_OI, bias_O)
+
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        return self.pack_linear(weight_EH)
+
+    def pack_experts(self, weight_EOI: Stacked) -> Stacked:
+        return tuple(self.pack_linear(weight_OI) for weight_OI in weight_EOI)
+
+    def experts(
+        self,
+        x_TH: torch.Tensor,
+        logits_TE: torch.Tensor,
+        gate_up_E2IH: Stacked,
+        down_EHI: Stacked,
+        *,
+        top_k: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        return run_experts(self, x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k=top_k, normalizes=normalizes)
 
 
 def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:

@@ -144,3 +144,29 @@ def copy_blocks(kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
     """Set pool[dst] = pool[src], one pair after the other."""
     for source, destination in src_dst_C2.tolist():
         kv_pool_B2KPD[destination] = kv_pool_B2KPD[source]
+
+
+def experts(
+    x_TH: torch.Tensor,
+    logits_TE: torch.Tensor,
+    gate_up_E2IH: torch.Tensor,
+    down_EHI: torch.Tensor,
+    *,
+    top_k: int,
+    normalizes: bool,
+) -> torch.Tensor:
+    """Return the sum of softmax(logits)[e] * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e, in fp32.
+
+    The experts have the largest logits, of equals the first.
+    """
+    rows = []
+    for x_H, logits_E in zip(x_TH.float(), logits_TE.float(), strict=True):
+        chosen = sorted(range(len(logits_E)), key=lambda expert: (-float(logits_E[expert]), expert))[:top_k]
+        weights_K = torch.softmax(logits_E, dim=0)[chosen]
+        weights_K = weights_K / weights_K.sum() if normalizes else weights_K
+        inner_KI = torch.stack([gate_up_E2IH[expert].float() @ x_H for expert in chosen])
+        gate_KI, up_KI = inner_KI.chunk(2, dim=-1)
+        hidden_KI = gate_KI * torch.sigmoid(gate_KI) * up_KI
+        outs_KH = torch.stack([down_EHI[e].float() @ h_I for e, h_I in zip(chosen, hidden_KI, strict=True)])
+        rows.append(weights_K @ outs_KH)
+    return torch.stack(rows).to(x_TH.dtype) if rows else torch.empty_like(x_TH)

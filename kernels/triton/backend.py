@@ -19,13 +19,14 @@ import triton
 from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
-from blockyard.kernels.interface import HeadNorms, split_heads
+from blockyard.kernels.interface import HeadNorms, Stacked, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
 from blockyard.kernels.quantised import LinearWeight, QuantisedWeight, plain
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.triton.experts import launch_experts
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.weights import TiledWeight, can_tile, tiled
 from blockyard.kernels.triton.pool_writes import (
@@ -321,6 +322,26 @@ class TritonBackend:
             return launch_quantised_linear(x_TI, weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "a quantised weight that was not packed"
         return F.linear(x_TI, weight_OI, bias_O)
+
+    def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
+        return weight_EH
+
+    def pack_experts(self, weight_EOI: Stacked) -> Stacked:
+        return weight_EOI
+
+    def experts(
+        self,
+        x_TH: torch.Tensor,
+        logits_TE: torch.Tensor,
+        gate_up_E2IH: Stacked,
+        down_EHI: Stacked,
+        *,
+        top_k: int,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        assert isinstance(gate_up_E2IH, torch.Tensor)
+        assert isinstance(down_EHI, torch.Tensor)
+        return launch_experts(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k=top_k, normalizes=normalizes)
 
 
 def _launch_activation(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor, *, is_gelu: bool) -> None:

@@ -23,6 +23,7 @@ from bench.kernels.__main__ import PROOFS, make_bench, measure, row_of
 from bench.kernels.attention_cases import CASCADE, ONE_BY_ONE, each_by_itself
 from bench.kernels.case import Bench, Case
 from bench.kernels.cases import FULL, Sizes, cases
+from bench.kernels.expert_cases import ExpertShape
 from bench.kernels.linear_cases import weight_bytes
 from bench.kernels.report import CASCADE_SHAPE, OTHERS_OVER_IT, PREFILL_SHAPE, floors_of, text_of
 from bench.kernels.timing import Clock, Machine, fill_cache
@@ -43,6 +44,7 @@ SMALL = Sizes(
     mixed=(2, 5, 40),
     window=(2, 40, 17),
     swaps=(2,),
+    mixtures=(ExpertShape(model="tiny", hidden=32, inner=16, experts=4, top_k=2),),
 )
 MACHINE = Machine(copy_bytes_per_second=1e9, matmul_flops_per_second=1e12)
 
@@ -67,6 +69,7 @@ TESTS = {
     "qk_norm_rope_write with QK norms": "tests/kernels/test_cache_ops.py",
     "qk_norm_rope_write with QK norms, KV": "tests/kernels/test_quantised_pool.py",
     "linear": "tests/kernels/test_panel_linear.py",
+    "experts": "tests/kernels/test_experts.py",
     "embed": "tests/kernels/test_cpu_backend.py",
     "copy_blocks": "tests/kernels/test_cache_ops.py",
     "greedy tokens": "tests/kernels/test_cpu_backend.py",
@@ -159,6 +162,13 @@ def test_quantised_linears_are_compared_with_full_precision_of_the_same_turns() 
         | {"proven": "", "cut_short": False}
     )
     assert "| linear out, 4 bits | 1 tokens | 10.0 | 83% | 2.50 |" in text
+
+
+def test_experts_that_no_token_chooses_need_not_be_read() -> None:
+    one, many = case("experts", "1 tokens"), case("experts", "33 tokens")
+    assert one.num_bytes == 4 * (2 * 3 * 32 * 16 + 2 * 32)
+    assert many.num_bytes == 4 * (4 * 3 * 32 * 16 + 33 * 2 * 32)
+    assert many.flops == 2 * 33 * 2 * 3 * 32 * 16
 
 
 def test_a_head_is_multiplied_and_searched_for_no_more_rows_than_sample() -> None:

@@ -21,6 +21,7 @@ from blockyard.kernels.triton import (
     attention,
     cache_ops,
     elementwise,
+    experts,
     qk_norm_rope,
     shared_attention,
 )
@@ -199,6 +200,68 @@ def compile_silu_mul(dtype: str, *, is_gelu: bool = False) -> Any:
     )
 
 
+def compile_grouped_linear(dtype: str, num_tokens: int, *, gated: bool, target: GPUTarget = H100) -> Any:
+    """Compile the product of experts with the tiles for so many tokens."""
+    tiles = experts.expert_tiles(num_tokens, dtype=TORCH_DTYPES[dtype])
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
+    pointers |= dict.fromkeys(("pairs_ptr", "tiles_ptr"), "*i32")
+    strides = ("x_stride", "out_stride", "weight_stride_e", "weight_stride_o")
+    return compile_kernel(
+        experts.grouped_linear_kernel,
+        pointers,
+        dict.fromkeys(("num_pairs", "num_inputs", "num_outputs", *strides), "i32"),
+        {
+            "PAIRS_A_ROW": 8 if gated else 1,
+            "GATED": gated,
+            "BLOCK_M": tiles.rows,
+            "BLOCK_N": tiles.outputs,
+            "BLOCK_J": tiles.inputs,
+            "WIDEN": False,
+        },
+        target,
+        multiples=("num_inputs",),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def compile_grouped_linears(dtype: str, *, is_quick: bool) -> dict[str, Any]:
+    targets = {"": H100} | ({", consumer GPU": CONSUMER} if dtype == "bf16" and not is_quick else {})
+    return {
+        f"experts {'gate-up' if gated else 'down'}, {of}{suffix}": compile_grouped_linear(
+            dtype, tokens, gated=gated, target=target
+        )
+        for suffix, target in targets.items()
+        for of, tokens in (("decodes", 1), ("prompts", 256))
+        for gated in ((True,) if is_quick else (True, False))
+    }
+
+
+def compile_choice_of_experts(dtype: str) -> dict[str, Any]:
+    """Compile what is beside the products: the choice of 8 of 128 experts, the order of pairs, and the sum."""
+    sizes = {"NUM_EXPERTS": 128, "EXPERTS_POW2": 128, "TOP_K": 8, "NORMALIZES": True}
+    return {
+        "choose_experts": compile_kernel(
+            experts.choose_experts_kernel,
+            {"logits_ptr": f"*{dtype}", "experts_ptr": "*i32", "weights_ptr": "*fp32"},
+            {"logits_stride_t": "i32"},
+            sizes,
+        ),
+        "sort_pairs": compile_kernel(
+            experts.sort_pairs_kernel,
+            dict.fromkeys(("experts_ptr", "pairs_ptr", "tiles_ptr"), "*i32"),
+            {"num_pairs": "i32", "num_tiles": "i32"},
+            {"EXPERTS_POW2": 256, "BLOCK_M": 16, "TILE": experts.PAIRS_TILE},
+        ),
+        "add_experts": compile_kernel(
+            experts.add_experts_kernel,
+            {"pairs_ptr": f"*{dtype}", "weights_ptr": "*fp32", "out_ptr": f"*{dtype}"},
+            {"hidden": "i32", "out_stride_t": "i32"},
+            {"TOP_K": 8, "TILE": experts.SUM_TILE},
+        ),
+    }
+
+
 def compile_top_k_top_p() -> dict[str, Any]:
     """Compile all kernels of the search, for a vocabulary of 32 chunks."""
     filters = {"top_k_ptr": "*i64", "top_p_ptr": "*fp64", "pending_ptr": "*i1"}
@@ -294,16 +357,19 @@ def compile_others(dtype: str, *, is_quick: bool) -> dict[str, Any]:
         compiled[f"qk_norm_rope_write to {stored}"] = compile_qk_norm_rope_write(
             dtype, normed=True, stored=stored
         )
+    compiled |= compile_choice_of_experts(dtype)
     if dtype == "bf16":  # The weights of a draw are fp32 always.
         compiled |= compile_top_k_top_p()
     return compiled
 
 
 def main(dtypes: Sequence[str], *, is_quick: bool) -> list[str]:
-    """Compile, check and print all kernels. Return the rows of attention in bf16, which the docs show."""
+    """Compile, check and print all kernels. Return the rows in bf16 of those that multiply, which the docs show."""
     shown = []
     for dtype in dtypes:
-        for name, kernel in compile_attentions(dtype, is_quick=is_quick).items():
+        products = compile_attentions(dtype, is_quick=is_quick)
+        products |= compile_grouped_linears(dtype, is_quick=is_quick)
+        for name, kernel in products.items():
             facts = facts_of(kernel)
             check_conversions(f"{name}, {dtype}", kernel.asm["ptx"])
             assert facts.shared_bytes <= MAX_SHARED_BYTES[kernel.metadata.target], (name, dtype, facts)

@@ -23,6 +23,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -32,13 +34,17 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
+    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -62,6 +68,16 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+}
+"""Fields of a model with experts, beside `TINY`."""
 WEIGHT_STD = 0.25
 
 
@@ -75,7 +91,7 @@ class GreedyContinuation:
 def make_model(architecture: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random model. Overrides are fields of the transformers config."""
     config_class, model_class = (ARCHITECTURES | FAMILIES)[architecture]
-    model: PreTrainedModel = model_class(config_class(**(TINY | overrides)))
+    model: PreTrainedModel = model_class(config_class(**(TINY | EXPERTS.get(architecture, {}) | overrides)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -150,7 +166,9 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
 
 @functools.cache
 def _reference_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    )
     return model.eval()
 
 
@@ -165,8 +183,8 @@ def assert_logits_equal_transformers(actual_TV: torch.Tensor, folder: Path, toke
     """Assert that logits are as near to double precision as those of transformers in fp32 on the same CPU.
 
     An absolute bound would depend on the order of sums on this CPU. Logits of these weights are usually off by 5e-6,
-    and at times by 1e-4. In the double-precision reference only norms and rotary angles are fp32. With CUDA the bound
-    is absolute.
+    and at times by 1e-4. In the double-precision reference only norms, rotary angles and the weights of experts are
+    fp32. With CUDA the bound is absolute.
     """
     actual_TV = actual_TV.cpu()
     assert actual_TV.dtype == torch.float32

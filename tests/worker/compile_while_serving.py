@@ -89,6 +89,9 @@ class FiniteOutputs(TritonBackend):
     def linear(self, x_TI: torch.Tensor, *args: Any) -> torch.Tensor:
         return super().linear(x_TI, *args).zero_()
 
+    def experts(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().experts(*args, **kwargs).zero_()
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         super().greedy_tokens(logits_SV)
         return greedy_tokens(logits_SV)

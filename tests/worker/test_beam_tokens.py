@@ -13,7 +13,7 @@ from blockyard.worker.engine_types import EngineRequest, SequenceOutput
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import EarlyStopping, SamplingParams
 
-from .checkpoints import ARCHITECTURES, reference_model, shared_checkpoint
+from .checkpoints import ARCHITECTURES, EXPERTS, reference_model, shared_checkpoint
 from .test_engine_tokens import BLOCK_SIZE, ROOT, chain, make_engine, prompt_of, submit
 
 EARLY_STOPPING: dict[EarlyStopping, Any] = {"heuristic": False, "first": True, "never": "never"}
@@ -114,7 +114,7 @@ def ends_in_reach(checkpoint: Path, prompt: tuple[int, ...]) -> frozenset[int]:
     return frozenset({first[0][9], second[0][5]})
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
+@pytest.fixture(params=sorted(ARCHITECTURES.keys() - EXPERTS.keys()))
 def checkpoint(request: pytest.FixtureRequest) -> Path:
     return shared_checkpoint(request.param)
 

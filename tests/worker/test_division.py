@@ -5,6 +5,7 @@ from pathlib import Path
 
 from blockyard.worker.model.config import ModelConfig, load_config
 from blockyard.worker.model.division import PADDED_TO, divide
+from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.weights import _read_shard
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -27,6 +28,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         intermediate_size=draw(COUNTS),
         vocab_size=draw(COUNTS),
         attention_out_bias=True,
+        mixture=Mixture(
+            num_experts=2,
+            experts_per_token=1,
+            intermediate_size=draw(COUNTS),
+            normalizes=True,
+            sparse_layers=frozenset({0}),
+        ),
     )
 
 
@@ -50,18 +58,25 @@ def test_the_parts_lie_side_by_side_and_leave_nothing_out(config: ModelConfig, s
     assume(not refuses(config, size))
     parts = [divide(config, rank, size) for rank in range(size)]
     width = config.num_heads * config.head_dim
+    assert config.mixture is not None
+    assert parts[0].config.mixture is not None
+    expert_rows, most_rows = config.mixture.intermediate_size, parts[0].config.mixture.intermediate_size
     divided = {
         "lm_head.weight": (config.vocab_size, 0, parts[0].config.vocab_size),
         "self_attn.q_proj.bias": (width, 0, width // size),
         "self_attn.o_proj.weight": (width, 1, width // size),
         "mlp.up_proj.weight": (config.intermediate_size, 0, parts[0].config.intermediate_size),
         "mlp.down_proj.weight": (config.intermediate_size, 1, parts[0].config.intermediate_size),
+        "mlp.experts.1.gate_proj.weight": (expert_rows, 0, most_rows),
+        "mlp.experts.1.down_proj.weight": (expert_rows, 1, most_rows),
     }
     for name, (total, dimension, most) in divided.items():
         places = [part.place(f"model.layers.0.{name}") for part in parts]
         indices = [list(range(total)[place[dimension]]) for place in places if place is not None]
         assert [index for run in indices for index in run] == list(range(total))
         assert max(map(len, indices)) <= most
+    gate = [part.place("model.layers.0.mlp.gate.weight") for part in parts]
+    assert gate == [(slice(None),)] * size
     assert sum(part.num_tokens for part in parts) == config.vocab_size
     assert [part.place("model.layers.0.self_attn.o_proj.bias") is None for part in parts] == [
         rank > 0 for rank in range(size)

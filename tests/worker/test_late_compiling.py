@@ -23,11 +23,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "int8": ("Qwen3ForCausalLM", {}, "int8"),
     "linears in 4 bits": ("LlamaForCausalLM", {"intermediate_size": 128}, "auto"),
     "linears in 8 bits, act order": ("Qwen3ForCausalLM", {"intermediate_size": 128}, "auto"),
+    "experts": ("Qwen3MoeForCausalLM", {}, "auto"),
 }
 QUANTISED = {"linears in 4 bits": "awq", "linears in 8 bits, act order": "gptq-8-order-asymmetric"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in CASES]
+)
 def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> None:
     architecture, overrides, kv_cache_dtype = CASES[case]
     overrides = {"max_position_embeddings": 1024, "vocab_size": 4096, "head_dim": 64} | overrides
@@ -35,7 +38,7 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
     if case in QUANTISED:
         quantise_checkpoint(checkpoint, recipes(32)[QUANTISED[case]], tmp_path / "quantised")
         checkpoint = tmp_path / "quantised"
-    steps = "graphs" if case in ("graphs", "int8") else "kernel by kernel"
+    steps = "graphs" if case in ("graphs", "int8", "experts") else "kernel by kernel"
     # The kernels that tests/kernels/compile_for_cuda.py leaves out, exactly as a worker launches them.
     launched = ["blockyard.kernels.triton.choice", "blockyard.kernels.triton.nucleus"]
     compiled_modules = launched if case == "graphs" else []

@@ -75,6 +75,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "mixtral-window": ("MixtralForCausalLM", {"sliding_window": 16}),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+        },
+    ),
     "qwen2-window-off": ("Qwen2ForCausalLM", QWEN_WINDOW | {"use_sliding_window": False}),
 }
 

@@ -21,6 +21,13 @@ from .test_step_graphs import PROMPTS, run, submit
 CPU = torch.device("cpu")
 NUM_TOKENS = 6
 MIN_GAP = 2.5e-4
+RECORDED = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 
 def make_runner(
@@ -59,7 +66,7 @@ def generate(runner: TorchRunner, **settings: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("architecture", RECORDED)
 def test_tokens_are_those_of_transformers(architecture: str, overlap: bool) -> None:
     runner = make_runner(architecture)
     generated = generate(runner, overlap_steps=overlap)
@@ -76,6 +83,7 @@ def test_tokens_are_those_of_transformers(architecture: str, overlap: bool) -> N
     [
         {"dtype": "bfloat16"},
         {"linears": "int8"},
+        {"linears": "int8", "architecture": "Qwen3MoeForCausalLM"},
         {"kv_cache_dtype": "int8"},
         {"kv_cache_dtype": "fp8", "dtype": "bfloat16"},
     ],

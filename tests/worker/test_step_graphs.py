@@ -182,6 +182,21 @@ def test_a_capture_writes_no_block() -> None:
     assert all(bool(pool.isnan().all()) for pool in runner.kv_pools)
 
 
+def test_experts_are_replayed_for_whatever_tokens_choose_them() -> None:
+    """One layer, whose tokens choose other experts in each step."""
+    folder = shared_checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=1)
+    runner = TorchRunner.create(
+        folder, device=DEVICE, dtype="float32", num_blocks=24, block_size=16, backend="triton"
+    )
+    replays = capture(runner, max_rows=1)
+    engine = engine_of(runner, overlap=False)
+    request_id = submit(engine, [3], 3)
+    expected = reference_greedy(folder, (3,), 3)
+    assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
+    assert run(engine)[request_id] == list(expected.tokens)
+    assert replays == [1, 1, 1]
+
+
 def test_a_model_with_windows_runs_kernel_by_kernel() -> None:
     runner = TorchRunner.create(
         shared_checkpoint("MistralForCausalLM", sliding_window=20),

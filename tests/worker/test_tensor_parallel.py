@@ -59,6 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"vocab_size": 271, "intermediate_size": 37},
     ),
+    "experts that do not divide": ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 37}),
     "biases": ("LlamaForCausalLM", {"attention_bias": True}),
     "one matrix for embedding and head": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "windows": ("MistralForCausalLM", {"sliding_window": 20}),
@@ -237,6 +238,7 @@ def test_parts_of_random_weights_are_one_model(tie: bool, tmp_path: Path) -> Non
     for index, layer in enumerate(whole.layers):
         mine = [part.layers[index] for part in parts]
         down_HI = torch.cat([part.down_HI for part in mine], dim=1)
+        assert layer.down_HI is not None
         assert torch.equal(down_HI, layer.down_HI)
         assert torch.equal(mine[0].attention_out_bias_H, layer.attention_out_bias_H)
         assert mine[1].attention_out_bias_H is None

@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.model.config import UnsupportedModelError, load_config, resolve_model
+from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.shards import num_parameters
-from blockyard.worker.model.weights import load_weights, random_weights
+from blockyard.worker.model.weights import ExpertWeights, load_weights, random_weights
 from safetensors.torch import load_file, save_file
 
-from .checkpoints import ARCHITECTURES, make_checkpoint, make_model, reference_model, shared_checkpoint
+from .checkpoints import (
+    ARCHITECTURES,
+    EXPERTS,
+    make_checkpoint,
+    make_model,
+    reference_model,
+    shared_checkpoint,
+)
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -49,17 +57,34 @@ def test_every_tensor_lands_in_its_part_of_the_fused_ones(architecture: str) -> 
     folder = shared_checkpoint(architecture)
     tensors = load_file(folder / "model.safetensors")
     weights = load(folder)
+    dense_layers = EXPERTS.get(architecture, {}).get("mlp_only_layers", [])
     assert torch.equal(weights.lm_head_VH, tensors["lm_head.weight"])
     for index, layer in enumerate(weights.layers):
         part = {name.split(".", 3)[3]: t for name, t in tensors.items() if f".layers.{index}." in name}
         qkv = [part[f"self_attn.{letter}_proj.weight"] for letter in "qkv"]
         assert torch.equal(layer.qkv_QH, torch.cat(qkv))
-        assert torch.equal(
-            layer.gate_up_2IH, torch.cat((part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]))
-        )
+        assert (layer.experts is None) == (architecture not in EXPERTS or index in dense_layers)
+        if layer.experts is None:
+            assert torch.equal(
+                layer.gate_up_2IH, torch.cat([part[f"mlp.{name}_proj.weight"] for name in ("gate", "up")])
+            )
+        else:
+            assert_experts(layer.experts, part, is_mixtral=architecture == "MixtralForCausalLM")
         assert layer.attention_out_bias_H is None
         assert (layer.qkv_bias_Q is None) == (architecture != "Qwen2ForCausalLM")
-        assert (layer.q_norm_D is None) == (architecture != "Qwen3ForCausalLM")
+        assert (layer.q_norm_D is None) == (not architecture.startswith("Qwen3"))
+
+
+def assert_experts(experts: ExpertWeights, part: Tensors, *, is_mixtral: bool) -> None:
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate_EH = part[f"{block}.gate.weight"]
+    assert torch.equal(experts.gate_EH[: len(gate_EH)], gate_EH)
+    assert len(experts.gate_up_E2IH) == len(experts.down_EHI) == len(gate_EH)
+    for index in range(len(gate_EH)):
+        one = {name: part[f"{block}.experts.{index}.{name}.weight"] for name in (gate, up, down)}
+        assert torch.equal(experts.gate_up_E2IH[index], torch.cat((one[gate], one[up])))
+        assert torch.equal(experts.down_EHI[index], one[down])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -101,7 +126,7 @@ def test_shards_equal_a_single_file(tmp_path: Path) -> None:
 
 def test_tensors_are_converted_to_the_type_asked_for(folder: Path) -> None:
     weights = load(folder, torch.bfloat16)
-    assert weights.layers[1].down_HI.dtype == torch.bfloat16
+    assert weights.final_norm_H.dtype == torch.bfloat16
     assert torch.equal(weights.layers[1].down_HI, load(folder).layers[1].down_HI.bfloat16())
 
 
@@ -177,6 +202,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+COUNTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     ({"architectures": None}, "architectures"),
@@ -206,6 +233,18 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias=True"),
     ({"num_experts": 8}, "num_experts=8"),
+    ({"num_local_experts": 8}, "num_local_experts=8"),
+    (QWEN3_MOE, "num_experts_per_tok=None"),
+    (QWEN3_MOE | {"num_experts": 0}, "needs one number of experts"),
+    (QWEN3_MOE | {"num_local_experts": 9}, "'num_local_experts': 9"),
+    (QWEN3_MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    (QWEN3_MOE | {"num_experts_per_tok": 2}, "moe_intermediate_size=None"),
+    (QWEN3_MOE | COUNTS | {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    (QWEN3_MOE | COUNTS | {"mlp_only_layers": "first"}, "mlp_only_layers='first'"),
+    (QWEN3_MOE | COUNTS | {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64"),
+    (QWEN3_MOE | COUNTS | {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ({"architectures": ["MixtralForCausalLM"]}, "needs one number of experts"),
+    ({"architectures": ["MixtralForCausalLM"], "attention_bias": True}, "this architecture has no biases"),
     ({"mlp_bias": True}, "mlp_bias=True"),
     ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
@@ -220,6 +259,21 @@ def test_what_cannot_be_served_is_refused_by_field_and_value(
     with pytest.raises(UnsupportedModelError) as refusal:
         load_config(folder)
     assert named in str(refusal.value)
+
+
+def test_sparse_layers_and_weights_of_experts_are_those_that_the_config_names(folder: Path) -> None:
+    def mixture(**fields: Any) -> Mixture:
+        change_config(folder, **(QWEN3_MOE | COUNTS | fields))
+        found = load_config(folder).mixture
+        assert found is not None
+        return found
+
+    assert (mixture().sparse_layers, mixture().normalizes) == ({0, 1, 2}, False)
+    assert mixture(decoder_sparse_step=2).sparse_layers == {1}
+    assert mixture(decoder_sparse_step=1, mlp_only_layers=[0, 2]).sparse_layers == {1}
+    assert mixture(norm_topk_prob=True).normalizes
+    mixtral = mixture(architectures=["MixtralForCausalLM"], moe_intermediate_size=None, norm_topk_prob=False)
+    assert (mixtral.intermediate_size, mixtral.normalizes) == (112, True)
 
 
 @pytest.mark.parametrize("fields", [{"hidden_size": None}, {"vocab_size": "many"}, {"num_hidden_layers": 0}])

@@ -42,16 +42,20 @@ HUB_IGNORED_PATTERNS = ("consolidated*",)
 HUB_CONFIG_PATTERNS = ("config.json", "generation_config.json", *POOLING_FILES)
 """Files that say whether a model can be run, without its weights."""
 _EARLIER_ALONE = "the decoder attends to earlier tokens only"
-_NO_EXPERTS = allows(None, 0, why="mixtures of experts are not supported")
+_NO_EXPERTS = allows(None, 0, why="this architecture has no experts")
+_NO_SHARED = allows(None, 0, why="shared experts are not supported")
 ALLOWED = {
     "hidden_act": allows("silu", None, why="the decoder computes SiLU only"),
     "is_causal": allows(True, None, why=_EARLIER_ALONE),
     "use_bidirectional_attention": allows(False, None, why=_EARLIER_ALONE),
     "mlp_bias": allows(False, None, why="the decoder has no bias in its MLP"),
-    "num_experts": _NO_EXPERTS,
-    "num_local_experts": _NO_EXPERTS,
+    "n_shared_experts": _NO_SHARED,
+    "num_shared_experts": _NO_SHARED,
+    "shared_expert_intermediate_size": _NO_SHARED,
 }
 """Keys that no family may have with other values, unless it says so itself."""
+OF_EXPERTS = {"num_experts": _NO_EXPERTS, "num_local_experts": _NO_EXPERTS}
+"""Keys that only a family with experts may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,10 @@ class ModelConfig(Traits):
     """How the linear layers are quantised. None: not at all."""
     pooling: Pooling | None = None
     """How an embedding follows from hidden states. None: the model generates."""
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of one MLP."""
+        return self.mixture is not None and layer in self.mixture.sparse_layers
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -120,6 +128,8 @@ def _load_config(folder: Path) -> ModelConfig:
         longest_context=max_position_embeddings,
     )
     traits = family.traits({**family.defaults, **stated}, sizes)
+    if traits.mixture is None:
+        refuse_others(raw, OF_EXPERTS)
     config = ModelConfig(
         architecture=architecture,
         num_layers=num_layers,

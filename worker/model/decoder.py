@@ -17,7 +17,7 @@ from blockyard.kernels.interface import Backend, HeadNorms, split_heads
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.rotary_table import rotary_table
-from blockyard.worker.model.weights import LayerWeights, Weights
+from blockyard.worker.model.weights import ExpertWeights, LayerWeights, Weights
 from blockyard.worker.parallel.collective import Alone, Collective
 
 
@@ -41,7 +41,7 @@ class Decoder:
         self._collective = collective or Alone()
         self._weights = weights
         self._backend = backend
-        weights.pack(backend.pack_linear)
+        weights.pack(backend)
         self._scale = config.attention_scale or config.head_dim**-0.5
         # As a factor of its own type would be rounded.
         self._embedding_scale = float(weights.embedding_VH.new_tensor(config.embedding_scale))
@@ -209,7 +209,9 @@ class Decoder:
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
-        """Apply the MLP. With many tokens, the result may overwrite `x_TH`, but never the residual."""
+        """Apply the MLP or the experts. With many tokens, the result may overwrite `x_TH`, but never the residual."""
+        if layer.experts is not None:
+            return self._experts(layer.experts, x_TH)
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
             return self._mlp_of(layer, x_TH)
@@ -218,7 +220,21 @@ class Decoder:
             some_out_TH.copy_(self._mlp_of(layer, some_TH))
         return out_TH
 
+    def _experts(self, experts: ExpertWeights, x_TH: torch.Tensor) -> torch.Tensor:
+        mixture = self._config.mixture
+        assert mixture is not None
+        return self._backend.experts(
+            x_TH,
+            self._backend.linear(x_TH, experts.gate_EH)[:, : mixture.num_experts],
+            experts.gate_up_E2IH,
+            experts.down_EHI,
+            top_k=mixture.experts_per_token,
+            normalizes=mixture.normalizes,
+        )
+
     def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+        assert layer.gate_up_2IH is not None
+        assert layer.down_HI is not None
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
         hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
         backend = self._backend

@@ -1,13 +1,14 @@
 """Division of a model among ranks: the sizes of each part, and where it lies in the tensors of a checkpoint.
 
-Query heads, kv heads, the MLP's inner rows and the vocabulary are divided. Each rank has the norms whole. Inner rows
-and vocabulary are padded with zeros where they do not divide. Where there are more ranks than kv heads, several ranks
-have the same kv head. Pure: no tensors.
+Query heads, kv heads, the inner rows of each MLP or expert and the vocabulary are divided. Each rank has the norms and
+the gates of experts whole. Inner rows and vocabulary are padded with zeros where they do not divide. Where there are
+more ranks than kv heads, several ranks have the same kv head. Pure: no tensors.
 """
 
 from dataclasses import dataclass, replace
 
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.quantisation.stored import check_division
 from blockyard.worker.model.shards import tensor_shapes
 
@@ -21,7 +22,7 @@ class ModelPart:
 
     whole: ModelConfig
     config: ModelConfig
-    """The sizes of the part. Its `vocab_size` and `intermediate_size` count padding."""
+    """The sizes of the part. Its `vocab_size` and both `intermediate_size` count padding."""
     rank: int
     size: int
 
@@ -41,7 +42,7 @@ class ModelPart:
         A slice may be shorter than the part, which is then padded.
         """
         part, kind = self.config, name.rsplit(".", 2)[-2:]
-        inner = _run(self.rank, part.intermediate_size, self.whole.intermediate_size)
+        inner = self._inner_rows(is_expert=".experts." in name)
         width, kv_width = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
         kv_start = self.rank * self.whole.num_kv_heads // self.size * part.head_dim
         match kind:
@@ -61,6 +62,16 @@ class ModelPart:
                 return slice(None), inner
         return (slice(None),)
 
+    def _inner_rows(self, *, is_expert: bool) -> slice:
+        """Return the part's inner rows of an MLP."""
+        part: ModelConfig | Mixture = self.config
+        whole: ModelConfig | Mixture = self.whole
+        if is_expert:
+            assert self.config.mixture is not None
+            assert self.whole.mixture is not None
+            part, whole = self.config.mixture, self.whole.mixture
+        return _run(self.rank, part.intermediate_size, whole.intermediate_size)
+
 
 def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
     """Return what one of `size` ranks has of a model. Raises ValueError for heads that do not divide."""
@@ -77,8 +88,12 @@ def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
         raise ValueError(
             f"{kv_heads} kv heads do not divide among {size} ranks: one of the two numbers must divide the other"
         )
+    mixture = config.mixture
+    if mixture is not None:
+        mixture = replace(mixture, intermediate_size=_padded_share(mixture.intermediate_size, size))
     part = replace(
         config,
+        mixture=mixture,
         num_heads=heads // size,
         num_kv_heads=max(1, kv_heads // size),
         intermediate_size=_padded_share(config.intermediate_size, size),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.families.mixture import Mixture, common_name
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.quantisation.stored import Shape, StoredTensor, stored_tensors
 from blockyard.worker.model.quantisation.stored import weights_bytes as bytes_of_weights
@@ -89,22 +90,35 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = vocabulary
-    layer = _layer_shapes(config)
+    layer, mixture = _layer_shapes(config), config.mixture
+    dense = _mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
+    sparse = {} if mixture is None else _sparse_shapes(mixture, config.hidden_size)
     for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        mlp = sparse if config.is_sparse(index) else dense
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in (layer | mlp).items()}
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {f"{name}.{projection}.weight": shape for projection, shape in shapes.items()}
+
+
+def _sparse_shapes(mixture: Mixture, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    for expert in range(mixture.num_experts):
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, mixture.intermediate_size)
     return shapes
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    """Return the shapes of a layer's tensors, but for those of its MLP."""
+    hidden = config.hidden_size
     attention_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
     widths = {"q": attention_width, "k": kv_width, "v": kv_width}
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.o_proj.weight": (hidden, attention_width),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     }
     if config.pre_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in PRE_NORMS}
@@ -157,8 +171,9 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def full_name(name: str, config: ModelConfig) -> str:
-    """Return the name of a stored tensor in a model with a head. An embedding model may be stored without its
-    `model.`."""
+    """Return the name of a stored tensor in a model with a head, the same for all architectures. An embedding model may
+    be stored without its `model.`."""
+    name = name if config.mixture is None else common_name(name)
     is_full = config.pooling is None or name.startswith(("model.", "lm_head."))
     return name if is_full else f"model.{name}"
 

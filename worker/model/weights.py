@@ -6,19 +6,21 @@ held twice. Does not find the files (shards.py), or know how the weights are use
 will use them.
 
 Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I intermediate size. A = N D attention
-width, Q = (N + 2 K) D fused query, key and value width.
+width, Q = (N + 2 K) D fused query, key and value width. E experts.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from blockyard.kernels.interface import Backend, Stacked
 from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
+from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.quantisation.loading import MATRICES, QuantisedLayers
 from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.rotary_table import rotated_order
@@ -35,6 +37,18 @@ from blockyard.worker.model.shards import (
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02
+GATE_PADDED_TO = 16
+"""Rows of a gate are a multiple of this: the outputs that a CPU computes at once. The padding chooses nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertWeights:
+    """Gate and experts of a sparse layer. I is the intermediate size of one expert."""
+
+    gate_EH: torch.Tensor
+    """Padded with zeros to a multiple of `GATE_PADDED_TO` rows."""
+    gate_up_E2IH: Stacked
+    down_EHI: Stacked
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +65,10 @@ class LayerWeights:
     attention_out_bias_H: torch.Tensor | None
     attention_output_norm_H: torch.Tensor | None
     mlp_norm_H: torch.Tensor | None
-    gate_up_2IH: LinearWeight
-    down_HI: LinearWeight
+    gate_up_2IH: LinearWeight | None
+    down_HI: LinearWeight | None
+    experts: ExpertWeights | None
+    """A sparse layer has these in place of the two matrices above."""
     mlp_output_norm_H: torch.Tensor | None
 
 
@@ -65,16 +81,23 @@ class Weights:
     final_norm_H: torch.Tensor
     lm_head_VH: LinearWeight
 
-    def pack(self, pack_linear: Callable[[LinearWeight], LinearWeight]) -> None:
-        """Replace each matrix of a linear layer by what `pack_linear` makes of it, one after the other.
+    def pack(self, backend: Backend) -> None:
+        """Replace each matrix of a linear layer by what the backend makes of it, one after the other.
 
-        So at most one is in memory twice. The exception is a tied head that is really copied: the embedding stays.
+        So at most one is in memory twice: of experts, a projection of one layer. The exception is a tied head that is
+        really copied: the embedding stays.
         """
+        pack_linear = backend.pack_linear
         for layer in self.layers:
             layer.qkv_QH = pack_linear(layer.qkv_QH)
             layer.attention_out_HA = pack_linear(layer.attention_out_HA)
-            layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
-            layer.down_HI = pack_linear(layer.down_HI)
+            if layer.gate_up_2IH is not None and layer.down_HI is not None:
+                layer.gate_up_2IH = pack_linear(layer.gate_up_2IH)
+                layer.down_HI = pack_linear(layer.down_HI)
+            if (experts := layer.experts) is not None:
+                experts.gate_EH = backend.pack_gate(experts.gate_EH)
+                experts.gate_up_E2IH = backend.pack_experts(experts.gate_up_E2IH)
+                experts.down_EHI = backend.pack_experts(experts.down_EHI)
         self.lm_head_VH = pack_linear(self.lm_head_VH)
 
 
@@ -196,6 +219,14 @@ def _allocate(
         norm_dtype = torch.float32 if config.norms_round_once else dtype
         return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
 
+    def experts(mixture: Mixture) -> ExpertWeights:
+        count, rows = mixture.num_experts, mixture.intermediate_size
+        return ExpertWeights(
+            gate_EH=empty(-(-count // GATE_PADDED_TO) * GATE_PADDED_TO, hidden).zero_(),
+            gate_up_E2IH=empty(count, 2 * rows, hidden),
+            down_EHI=empty(count, hidden, rows),
+        )
+
     hidden, head_dim = config.hidden_size, config.head_dim
     attention_width = config.num_heads * head_dim
     qkv_width = attention_width + 2 * config.num_kv_heads * head_dim
@@ -206,6 +237,9 @@ def _allocate(
     head_VH = (
         embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden, layer="lm_head")
     )
+    inner = [
+        None if config.is_sparse(index) else config.intermediate_size for index in range(config.num_layers)
+    ]
     layers = [
         LayerWeights(
             input_norm_H=norm(hidden, exists=config.pre_norms),
@@ -217,11 +251,12 @@ def _allocate(
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
-            gate_up_2IH=empty(2 * config.intermediate_size, hidden, layer=f"{name}.mlp.gate_proj"),
-            down_HI=empty(hidden, config.intermediate_size, layer=f"{name}.mlp.down_proj"),
+            gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{name}.mlp.gate_proj"),
+            down_HI=None if rows is None else empty(hidden, rows, layer=f"{name}.mlp.down_proj"),
+            experts=None if config.mixture is None or rows is not None else experts(config.mixture),
             mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
-        for name in (f"model.layers.{index}" for index in range(config.num_layers))
+        for name, rows in ((f"model.layers.{index}", rows) for index, rows in enumerate(inner))
     ]
     final_norm_H = norm(hidden)
     assert final_norm_H is not None
@@ -243,17 +278,18 @@ def _checkpoint_tensors(weights: Weights, config: ModelConfig) -> dict[str, torc
 
 def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.Tensor]:
     qkv_QH = _plain(layer.qkv_QH)
-    gate_IH, up_IH = _plain(layer.gate_up_2IH).chunk(2)
-    tensors = {
-        "self_attn.o_proj.weight": _plain(layer.attention_out_HA),
-        "mlp.gate_proj.weight": gate_IH,
-        "mlp.up_proj.weight": up_IH,
-        "mlp.down_proj.weight": _plain(layer.down_HI),
-    }
+    tensors = {"self_attn.o_proj.weight": _plain(layer.attention_out_HA)}
     norms = (layer.input_norm_H, layer.mlp_norm_H, layer.attention_output_norm_H, layer.mlp_output_norm_H)
     for name, norm_H in zip((*PRE_NORMS, *POST_NORMS), norms, strict=True):
         if norm_H is not None:
             tensors[f"{name}.weight"] = norm_H
+    if layer.gate_up_2IH is not None and layer.down_HI is not None:
+        tensors |= _mlp_tensors("mlp", _plain(layer.gate_up_2IH), _plain(layer.down_HI))
+    if layer.experts is not None:
+        tensors["mlp.gate.weight"] = layer.experts.gate_EH[: len(layer.experts.gate_up_E2IH)]
+        stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
+        for index, (gate_up_2IH, down_HI) in enumerate(stacked):
+            tensors |= _mlp_tensors(f"mlp.experts.{index}", gate_up_2IH, down_HI)
     if layer.attention_out_bias_H is not None:
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
@@ -266,6 +302,15 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         if norm_D is not None:
             tensors[f"self_attn.{letter}_norm.weight"] = norm_D
     return tensors
+
+
+def _mlp_tensors(name: str, gate_up_2IH: torch.Tensor, down_HI: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate_IH, up_IH = gate_up_2IH.chunk(2)
+    return {
+        f"{name}.gate_proj.weight": gate_IH,
+        f"{name}.up_proj.weight": up_IH,
+        f"{name}.down_proj.weight": down_HI,
+    }
 
 
 def _plain(weight: LinearWeight) -> torch.Tensor:

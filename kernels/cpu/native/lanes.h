@@ -274,3 +274,11 @@ struct Linear {
     void* out;         // [T, O]
     int64_t x_stride, out_stride, num_rows, num_inputs, num_outputs;
 };
+
+// silu(first half) * second half, or GELU's approximation by tanh in place of SiLU.
+struct SiluMul {
+    const void* gate_up;
+    void* out;
+    int64_t gate_up_stride, out_stride, num_rows, width;
+    int64_t is_gelu;
+};

@@ -159,13 +159,6 @@ static void norm_row(const Norm& n, int64_t row) {
     }
 }
 
-struct SiluMul {
-    const void* gate_up;
-    void* out;
-    int64_t gate_up_stride, out_stride, num_rows, width;
-    int64_t is_gelu;
-};
-
 template <class T>
 static void silu_mul_row(const SiluMul& s, int64_t row) {
     const T *gate = (const T*)s.gate_up + row * s.gate_up_stride, *up = gate + s.width;

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.unsupported import UnsupportedModelError
 
 RawConfig = Mapping[str, Any]
@@ -57,6 +58,8 @@ class Traits:
     residual_scale: float = 1.0
     """Factor of the output of attention and MLP before it is added to the residual."""
     logits_scale: float = 1.0
+    mixture: Mixture | None = None
+    """The experts of sparse layers. None: every layer has one MLP."""
     layer_rope_thetas: tuple[float | None, ...] = ()
     """Base of each layer's rotary frequencies, which are then not scaled. None: as config.json says for the model.
     Empty: None for all layers."""

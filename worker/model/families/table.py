@@ -5,10 +5,12 @@ from blockyard.worker.model.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from blockyard.worker.model.families.family import Family
 from blockyard.worker.unsupported import UnsupportedModelError
@@ -18,10 +20,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": granite.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
+    "MixtralForCausalLM": mixtral.FAMILY,
     "Olmo2ForCausalLM": olmo2.FAMILY,
     "Phi3ForCausalLM": phi3.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
 }
 
 
