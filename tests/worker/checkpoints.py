@@ -27,6 +27,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -50,6 +52,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
     "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
     "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
+    "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),
     "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
 }
 """Architectures that test_families.py alone runs."""

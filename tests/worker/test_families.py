@@ -30,19 +30,27 @@ from .checkpoints import (
 )
 from .ranks import divided_engine
 from .test_engine_tokens import assert_greedy, outputs_of, prompt_of, run, submit
-from .test_model_variants import MIN_GAP, NUM_TOKENS, Model, generate, prompt
+from .test_model_variants import MIN_GAP, NUM_TOKENS, YARN, Model, generate, prompt
 from .test_recorded_steps import engine_of
 from .test_tensor_parallel import config_of
 from .test_weights import change_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-GEMMA3 = {
+GEMMA3: dict[str, Any] = {
     "sliding_window": 20,
     "layer_types": [SLIDING, FULL, SLIDING],
     "query_pre_attn_scalar": 24,
     "rope_parameters": {
         SLIDING: {"rope_type": "default", "rope_theta": 100.0},
         FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+}
+OLMO3: dict[str, Any] = {
+    "sliding_window": 20,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: YARN,
     },
 }
 GRANITE = {
@@ -61,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
     "granite": ("GraniteForCausalLM", GRANITE | {"attention_bias": True}),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3ForCausalLM", OLMO3),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 20, "rope_parameters": PART}),
     "phi3-longrope": (
         "Phi3ForCausalLM",
@@ -113,7 +122,7 @@ def test_bfloat16_is_as_near_to_fp32_as_that_of_transformers(folder: Path, backe
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_reuses_prefixes_and_divides_what_can_be_divided(folder: Path, num_ranks: int) -> None:
     if num_ranks > 1 and load_config(folder).whole_qk_norm:
-        with pytest.raises(ValueError, match="Olmo2ForCausalLM is not divided among ranks"):
+        with pytest.raises(ValueError, match=r"Olmo\dForCausalLM is not divided among ranks"):
             divide(load_config(folder), 0, 2)
         return
     with divided_engine(config_of(folder, max_num_batched_tokens=32, max_num_seqs=8), num_ranks) as engine:
@@ -159,6 +168,8 @@ def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> 
         ("gemma3", {"query_pre_attn_scalar": 16}),
         ("gemma3", {"sliding_window": 512}),
         ("gemma3", {"rope_parameters": None}),
+        ("olmo3", {"layer_types": [FULL] * 3}),
+        ("olmo3", {"rope_parameters": OLMO3["rope_parameters"] | {FULL: {"rope_theta": 1e4}}}),
         *(("granite", {key: 1.0}) for key in GRANITE),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("phi3-longrope", {"rope_parameters": LONG | {"short_factor": [1.0] * 6}}),

@@ -193,10 +193,12 @@ def _fill(destination: torch.Tensor, tensor: torch.Tensor) -> None:
 def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Return a checkpoint's tensor as the decoder uses it."""
     if name.endswith("norm.weight") and config.norm_offset:
-        return tensor.float() + config.norm_offset
-    if config.rotary_dim < config.head_dim and name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
+        tensor = tensor.float() + config.norm_offset
+    # Of Llama's modules these alone have the dimensions of rotated heads as rows.
+    is_rotated = name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+    if is_rotated and config.rotary_dim < config.head_dim:
         order = rotated_order(config.head_dim, config.rotary_dim)
-        heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))  # type: ignore[no-untyped-call]
+        heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))
         return heads[:, order].flatten(0, 1)
     return tensor
 

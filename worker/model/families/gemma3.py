@@ -3,18 +3,21 @@
 Layers with a window have a rotary base of their own, and their rotary embedding is not scaled.
 """
 
-from typing import Any
-
 from blockyard.worker.model.families.family import (
     Family,
     RawConfig,
     Sizes,
     Traits,
-    UnsupportedModelError,
     allows,
     number,
 )
-from blockyard.worker.model.families.windows import by_layer_types, read_layer_types, read_window
+from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
+from blockyard.worker.model.families.windows import (
+    by_layer_types,
+    kinds_by_pattern,
+    read_layer_types,
+    read_window,
+)
 
 _NO_CAPPING = allows(None, why="the decoder caps no logits")
 _GELU = "this architecture computes GELU with tanh only"
@@ -22,8 +25,8 @@ _GELU = "this architecture computes GELU with tanh only"
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:
     """Return the traits of a Gemma 3."""
-    kinds = read_layer_types(raw, sizes) or _kinds_by_pattern(raw, sizes)
-    local_theta = _local_theta(raw)
+    kinds = read_layer_types(raw, sizes) or kinds_by_pattern(raw.get("sliding_window_pattern"), sizes)
+    local_theta = theta_of_windows(raw, "rope_local_base_freq")
     has_bias = bool(raw.get("attention_bias", False))
     return Traits(
         layer_windows=by_layer_types(kinds, read_window(raw)),
@@ -38,41 +41,6 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
         embedding_scale=sizes.hidden_size**0.5,
         attention_scale=number(raw, "query_pre_attn_scalar") ** -0.5,
     )
-
-
-def rope_of_full_attention(raw: RawConfig) -> RawConfig:
-    """Return config.json with the rope of layers without a window where Llama has that of all layers."""
-    by_kind = _ropes_by_kind(raw)
-    return raw if by_kind is None else {**raw, "rope_parameters": by_kind.get("full_attention") or {}}
-
-
-def _ropes_by_kind(raw: RawConfig) -> dict[str, Any] | None:
-    """Return the rope of each kind of layer as transformers 5 writes it, or None for earlier files."""
-    ropes = raw.get("rope_parameters")
-    is_by_kind = isinstance(ropes, dict) and any(
-        kind in ropes for kind in ("full_attention", "sliding_attention")
-    )
-    return ropes if is_by_kind else None
-
-
-def _local_theta(raw: RawConfig) -> float:
-    rope = (_ropes_by_kind(raw) or {}).get("sliding_attention") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UnsupportedModelError(
-            f"rope_parameters of sliding_attention {rope} in config.json: layers with a window scale no rope"
-        )
-    return number({**raw, **rope}, "rope_theta" if "rope_theta" in rope else "rope_local_base_freq")
-
-
-def _kinds_by_pattern(raw: RawConfig, sizes: Sizes) -> list[str]:
-    every = raw.get("sliding_window_pattern")
-    if not isinstance(every, int) or every < 1:
-        raise UnsupportedModelError(
-            f"sliding_window_pattern={every!r} in config.json must be a positive whole number"
-        )
-    return [
-        "sliding_attention" if (index + 1) % every else "full_attention" for index in range(sizes.num_layers)
-    ]
 
 
 FAMILY = Family(

@@ -46,7 +46,17 @@ def qwen_windows(raw: RawConfig, sizes: Sizes) -> Windows:
 
 
 def by_layer_types(kinds: list[str], window: int | None) -> Windows:
+    """Return the window for the layers of the kind that has one."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def kinds_by_pattern(every: object, sizes: Sizes) -> list[str]:
+    """Return the kind of each layer, where the last of `every` so many layers has no window."""
+    if not isinstance(every, int) or every < 1:
+        raise UnsupportedModelError(
+            f"sliding_window_pattern={every!r} in config.json must be a positive whole number"
+        )
+    return [LAYER_TYPES[bool((index + 1) % every)] for index in range(sizes.num_layers)]
 
 
 def read_layer_types(raw: RawConfig, sizes: Sizes) -> list[str] | None:
