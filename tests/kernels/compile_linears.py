@@ -165,8 +165,10 @@ def further_products() -> Iterator[tuple[str, Any]]:
 
 
 def others() -> Iterator[tuple[str, Any]]:
-    """Yield products in fp32, which need not be fast, and the kernels around a product: the rounding of inputs, of a
-    token or of units, and the sum of parts."""
+    """Yield products in fp32, which need not be fast, and the kernels around a product.
+
+    Those round inputs by tokens or by units, and add parts.
+    """
     for name in PLAINEST:
         yield f"{name}, few tokens, fp32", compile_product(name, FEW, dtype="fp32")
     for number in ("i8", "fp8e4nv"):

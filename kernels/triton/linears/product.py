@@ -13,7 +13,7 @@ of units that share a scale, A scales of a group, S parts of a split product.
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import widened
+from blockyard.kernels.triton.numbers.quantised_heads import widened
 
 # Tiles of tokens that are computed side by side, so that a weight's tile is still in the cache for the next one.
 _TILES_SIDE_BY_SIDE = tl.constexpr(8)
