@@ -115,7 +115,8 @@ GPU_CHECK_KERNELS := tests/kernels
 GPU_CHECK_WORKER := tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
 	tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
 	tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \
-	tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py tests/worker/test_late_compiling.py
+	tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py tests/worker/test_late_compiling.py \
+	tests/worker/test_triton_linears.py
 # Without pytest-xdist there is one process. SIGINT past the time: pytest then prints the failures until there.
 define gpu_check
 	parallel=$$($(PYTHON) -c "import xdist" 2> /dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); \

@@ -12,7 +12,7 @@ in the pool, S partial slots. M packed query rows of a program, J keys of a tile
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import load_scales, widened
+from blockyard.kernels.triton.numbers.quantised_heads import load_scales, widened
 
 
 @triton.jit

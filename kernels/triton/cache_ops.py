@@ -8,7 +8,7 @@ Shapes: T tokens, K kv heads, D head size, H half a head, P tokens a block, B bl
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import peak_of, quantised, scale_of
+from blockyard.kernels.triton.numbers.quantised_heads import peak_of, quantised, scale_of
 
 
 @triton.jit

@@ -7,14 +7,13 @@ positions.
 # Triton ships no types.
 # mypy: disable-error-code="import-untyped"
 
-from functools import cache
-
 import torch
 import triton
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms
 from blockyard.kernels.kv_pool import SCALE_BYTES, head_dim_of, is_quantised
 from blockyard.kernels.triton.cache_ops import write_kv_kernel
+from blockyard.kernels.triton.numbers.devices import converts_e4m3
 from blockyard.kernels.triton.qk_norm_rope import qk_norm_rope_write_kernel
 
 SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
@@ -92,13 +91,6 @@ def pool_pointers(kv_pool_B2KPD: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     as_bits = kv_pool_B2KPD.dtype == torch.float8_e4m3fn and not converts_e4m3(kv_pool_B2KPD.device)
     numbers = kv_pool_B2KPD.view(torch.uint8) if as_bits else kv_pool_B2KPD
     return numbers, kv_pool_B2KPD.view(torch.float32), SCALE_BYTES
-
-
-@cache
-def converts_e4m3(device: torch.device) -> bool:
-    """Return whether the device has instructions that convert e4m3: NVIDIA's GPUs from compute capability 8.9 on."""
-    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:

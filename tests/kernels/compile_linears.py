@@ -19,7 +19,14 @@ from blockyard.kernels.triton.linears.product import quantised_linear_kernel, su
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
 from triton.backends.compiler import GPUTarget
 
-from tests.kernels.compile_for_cuda import CONSUMER, H100, MAX_SHARED_BYTES, compile_kernel, write
+from tests.kernels.compile_for_cuda import (
+    CONSUMER,
+    H100,
+    MAX_SHARED_BYTES,
+    TORCH_DTYPES,
+    compile_kernel,
+    write,
+)
 from tests.kernels.compiled_code import LINEAR_HEADS, facts_of
 from tests.kernels.test_triton_linears import fp8_weight, int4_weight, int8_weight
 
@@ -34,7 +41,8 @@ NAMES = {
 ELSEWHERE = (A100, B200, CONSUMER, NEW_CONSUMER)
 LIMITS = MAX_SHARED_BYTES | {A100: 163 << 10, B200: 227 << 10, NEW_CONSUMER: 99 << 10}
 FEW, SOME, MANY = WARM_UP_TOKENS
-TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8, "fp8e4nv": tl.float8e4nv}
+PLAINEST = ("int4", "int8 in groups", "fp8 in blocks")
+TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8, "fp8e4nv": tl.float8e4nv}
 COUNTS = (
     "num_rows",
     "num_outputs",
@@ -85,10 +93,10 @@ SCHEMES = {
 }
 
 
-def tiles_of(name: str, tokens: int, target: GPUTarget) -> LinearTiles:
+def tiles_of(name: str, tokens: int, target: GPUTarget, dtype: str = "bf16") -> LinearTiles:
     return linear_tiles(
         tokens,
-        BF16,
+        TORCH_DTYPES[dtype],
         widens_groups=SCHEMES[name].inputs is None and SCHEMES[name].weight.widens_groups,
         has_wide_products=target in (H100, B200),
     )
@@ -101,7 +109,7 @@ def compile_product(name: str, tokens: int, target: GPUTarget = H100, dtype: str
     numbers, inputs = (
         "u8" if as_bits and kind == "fp8e4nv" else kind for kind in (scheme.numbers, scheme.inputs)
     )
-    tiles = tiles_of(name, tokens, target)
+    tiles = tiles_of(name, tokens, target, dtype)
     pointers = {
         "x_ptr": f"*{inputs or dtype}",
         "x_scale_ptr": "*fp32",
@@ -152,12 +160,17 @@ def further_products() -> Iterator[tuple[str, Any]]:
         for name, scheme in SCHEMES.items():
             if target != A100 or scheme.inputs != "fp8e4nv":  # An A100 multiplies no e4m3.
                 yield f"{name}, many tokens, {NAMES[target]}", compile_product(name, MANY, target)
-    for name in ("int4", "int8 in groups", "fp8 in blocks"):
+    for name in PLAINEST:
         yield f"{name}, few tokens, fp16", compile_product(name, FEW, dtype="fp16")
 
 
 def others() -> Iterator[tuple[str, Any]]:
-    """Yield the kernels around a product: the rounding of inputs, of a token or of units, and the sum of parts."""
+    """Yield products in fp32, which need not be fast, and the kernels around a product.
+
+    Those round inputs by tokens or by units, and add parts.
+    """
+    for name in PLAINEST:
+        yield f"{name}, few tokens, fp32", compile_product(name, FEW, dtype="fp32")
     for number in ("i8", "fp8e4nv"):
         for unit, units in ((4096, 1), (128, 16)):
             yield (

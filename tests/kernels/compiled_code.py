@@ -33,7 +33,7 @@ COLUMNS = (
 )
 HEADS = f"| {' | '.join(COLUMNS)} |"
 LINEAR_HEADS = HEADS.replace(COLUMNS[0], "linear, tokens, data type")
-"""Of the table of compile_linears.py."""
+"""Heads of the table of compile_linears.py."""
 NUM_STEADY_COLUMNS = 5
 """The first columns do not change with the version of triton."""
 

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from blockyard.kernels.kv_pool import LARGEST
-from blockyard.kernels.triton.pool_writes import converts_e4m3
-from blockyard.kernels.triton.quantised_heads import rounded, widened
+from blockyard.kernels.triton.numbers.devices import converts_e4m3
+from blockyard.kernels.triton.numbers.quantised_heads import rounded, widened
 
 WAYS = ["int8", "e4m3 by integer arithmetic", "e4m3 by instructions"]
 LINE = 256

@@ -6,6 +6,7 @@ from blockyard.kernels.triton.linears.choice import (
     MAX_SPLITS,
     MIN_UNITS_A_SPLIT,
     WARM_UP_TOKENS,
+    LinearTiles,
     linear_tiles,
     units_a_split,
 )
@@ -36,11 +37,18 @@ def test_a_small_product_has_programs_for_the_whole_gpu() -> None:
 
 
 @given(
-    num_tokens=st.integers(1, 10_000), dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+    num_tokens=st.integers(1, 10_000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    widens_groups=st.booleans(),
+    has_wide_products=st.booleans(),
 )
-def test_every_size_of_tiles_is_warmed_up(num_tokens: int, dtype: torch.dtype) -> None:
-    warmed = {linear_tiles(tokens, dtype) for tokens in WARM_UP_TOKENS}
-    assert linear_tiles(num_tokens, dtype) in warmed
+def test_every_size_of_tiles_is_warmed_up(
+    num_tokens: int, dtype: torch.dtype, widens_groups: bool, has_wide_products: bool
+) -> None:
+    def tiles(tokens: int) -> LinearTiles:
+        return linear_tiles(tokens, dtype, widens_groups=widens_groups, has_wide_products=has_wide_products)
+
+    assert tiles(num_tokens) in map(tiles, WARM_UP_TOKENS)
 
 
 @settings(max_examples=12, deadline=None)

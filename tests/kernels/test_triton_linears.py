@@ -150,6 +150,12 @@ def test_each_size_of_tiles_computes_the_same(device: torch.device, rows: int) -
     )
 
 
+def test_many_tiles_of_tokens_cover_the_result(device: torch.device) -> None:
+    weight = moved(int8_weight(70, 32, 32, torch.float32), device)
+    x_TI = inputs_for(weight, 150, device)
+    assert_product(launch_quantised_linear(x_TI, tiled(weight), None), x_TI @ dequantised(weight).T)
+
+
 def test_a_weight_in_groups_that_are_too_small_becomes_plain_numbers(
     triton_backend: Backend, device: torch.device
 ) -> None:

@@ -4,8 +4,8 @@ The product is computed transposed, weight @ x^T. Hopper's matrix instructions r
 where numbers are unpacked, and their right one, the inputs, from shared memory as they were loaded. Few tokens then
 fill narrow tiles. weights.py says how a weight lies in memory, and choice.py which tiles a launch gets.
 
-Shapes: T tokens, I inputs, O outputs. U units, which are the columns of one turn of the loop, H half a unit. G groups of
-units that share a scale, A scales of a group, S parts of a split product.
+Shapes: T tokens, I inputs, O outputs. U units, which are the columns of one turn of the loop, H half a unit. G groups
+of units that share a scale, A scales of a group, S parts of a split product.
 """
 
 # Triton ships no types, and its kernels' arguments have none that Python knows.
@@ -13,7 +13,7 @@ units that share a scale, A scales of a group, S parts of a split product.
 
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.quantised_heads import widened
+from blockyard.kernels.triton.numbers.quantised_heads import widened
 
 # Tiles of tokens that are computed side by side, so that a weight's tile is still in the cache for the next one.
 _TILES_SIDE_BY_SIDE = tl.constexpr(8)

@@ -1,9 +1,9 @@
 """Layout of a quantised weight that product.py reads.
 
 Columns are divided into units, which a program multiplies one after the other. All columns of a unit share a scale.
-Scales lie side by side for outputs. Of 4 bits, the bytes of a unit lie together: a byte holds one number of the unit's
-first half, and in its high bits the number of the second half at the same place. Both halves are multiplied apart, so
-no numbers change places in registers. Numbers of 8 bits stay where they are.
+Scales lie side by side for outputs. Numbers of 8 bits stay where they are. Of 4 bits, the bytes of a unit lie together.
+A byte holds a number of the unit's first half, and in its high bits one of the second half. Both halves are multiplied
+apart, so no numbers change places in registers.
 
 Shapes: O outputs, I inputs, U units, H half a unit. G groups of units that share a scale, A scales of a group.
 """
@@ -28,7 +28,7 @@ class TiledWeight(BackendWeight):
     """A quantised weight as product.py reads it."""
 
     numbers: torch.Tensor
-    """Of 4 bits uint8 [U, O, H]. Of 8 bits int8 or float8_e4m3fn [O, I]."""
+    """Numbers of 4 bits as uint8 [U, O, H], of 8 bits as int8 or float8_e4m3fn [O, I]."""
     scale_GA: torch.Tensor
     """float32."""
     zero_GO: torch.Tensor | None

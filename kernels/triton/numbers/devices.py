@@ -1,0 +1,12 @@
+"""Instructions that a device has. Imports no triton."""
+
+from functools import cache
+
+import torch
+
+
+@cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Return whether the device has instructions that convert e4m3: NVIDIA's GPUs from compute capability 8.9 on."""
+    is_nvidia = device.type == "cuda" and torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
