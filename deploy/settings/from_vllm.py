@@ -41,7 +41,9 @@ HOLD_ALWAYS = frozenset(
 _NO_PIPELINE = "layers are not split over GPUs; --tensor-parallel-size splits each layer over several"
 ONLY_ONE = {"--pipeline-parallel-size": _NO_PIPELINE, "-pp": _NO_PIPELINE}
 """Options that are refused with any value but 1, with the reason."""
-_OWN_SCHEME = "a checkpoint says itself how it is quantised; --cpu-linears int8 and --kv-cache-dtype quantise here"
+_OWN_SCHEME = (
+    "a checkpoint says itself how it is quantised; --cpu-linears int8 and --kv-cache-dtype quantise here"
+)
 REFUSED = {
     "--api-key": "every user of a machine can read arguments: use `blockyard token new --auth-file FILE`, then "
     "--auth-file FILE",
