@@ -18,7 +18,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, Stacked, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
 from blockyard.kernels.quantised import LinearWeight, plain
-from blockyard.kernels.torch.experts import run_experts
+from blockyard.kernels.torch.experts import choose_experts, run_experts
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
@@ -249,7 +249,13 @@ class TorchBackend:
         top_k: int,
         normalizes: bool,
     ) -> torch.Tensor:
-        return run_experts(self, x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k=top_k, normalizes=normalizes)
+        experts_TK, weights_TK = self._choose_experts(logits_TE, top_k, normalizes=normalizes)
+        return run_experts(self, x_TH, experts_TK, weights_TK, gate_up_E2IH, down_EHI)
+
+    def _choose_experts(
+        self, logits_TE: torch.Tensor, top_k: int, *, normalizes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(logits_TE, top_k, normalizes=normalizes)
 
 
 def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:

@@ -8,6 +8,7 @@ operation that rounds in an order of its own gets operands of one fixed shape:
 - Attention sees tiles of queries and chunks of CHUNK_TOKENS keys, both cut at absolute positions and joined by an
   online softmax. Keys that a query may not see, after it or behind its window, weigh exactly 0. They leave sum and
   maximum unchanged.
+- Gates of experts see tiles of LINEAR_TILE_ROWS tokens too. A token adds its experts in the order of their numbers.
 - SiLU and GELU see slabs of SILU_SLAB elements, fewer than PyTorch would share among threads.
 
 Adds, multiplications and square roots are exact to the last bit in any order of elements and stay as they are. A mean
@@ -28,6 +29,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.kv_pool import gather, is_quantised
 from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
+from blockyard.kernels.torch.experts import choose_experts
 
 LINEAR_TILE_ROWS = 16
 CHUNK_TOKENS = 256
@@ -104,6 +106,18 @@ class DeterministicTorchBackend(TorchBackend):
             tile = slice(first, first + LINEAR_TILE_ROWS)
             torch.mm(padded[tile], weight_OI.t(), out=result[tile])
         return result[:num_tokens] if bias_O is None else result[:num_tokens] + bias_O
+
+    def _choose_experts(
+        self, logits_TE: torch.Tensor, top_k: int, *, normalizes: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _check_fp32(logits_TE)
+        num_tokens = len(logits_TE)
+        padded = F.pad(logits_TE, (0, 0, 0, -num_tokens % LINEAR_TILE_ROWS))
+        tiles = [
+            choose_experts(tile, top_k, normalizes=normalizes) for tile in padded.split(LINEAR_TILE_ROWS)
+        ]
+        experts, weights = (torch.cat(parts)[:num_tokens] for parts in zip(*tiles, strict=True))
+        return experts, weights
 
 
 def _activate(

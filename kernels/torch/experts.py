@@ -24,25 +24,24 @@ def choose_experts(
 def run_experts(
     backend: Backend,
     x_TH: torch.Tensor,
-    logits_TE: torch.Tensor,
+    experts_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
     gate_up_E2IH: Stacked,
     down_EHI: Stacked,
-    *,
-    top_k: int,
-    normalizes: bool,
 ) -> torch.Tensor:
-    """Compute `Backend.experts` with the backend's own linears."""
-    experts_TK, weights_TK = choose_experts(logits_TE, top_k, normalizes=normalizes)
-    pairs = experts_TK.flatten().argsort(stable=True)
-    counts = experts_TK.flatten().bincount(minlength=logits_TE.shape[1]).tolist()
+    """Return the weighted sum [T, H] of each token's experts, computed by the backend's own linears."""
+    pairs, top_k = experts_TK.flatten().argsort(stable=True), experts_TK.shape[1]
+    counts = experts_TK.flatten().bincount(minlength=len(gate_up_E2IH)).tolist()
     weights = weights_TK.flatten()
     sum_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-    for expert, pairs_R in enumerate(pairs.split(counts)):
-        for some in pairs_R.split(backend.mlp_rows or max(1, len(pairs_R))) if len(pairs_R) else ():
-            tokens = some // top_k
-            gate_up_R2I = backend.linear(x_TH[tokens], gate_up_E2IH[expert])
-            inner_RI = gate_up_R2I.new_empty(len(some), gate_up_R2I.shape[1] // 2)
+    for expert, pairs_of_expert in enumerate(pairs.split(counts)):
+        if not len(pairs_of_expert):
+            continue
+        for pairs_R in pairs_of_expert.split(backend.mlp_rows or len(pairs_of_expert)):
+            tokens_R = pairs_R // top_k
+            gate_up_R2I = backend.linear(x_TH[tokens_R], gate_up_E2IH[expert])
+            inner_RI = gate_up_R2I.new_empty(len(pairs_R), gate_up_R2I.shape[1] // 2)
             backend.silu_mul(gate_up_R2I, out_TI=inner_RI)
             out_RH = backend.linear(inner_RI, down_EHI[expert])
-            sum_TH.index_add_(0, tokens, out_RH.float() * weights[some][:, None])
+            sum_TH.index_add_(0, tokens_R, out_RH.float() * weights[pairs_R][:, None])
     return sum_TH.to(x_TH.dtype)

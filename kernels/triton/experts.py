@@ -56,12 +56,12 @@ def choose_experts_kernel(
         total = 0.0
         left_E = valid_E
         for _ in tl.static_range(TOP_K):
-            expert = _largest_left(exp_E, left_E, expert_E, EXPERTS_POW2)
+            expert = _largest_left(logit_E, left_E, expert_E, EXPERTS_POW2)
             left_E = left_E & (expert_E != expert)
             total += tl.sum(tl.where(expert_E == expert, exp_E, 0.0), axis=0)
     left_E = valid_E
     for rank in tl.static_range(TOP_K):
-        expert = _largest_left(exp_E, left_E, expert_E, EXPERTS_POW2)
+        expert = _largest_left(logit_E, left_E, expert_E, EXPERTS_POW2)
         left_E = left_E & (expert_E != expert)
         weight = tl.sum(tl.where(expert_E == expert, exp_E, 0.0), axis=0) / total
         tl.store(experts_ptr + token * TOP_K + rank, expert)
@@ -69,9 +69,9 @@ def choose_experts_kernel(
 
 
 @triton.jit
-def _largest_left(exp_E, left_E, expert_E, EXPERTS_POW2: tl.constexpr):
-    """Return the first expert with the largest number of those that are left. NaN counts as the least."""
-    number_E = tl.where(left_E & (exp_E == exp_E), exp_E, -1.0)
+def _largest_left(logit_E, left_E, expert_E, EXPERTS_POW2: tl.constexpr):
+    """Return the first expert with the largest logit of those that are left. NaN counts as -inf."""
+    number_E = tl.where(left_E & (logit_E == logit_E), logit_E, float("-inf"))
     largest = tl.max(number_E, axis=0)
     return tl.min(tl.where(left_E & (number_E == largest), expert_E, EXPERTS_POW2), axis=0)
 

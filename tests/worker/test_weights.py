@@ -41,7 +41,7 @@ def change_config(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def change_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -158,6 +158,18 @@ def test_a_wrong_tensor_is_named_with_its_file(kind: str, folder: Path) -> None:
     change, message = BROKEN[kind]
     change_tensors(folder, lambda tensors: (change(tensors), None)[1])
     with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_stacked_and_missing_experts_are_named(architecture: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(shared_checkpoint(architecture), tmp_path / "model"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    change_tensors(folder, lambda t: t.update({name: torch.zeros(1)}))
+    with pytest.raises(ValueError, match=f"tensor '{name}' is unexpected in a {architecture}"):
+        load(folder)
+    change_tensors(folder, lambda t: [t.pop(key) for key in list(t) if ".experts.1." in key or key == name])
+    with pytest.raises(ValueError, match=r"tensors are missing.*'model\.layers\.0\.mlp\.experts\.1"):
         load(folder)
 
 
