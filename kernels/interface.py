@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import LinearWeight
 
 BackendName = Literal["auto", "torch", "cpu", "triton"]
@@ -149,6 +150,11 @@ class Backend(Protocol):
 
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         """Copy whole blocks. Destinations are distinct, and none is also a source."""
+        ...
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        """Add (x A^T) B of each token's adapter to the output of a linear layer. Each part of a fused layer has an A of
+        its own. Tokens without an adapter stay as they are."""
         ...
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,11 +38,13 @@ from blockyard.kernels.cpu.library import (
     Nuclei,
     Placement,
 )
+from blockyard.kernels.cpu.lora import add_lora
 from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linear
 from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.cpu.row_ops import NATIVE_DTYPES, activate, is_native, normalise, scale
 from blockyard.kernels.interface import HeadNorms, LinearsName, Stacked, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import Int4Weight, Int8Weight, LinearWeight, plain
 from blockyard.kernels.torch.backend import TorchBackend
 
@@ -265,6 +267,11 @@ class CpuBackend(TorchBackend):
         )
         self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return out_TH
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        if not is_native(x_TI, out_TO, weights.a_SPRI):
+            return super().add_lora(out_TO, x_TI, weights, plan)
+        add_lora(self._library, out_TO, x_TI, weights, plan)
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not is_native(logits_SV):

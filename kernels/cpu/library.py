@@ -101,6 +101,19 @@ class GreedyTokens(ctypes.Structure):
     ]
 
 
+class Lora(ctypes.Structure):
+    """`Lora` of native/lora.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *(
+            (name, _Address)
+            for name in ("x", "out", "a", "b", "ranks", "starts", "tokens", "items", "between")
+        ),
+        *((name, _Int) for name in ("x_stride", "out_stride", "num_rows", "num_tokens", "num_items")),
+        *((name, _Int) for name in ("num_slots", "num_parts", "max_rank", "num_inputs", "num_outputs")),
+    ]
+
+
 class Nuclei(ctypes.Structure):
     """`Nuclei` of native/nucleus.cpp."""
 
@@ -164,6 +177,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "place": ("by_place", Placement),
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
+    "add_lora": ("by_add_lora", Lora),
     "scale": ("by_scale", Scaling),
     "greedy_tokens": ("by_greedy_tokens", GreedyTokens),
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
@@ -187,6 +201,7 @@ class CpuLibrary:
     place: Callable[..., None]
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
+    add_lora: Callable[..., None]
     scale: Callable[..., None]
     greedy_tokens: Callable[..., None]
     top_k_top_p_thresholds: Callable[..., None]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, Stacked, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import LinearWeight, plain
 from blockyard.kernels.torch.experts import choose_experts, run_experts
 from blockyard.kernels.torch.huge_pages import collapse_packed
@@ -202,6 +203,18 @@ class TorchBackend:
     def copy_blocks(self, kv_pool_B2KPD: torch.Tensor, src_dst_C2: torch.Tensor) -> None:
         pool = movable(kv_pool_B2KPD)
         pool[src_dst_C2[:, 1]] = pool[src_dst_C2[:, 0]]
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        ranks = weights.ranks_S.tolist()
+        for slot, run in plan.segments():
+            tokens, rank = plan.tokens_M[run].long(), ranks[slot]
+            if not rank:
+                continue
+            parts = weights.b_SRO[slot, :rank].split(weights.widths, dim=1)
+            outputs = out_TO.split(weights.widths, dim=1)
+            for a_RI, b_RO, part_TO in zip(weights.a_SPRI[slot, :, :rank], parts, outputs, strict=True):
+                shrunk_TR = self.linear(x_TI[tokens], a_RI)
+                part_TO.index_add_(0, tokens, self.linear(shrunk_TR, b_RO.t()))
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return greedy_tokens(logits_SV)

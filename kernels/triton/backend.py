@@ -21,16 +21,18 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, Stacked, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import LinearWeight, QuantisedWeight, plain
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
-from blockyard.kernels.triton.experts import launch_experts
+from blockyard.kernels.triton.linears.experts import launch_experts
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
+from blockyard.kernels.triton.linears.lora import launch_add_lora
 from blockyard.kernels.triton.linears.weights import TiledWeight, can_tile, tiled
+from blockyard.kernels.triton.numbers.devices import check_dense_rows
 from blockyard.kernels.triton.pool_writes import (
-    check_dense_rows,
     check_pool,
     launch_qk_norm_rope_write,
     launch_write_kv,
@@ -295,6 +297,9 @@ class TritonBackend:
         block_numel = pool[0].numel()
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
         copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        launch_add_lora(out_TO, x_TI, weights, plan)
 
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_greedy_tokens(logits_SV)

@@ -15,7 +15,7 @@ from blockyard.kernels.triton.choice import (
     weigh_chunks_kernel,
 )
 from blockyard.kernels.triton.nucleus import gather_nearest_kernel, sums_above_kernel, top_k_top_p_kernel
-from blockyard.kernels.triton.pool_writes import check_dense_rows
+from blockyard.kernels.triton.numbers.devices import check_dense_rows
 
 CHUNK_TOKENS = 4096
 NUCLEUS_PASSES = 3

@@ -13,7 +13,7 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms
 from blockyard.kernels.kv_pool import SCALE_BYTES, head_dim_of, is_quantised
 from blockyard.kernels.triton.cache_ops import write_kv_kernel
-from blockyard.kernels.triton.numbers.devices import converts_e4m3
+from blockyard.kernels.triton.numbers.devices import check_dense_rows, converts_e4m3
 from blockyard.kernels.triton.qk_norm_rope import qk_norm_rope_write_kernel
 
 SUPPORTED_BLOCK_SIZES = (16, 32, 64, 128)
@@ -106,7 +106,3 @@ def check_pool(kv_pool_B2KPD: torch.Tensor, num_kv_heads: int, head_dim: int, bl
             f"powers of two from 16 up, got {block_size} and {head_dim}; use the torch backend"
         )
     assert kv_pool_B2KPD.is_contiguous()
-
-
-def check_dense_rows(*tensors: torch.Tensor) -> None:
-    assert all(tensor.stride(-1) == 1 for tensor in tensors), [tensor.stride() for tensor in tensors]

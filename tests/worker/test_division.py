@@ -5,7 +5,7 @@ from pathlib import Path
 
 from blockyard.worker.model.config import ModelConfig, load_config
 from blockyard.worker.model.division import PADDED_TO, divide
-from blockyard.worker.model.families.mixture import Mixture
+from blockyard.worker.model.traits.mixture import Mixture
 from blockyard.worker.model.weights import _read_shard
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -15,9 +15,9 @@ from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.families import llama
-from blockyard.worker.model.families.family import Family, allows
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.shards import check_shards
+from blockyard.worker.model.traits.family import Family, allows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 

@@ -17,9 +17,9 @@ from blockyard.kernels.interface import BackendName
 from blockyard.kernels.selection import choose_backend
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.decoder import Decoder
-from blockyard.worker.model.families.family import Sizes
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.rotary_table import rotary_table
+from blockyard.worker.model.traits.family import Sizes
 from blockyard.worker.model.weights import load_weights
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

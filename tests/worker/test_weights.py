@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.model.config import UnsupportedModelError, load_config, resolve_model
-from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.shards import num_parameters
+from blockyard.worker.model.traits.mixture import Mixture
 from blockyard.worker.model.weights import ExpertWeights, load_weights, random_weights
 from safetensors.torch import load_file, save_file
 

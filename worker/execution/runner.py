@@ -43,6 +43,7 @@ from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.grammar_masks import GrammarMasks
 from blockyard.worker.sampling.logprobs import score
 from blockyard.worker.sampling.sampler import ApplyMasks, Drawing, Sampler
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import pieces
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -162,6 +163,8 @@ class TorchRunner(PartRunner):
         if masks is not None:
             masks.start(sampling)
         inputs = self._inputs_of(arrays)
+        if plan.adapters:
+            inputs = self._with_adapters(plan, inputs)
         if unknown:
             self._fill_in(inputs, arrays, self._newest.of(unknown))
         hidden_QH = self._hidden(inputs)
@@ -178,8 +181,20 @@ class TorchRunner(PartRunner):
         self._newest = NewestTokens.none() if drawing is None else NewestTokens(sampling, drawing.tokens_SN)
         embeddings = self._embeddings(rows, inputs, hidden_QH)
         return StartedStep(
-            rows=rows, drawing=drawing, chunks=chunks, prompt_logprobs=scores, embeddings=embeddings
+            rows=rows,
+            drawing=drawing,
+            chunks=chunks,
+            prompt_logprobs=scores,
+            embeddings=embeddings,
+            loads=() if self.adapters is None else self.adapters.take_loads(),
         )
+
+    def _with_adapters(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
+        """Load the adapters of a step, and return its inputs with them."""
+        assert self.adapters is not None, "the plan uses adapters, and there are no slots"
+        self.adapters.load(plan.adapters)
+        ends_narrow = inputs.wanted_plan is not None
+        return replace(inputs, lora=self.adapters.step(plan.adapters, plan.rows, ends_narrow=ends_narrow))
 
     def _embeddings(
         self, rows: Sequence[ScheduledRow], inputs: StepInputs, hidden_QH: torch.Tensor
@@ -224,6 +239,12 @@ class TorchRunner(PartRunner):
         tokens = self._try(warm_up_row(-1, 1, self.block_size), warm_up_row(-2, num_tokens, self.block_size))
         if FAILED_TOKEN in tokens:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
+        if self.adapters is not None:
+            self._try(
+                warm_up_row(-1, 1, self.block_size),
+                warm_up_row(-2, num_tokens, self.block_size),
+                adapter=Adapter(fingerprint="", rank=1, num_bytes=0, weights={}),
+            )
         if self.backend.name == "triton":
             longest = self.config.max_position_embeddings
             self._try(*sharing_rows(longest, self.block_size))
@@ -243,9 +264,12 @@ class TorchRunner(PartRunner):
             *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
         )
 
-    def _try(self, *rows: ScheduledRow) -> list[int]:
+    def _try(self, *rows: ScheduledRow, adapter: Adapter | None = None) -> list[int]:
         """Run trial rows, forget their sequences, and return their tokens. What they wrote into blocks stays there."""
-        tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
+        for row in rows:
+            row.sequence.adapter = adapter
+        adapters = () if adapter is None else ((0, adapter),)
+        tokens = self.execute(StepPlan(step=0, rows=rows, adapters=adapters)).tokens
         self._forget(row.sequence.sequence_id for row in rows)
         self._newest = NewestTokens.none()
         return tokens
@@ -269,7 +293,14 @@ class TorchRunner(PartRunner):
             bounds=self.split_bounds,
             device=self.device,
         )
-        graphs = DecodeGraphs(self._decoder, self.kv_pools, static, sizes=sizes, device=self.device)
+        graphs = DecodeGraphs(
+            self._decoder,
+            self.kv_pools,
+            static,
+            sizes=sizes,
+            device=self.device,
+            lora_layers=None if self.adapters is None else self.adapters.layers,
+        )
         try:
             with torch.inference_mode():
                 graphs.capture()
@@ -300,7 +331,7 @@ class TorchRunner(PartRunner):
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self._graphs is not None and self.replays_graphs and not inputs.num_scored:
-            hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan)
+            hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan, inputs.lora)
             if hidden_QH is not None:
                 return hidden_QH
         return super()._hidden(inputs)

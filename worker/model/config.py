@@ -13,13 +13,6 @@ from typing import Any, Literal, get_args
 
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
-from blockyard.worker.model.families.family import (
-    RawConfig,
-    Sizes,
-    Traits,
-    allows,
-    refuse_others,
-)
 from blockyard.worker.model.families.table import FAMILIES, find_architecture
 from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
 from blockyard.worker.model.rope import (
@@ -28,6 +21,13 @@ from blockyard.worker.model.rope import (
     read_rope_scaling,
     read_rope_theta,
     read_rotary_dim,
+)
+from blockyard.worker.model.traits.family import (
+    RawConfig,
+    Sizes,
+    Traits,
+    allows,
+    refuse_others,
 )
 from blockyard.worker.unsupported import UnsupportedModelError
 

@@ -14,11 +14,16 @@ from collections.abc import Sequence
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import Backend, HeadNorms, split_heads
+from blockyard.kernels.lora import LoraPlan
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
+from blockyard.worker.model.lora import LoraLayer, LoraStep
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import ExpertWeights, LayerWeights, Weights
 from blockyard.worker.parallel.collective import Alone, Collective
+
+Adds = tuple[LoraLayer, LoraPlan]
+"""The adapters of a layer, and the tokens that use them."""
 
 
 class Decoder:
@@ -101,11 +106,12 @@ class Decoder:
         rows_S: torch.Tensor | None,
         *,
         rows_plan: AttentionPlan | None = None,
+        lora: LoraStep | None = None,
     ) -> torch.Tensor:
         """Return the last layer's normalised output [S, H] for the tokens at the indices `rows_S`. None: of all.
 
         `tokens_T` are at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. With `rows_plan`, the
-        attention plan of these rows alone, the last layer computes no other rows.
+        attention plan of these rows alone, the last layer computes no other rows. `lora` adds the tokens' adapters.
         """
         weights = self._weights
         # The first norm leaves the residual as it is. The following ones add each block's output to it.
@@ -113,17 +119,28 @@ class Decoder:
         x_TH = self._input(residual_TH, weights.layers[0].input_norm_H)
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
-        for layer, next_layer, pool_B2KPD, window, table_MD in zip(
-            weights.layers, (*weights.layers[1:], None), kv_pools, windows, self._rotary_tables, strict=True
+        adapters = (None,) * len(windows) if lora is None else lora.layers
+        lora_plan = None if lora is None else lora.plan
+        for layer, next_layer, pool_B2KPD, window, table_MD, adapter in zip(
+            weights.layers,
+            (*weights.layers[1:], None),
+            kv_pools,
+            windows,
+            self._rotary_tables,
+            adapters,
+            strict=True,
         ):
+            adds = None if adapter is None or lora_plan is None else (adapter, lora_plan)
             attends = plans[window]
-            q_TND = self._project_and_store(layer, x_TH, table_MD, pool_B2KPD, attends)
+            q_TND = self._project_and_store(layer, x_TH, table_MD, pool_B2KPD, attends, adds)
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
-            x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
+                if adapter is not None and lora is not None and lora.rows_plan is not None:
+                    adds = adapter, lora.rows_plan
+            x_TH = self._attend(layer, q_TND, pool_B2KPD, attends, adds)
             self._collective.all_reduce(x_TH)
             x_TH = self._add(x_TH, residual_TH, layer.attention_output_norm_H, layer.mlp_norm_H)
-            x_TH = self._mlp(layer, x_TH)
+            x_TH = self._mlp(layer, x_TH, adds)
             self._collective.all_reduce(x_TH)
             if next_layer is not None:
                 x_TH = self._add(x_TH, residual_TH, layer.mlp_output_norm_H, next_layer.input_norm_H)
@@ -181,10 +198,13 @@ class Decoder:
         cos_sin_MD: torch.Tensor,
         kv_pool_B2KPD: torch.Tensor,
         plan: AttentionPlan,
+        adds: Adds | None,
     ) -> torch.Tensor:
         """Store keys and values, and return the queries [T, N, D]."""
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
+        if adds is not None:
+            self._backend.add_lora(qkv, x_TH, adds[0].qkv, adds[1])
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         if config.whole_qk_norm:
             q_TA, k_TA, _ = split_heads(heads_TXD, config.num_kv_heads)
@@ -196,11 +216,20 @@ class Decoder:
         return self._backend.qk_norm_rope_write(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
 
     def _attend(
-        self, layer: LayerWeights, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+        self,
+        layer: LayerWeights,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        adds: Adds | None,
     ) -> torch.Tensor:
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
-        return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
+        out_TA = out_TND.flatten(1)
+        x_TH = self._backend.linear(out_TA, layer.attention_out_HA, layer.attention_out_bias_H)
+        if adds is not None:
+            self._backend.add_lora(x_TH, out_TA, adds[0].attention_out, adds[1])
+        return x_TH
 
     def _head_norms(self, layer: LayerWeights) -> HeadNorms | None:
         if layer.q_norm_D is None or layer.k_norm_D is None or self._config.whole_qk_norm:
@@ -208,16 +237,17 @@ class Decoder:
         eps = self._config.rms_norm_eps
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
-    def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
         """Apply the MLP or the experts. With many tokens, the result may overwrite `x_TH`, but never the residual."""
         if layer.experts is not None:
             return self._experts(layer.experts, x_TH)
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
-            return self._mlp_of(layer, x_TH)
+            return self._mlp_of(layer, x_TH, adds)
         out_TH = x_TH if self._config.pre_norms else torch.empty_like(x_TH)
-        for some_TH, some_out_TH in zip(x_TH.split(most), out_TH.split(most), strict=True):
-            some_out_TH.copy_(self._mlp_of(layer, some_TH))
+        for first in range(0, len(x_TH), most):
+            some = None if adds is None else (adds[0], adds[1].part(first, first + most))
+            out_TH[first : first + most] = self._mlp_of(layer, x_TH[first : first + most], some)
         return out_TH
 
     def _experts(self, experts: ExpertWeights, x_TH: torch.Tensor) -> torch.Tensor:
@@ -232,15 +262,20 @@ class Decoder:
             normalizes=mixture.normalizes,
         )
 
-    def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
         assert layer.gate_up_2IH is not None
         assert layer.down_HI is not None
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
+        if adds is not None:
+            self._backend.add_lora(gate_up_T2I, x_TH, adds[0].gate_up, adds[1])
         hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
         backend = self._backend
         activate = backend.silu_mul if self._config.activation == "silu" else backend.gelu_mul
         activate(gate_up_T2I, out_TI=hidden_TI)
-        return self._backend.linear(hidden_TI, layer.down_HI)
+        out_TH = backend.linear(hidden_TI, layer.down_HI)
+        if adds is not None:
+            backend.add_lora(out_TH, hidden_TI, adds[0].down, adds[1])
+        return out_TH
 
 
 def _within(plan: AttentionPlan, window: int | None) -> AttentionPlan:

@@ -8,9 +8,9 @@ more ranks than kv heads, several ranks have the same kv head. Pure: no tensors.
 from dataclasses import dataclass, replace
 
 from blockyard.worker.model.config import ModelConfig
-from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.quantisation.stored import check_division
 from blockyard.worker.model.shards import tensor_shapes
+from blockyard.worker.model.traits.mixture import Mixture
 
 PADDED_TO = 8
 """Rows and columns of a part are a multiple of this: 16 bytes in bfloat16, as matrix multiplications read them."""

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.worker.model.families.family import RawConfig
+from blockyard.worker.model.traits.family import RawConfig
 from blockyard.worker.unsupported import UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from blockyard.proto.naming.model_files import refuse_other_formats
 from blockyard.worker.model.config import ModelConfig
-from blockyard.worker.model.families.mixture import Mixture, common_name
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.quantisation.stored import Shape, StoredTensor, stored_tensors
 from blockyard.worker.model.quantisation.stored import weights_bytes as bytes_of_weights
+from blockyard.worker.model.traits.mixture import Mixture, common_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -20,7 +20,6 @@ from blockyard.kernels.interface import Backend, Stacked
 from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
-from blockyard.worker.model.families.mixture import Mixture
 from blockyard.worker.model.quantisation.loading import MATRICES, QuantisedLayers
 from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.rotary_table import rotated_order
@@ -34,6 +33,7 @@ from blockyard.worker.model.shards import (
     shard_files,
     tensor_shapes,
 )
+from blockyard.worker.model.traits.mixture import Mixture
 from safetensors import SafetensorError, safe_open
 
 RANDOM_STD = 0.02

@@ -37,6 +37,7 @@ from blockyard.proto.v1.session_pb2 import (
     ToRouter,
     ToWorker,
 )
+from blockyard.worker.cache.adapter_book import UnknownAdapter
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
@@ -449,6 +450,8 @@ class SessionService:
             request_id = engine.submit(request or self._engine_request(submit))
         except CapacityError as error:
             raise Refused(RejectReason.REJECT_REASON_TOO_LARGE) from error
+        except UnknownAdapter as error:
+            raise Refused(RejectReason.REJECT_REASON_ADAPTER) from error
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
         link.requests[submit.handle] = request_id

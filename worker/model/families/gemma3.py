@@ -3,7 +3,8 @@
 Layers with a window have a rotary base of their own, and their rotary embedding is not scaled.
 """
 
-from blockyard.worker.model.families.family import (
+from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
+from blockyard.worker.model.traits.family import (
     Family,
     RawConfig,
     Sizes,
@@ -11,8 +12,7 @@ from blockyard.worker.model.families.family import (
     allows,
     number,
 )
-from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
-from blockyard.worker.model.families.windows import (
+from blockyard.worker.model.traits.windows import (
     by_layer_types,
     kinds_by_pattern,
     read_layer_types,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from blockyard.worker.model.families import llama
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits, number
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, number
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

@@ -1,7 +1,7 @@
 """Llama: the family from which the others differ. Its attention has four biases or none."""
 
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.families.windows import no_windows
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.windows import no_windows
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

@@ -1,7 +1,7 @@
 """Mistral: Llama with the same attention window in every layer, and without biases."""
 
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits, allows
-from blockyard.worker.model.families.windows import one_window
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
+from blockyard.worker.model.traits.windows import one_window
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

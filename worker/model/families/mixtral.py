@@ -1,9 +1,9 @@
 """Mixtral: Mistral with experts in place of the MLP of every layer, and with a window only where one is named."""
 
 from blockyard.worker.model.families import mistral
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.families.mixture import read_mixture
-from blockyard.worker.model.families.windows import one_window
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.mixture import read_mixture
+from blockyard.worker.model.traits.windows import one_window
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

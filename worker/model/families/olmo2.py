@@ -1,7 +1,7 @@
 """OLMo 2: norms behind attention and MLP instead of before them, and of all heads' queries and keys together."""
 
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.families.windows import no_windows
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.windows import no_windows
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

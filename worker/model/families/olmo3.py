@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from blockyard.worker.model.families import olmo2
-from blockyard.worker.model.families.family import RawConfig, Sizes, Traits
 from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
-from blockyard.worker.model.families.windows import (
+from blockyard.worker.model.traits.family import RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.windows import (
     by_layer_types,
     kinds_by_pattern,
     read_layer_types,

@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: Llama with fused matrices in its checkpoints, one attention window, and heads rotated in part."""
 
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits, allows
-from blockyard.worker.model.families.windows import one_window
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
+from blockyard.worker.model.traits.windows import one_window
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

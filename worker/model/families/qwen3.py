@@ -1,7 +1,7 @@
 """Qwen3: Llama with a norm of each query and key head, and with windows in some layers."""
 
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.families.windows import qwen_windows
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.windows import qwen_windows
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

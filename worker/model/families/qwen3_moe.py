@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from blockyard.worker.model.families import qwen3
-from blockyard.worker.model.families.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.families.mixture import read_mixture, read_sparse_layers
-from blockyard.worker.model.families.windows import one_window
+from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.mixture import read_mixture, read_sparse_layers
+from blockyard.worker.model.traits.windows import one_window
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:

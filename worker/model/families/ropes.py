@@ -6,7 +6,7 @@ of the second. From 5 on `rope_parameters` has an object for each kind of layer.
 
 from typing import Any
 
-from blockyard.worker.model.families.family import RawConfig, UnsupportedModelError, number
+from blockyard.worker.model.traits.family import RawConfig, UnsupportedModelError, number
 
 
 def rope_of_full_attention(raw: RawConfig) -> RawConfig:

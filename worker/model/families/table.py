@@ -13,7 +13,7 @@ from blockyard.worker.model.families import (
     qwen3,
     qwen3_moe,
 )
-from blockyard.worker.model.families.family import Family
+from blockyard.worker.model.traits.family import Family
 from blockyard.worker.unsupported import UnsupportedModelError
 
 FAMILIES: dict[str, Family] = {

@@ -4,7 +4,7 @@ Each family says it in its own way, and transformers' defaults for missing keys 
 of what the family's own code would not compute. Imports no torch.
 """
 
-from blockyard.worker.model.families.family import RawConfig, Sizes
+from blockyard.worker.model.traits.family import RawConfig, Sizes
 from blockyard.worker.unsupported import UnsupportedModelError
 
 Windows = tuple[int | None, ...]

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from blockyard.kernels.triton.pool_writes import check_dense_rows
-from blockyard.kernels.triton.tiles import MIN_DOT_ROWS
+from blockyard.kernels.triton.numbers.devices import check_dense_rows
 
+LEAST_ROWS = 16
+"""tl.dot multiplies no fewer."""
 PAIRS_TILE = 1024
 """Pairs that a program sorts in one turn."""
 SUM_TILE = 1024
@@ -237,9 +238,9 @@ def expert_tiles(num_tokens: int, *, dtype: torch.dtype) -> ExpertTiles:
     Only the number of tokens decides, and not that of experts: so a worker's warm-up compiles both.
     """
     if dtype == torch.float32:
-        return ExpertTiles(rows=MIN_DOT_ROWS, outputs=32, inputs=32, warps=4, stages=2)
+        return ExpertTiles(rows=LEAST_ROWS, outputs=32, inputs=32, warps=4, stages=2)
     if num_tokens <= FEW_TOKENS:
-        return ExpertTiles(rows=MIN_DOT_ROWS, outputs=64, inputs=64, warps=4, stages=4)
+        return ExpertTiles(rows=LEAST_ROWS, outputs=64, inputs=64, warps=4, stages=4)
     return ExpertTiles(rows=64, outputs=64, inputs=64, warps=4, stages=3)
 
 

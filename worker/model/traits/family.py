@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from blockyard.worker.model.families.mixture import Mixture
+from blockyard.worker.model.traits.mixture import Mixture
 from blockyard.worker.unsupported import UnsupportedModelError
 
 RawConfig = Mapping[str, Any]
