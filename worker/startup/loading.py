@@ -139,6 +139,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
         raise ValueError("an embedding model serves no adapters: max_loras must be 0")
     if config.max_loras and model.mixture is not None:
         raise ValueError("a mixture of experts serves no adapters: max_loras must be 0")
+    if config.max_loras and model.rotary_dim < model.head_dim:
+        raise ValueError("a model whose heads are rotated in part serves no adapters: max_loras must be 0")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
