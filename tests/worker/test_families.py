@@ -16,10 +16,12 @@ from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.families import llama
 from blockyard.worker.model.families.table import FAMILIES
+from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.shards import check_shards
 from blockyard.worker.model.traits.family import Family, allows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from . import test_step_graphs as steps
 from .checkpoints import (
@@ -101,6 +103,16 @@ def test_logits_and_tokens_equal_transformers(folder: Path, backend: str) -> Non
     references = [reference_greedy(folder, tuple(tokens), NUM_TOKENS) for tokens in prompts]
     assert min(reference.min_gap for reference in references) > MIN_GAP
     assert generate(model, prompts, chunk_tokens=19) == [list(reference.tokens) for reference in references]
+
+
+@pytest.mark.parametrize("folder", ["olmo2", "gemma3"], indirect=True)
+def test_an_mlp_in_pieces_leaves_the_residual_alone(folder: Path) -> None:
+    """A prompt is longer than what the C++ backend takes through an MLP at once."""
+    model = Model(folder, name="cpu")
+    assert model.backend.mlp_rows is not None
+    tokens = prompt(model.backend.mlp_rows + 9)
+    [actual] = model.step([(tokens, 0, list(range(20)))])
+    assert_logits_equal_transformers(actual, folder, tokens)
 
 
 def model_of(folder: Path, backend: str) -> Model:
@@ -268,8 +280,36 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 262144,
     },
+    "microsoft/Phi-4-mini-instruct": {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 199999,
+        "eos_token_id": 199999,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "model_type": "phi3",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 199999,
+        "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0 + index / 2 for index in range(48)],
+            "short_factor": [1.0 + index / 90 for index in range(48)],
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 200064,
+    },
 }
-"""Files as earlier versions of transformers wrote them."""
+"""Files as earlier versions of transformers wrote them. The factors of longrope are made up."""
 
 
 def test_gemmas_older_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -284,6 +324,19 @@ def test_gemmas_older_file_is_read_as_transformers_reads_it(tmp_path: Path) -> N
     assert ours.rope_theta == ropes[FULL]["rope_theta"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+
+
+def test_phis_older_file_gives_the_rotary_table_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["microsoft/Phi-4-mini-instruct"]))
+    config = load_config(tmp_path)
+    assert (config.max_position_embeddings, config.rotary_dim) == (4096, 96)
+    assert config.layer_windows == (None,) * 32
+    table_MD = rotary_table(config)
+    rotary = Phi3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    cos, sin = rotary(torch.zeros(1), torch.arange(4096)[None])
+    staying = torch.ones(4096, 16)
+    theirs_MD = torch.cat((cos[0, :, :48], staying, sin[0, :, :48], 0 * staying), dim=1)
+    torch.testing.assert_close(table_MD, theirs_MD, atol=1e-6, rtol=1e-6)
 
 
 def test_a_new_family_is_one_module_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ class Model:
     ) -> None:
         self.config = load_config(folder)
         weights = load_weights(folder, self.config, dtype=dtype, device=DEVICE)
-        backend = choose_backend(DEVICE, requested=name, deterministic=deterministic)
-        self.decoder = Decoder(self.config, weights, backend)
+        self.backend = choose_backend(DEVICE, requested=name, deterministic=deterministic)
+        self.decoder = Decoder(self.config, weights, self.backend)
         shape = (40, 2, self.config.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
         self.pools = [
             torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(self.config.num_layers)
