@@ -5,7 +5,7 @@
 Weights are rounded to the nearest, in groups of 32 columns and blocks of 32 by 32, because the demo model's matrices
 have no multiples of 128. Texts are modules on which the model was not trained, in rows of 512 tokens. The model
 computes in bfloat16, and errors are those beside the model in full precision in float32. The embedding, which is also
-the head, is a third of the demo model and stays as it is.
+the head, is a quarter of the demo model and stays as it is.
 """
 
 import argparse
