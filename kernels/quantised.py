@@ -120,7 +120,7 @@ def dequantised(weight: QuantisedWeight) -> torch.Tensor:
 
 
 def _scaled(numbers_OI: torch.Tensor, scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
-    numbers_OGS = numbers_OI.unflatten(1, (scale_OG.shape[1], -1))
+    numbers_OGS: torch.Tensor = numbers_OI.unflatten(1, (scale_OG.shape[1], -1))
     if zero_OG is not None:
         numbers_OGS = numbers_OGS - zero_OG.float()[:, :, None]
     return (numbers_OGS * scale_OG.float()[:, :, None]).flatten(1)

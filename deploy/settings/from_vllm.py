@@ -41,12 +41,15 @@ HOLD_ALWAYS = frozenset(
 _NO_PIPELINE = "layers are not split over GPUs; --tensor-parallel-size splits each layer over several"
 ONLY_ONE = {"--pipeline-parallel-size": _NO_PIPELINE, "-pp": _NO_PIPELINE}
 """Options that are refused with any value but 1, with the reason."""
+_OWN_SCHEME = (
+    "a checkpoint says itself how it is quantised; --cpu-linears int8 and --kv-cache-dtype quantise here"
+)
 REFUSED = {
     "--api-key": "every user of a machine can read arguments: use `blockyard token new --auth-file FILE`, then "
     "--auth-file FILE",
     "--trust-remote-code": "no code of a model's folder is ever run",
-    "--quantization": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
-    "-q": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
+    "--quantization": _OWN_SCHEME,
+    "-q": _OWN_SCHEME,
     "--enable-lora": "LoRA adapters are not served",
     "--no-enable-prefix-caching": "the prefix cache is always on; `cache_salt` keeps a request's prefixes apart",
 }

@@ -15,9 +15,11 @@ from blockyard.kernels.cpu import extension as cpu_extension
 from blockyard.kernels.cpu.backend import CpuBackend, to_native
 from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.kernels.cpu.panel_linear import lay_out
+from blockyard.kernels.quantised import dequantised
 from blockyard.kernels.torch.backend import TorchBackend
 
 from .conftest import TOLERANCES, MakeStep
+from .test_grouped_linear import draw
 
 SECONDS = 120.0
 NEEDED: dict[str, set[str]] = {
@@ -66,6 +68,18 @@ def test_which_linears_there_are(library_file: tuple[str, Path], backend: CpuBac
     assert backend._library.has_linear(is_bf16=False) is has_any
     assert backend._library.has_linear(is_bf16=True) is (has_any and not has_tiles)
     assert backend._library.has_int8 is has_any
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_grouped_linears_are_the_same_on_every_unit(backend: CpuBackend, rows: int, bits: int) -> None:
+    if not backend._library.has_int8:
+        pytest.skip("PyTorch's are taken")
+    weight = draw(112, 3, 40, bits, has_order=True)
+    x_TI = torch.randn(rows, 120)
+    expected = x_TI @ dequantised(weight).t()
+    actual = backend.linear(x_TI, backend.pack_linear(weight))
+    torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

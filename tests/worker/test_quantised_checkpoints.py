@@ -18,6 +18,7 @@ from blockyard.proto.naming.fingerprint import model_fingerprint
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
+from blockyard.worker.model.quantisation.scheme import read_scheme
 from blockyard.worker.model.shards import num_parameters, weights_bytes
 from blockyard.worker.model.weights import load_weights, random_weights
 from safetensors.torch import load_file, save_file
@@ -187,6 +188,7 @@ UNSUPPORTED: list[tuple[Recipe, dict[str, Any], str]] = [
     (GPTQ_4, {"bits": 3}, "bits=3"),
     (GPTQ_4, {"dynamic": {"-:.*down.*": {}}}, "dynamic="),
     (GPTQ_4, {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+    (GPTQ_4, {"format": "bitblas"}, "format='bitblas'"),
     (GPTQ_4, {"group_size": 0}, "group_size=0"),
     (RECIPES["awq"], {"version": "gemv"}, "version='gemv'"),
     (RECIPES["awq"], {"zero_point": False}, "zero_point=False"),
@@ -217,6 +219,60 @@ def test_what_is_unknown_is_refused_by_name(
     with pytest.raises(UnsupportedModelError) as refusal:
         load_config(tmp_path)
     assert named in str(refusal.value)
+
+
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-FP8": (
+        "fp8-8bit-b128",
+        {
+            "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+            "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        },
+    ),
+    "Qwen2.5-GPTQ-Int4": (
+        "gptq-4bit-g128",
+        {
+            "batch_size": 1, "bits": 4, "block_name_to_quantize": None, "cache_block_outputs": True, "tokenizer": None,
+            "damp_percent": 0.01, "dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "sym": True,
+            "group_size": 128, "max_input_length": None, "model_seqlen": None, "quant_method": "gptq",
+            "module_name_preceding_first_block": None, "modules_in_block_to_quantize": None, "pad_token_id": None,
+            "true_sequential": True, "use_cuda_fp16": False, "use_exllama": True,
+        },
+    ),
+    "Qwen2.5-AWQ": (
+        "awq-4bit-g128",
+        {
+            "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+            "zero_point": True,
+        },
+    ),
+    "FP8-block by llm-compressor": (
+        "float-quantized-8bit-b128",
+        {
+            "config_groups": {
+                "group_0": {
+                    "format": "float-quantized", "targets": ["Linear"], "output_activations": None,
+                    "input_activations": {"dynamic": True, "num_bits": 8, "strategy": "group", "group_size": 128},
+                    "weights": {
+                        "actorder": None, "block_structure": "128x128", "dynamic": False, "group_size": None,
+                        "num_bits": 8, "observer": "static_minmax", "observer_kwargs": {}, "scale_dtype": None,
+                        "strategy": "block", "symmetric": True, "type": "float", "zp_dtype": None,
+                    },
+                }
+            },
+            "format": "float-quantized", "global_compression_ratio": None, "ignore": ["lm_head"],
+            "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
+            "sparsity_config": {}, "transform_config": {}, "version": "0.12.2",
+        },
+    ),
+}  # fmt: skip
+"""The `quantization_config` of published checkpoints, and the scheme's name."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_configs_of_published_checkpoints_are_read(name: str) -> None:
+    scheme, given = REAL[name]
+    assert str(read_scheme({"quantization_config": given})) == scheme
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ constexpr float LEAST = 1e-30f;    // a chunk with no larger input counts as zer
 
 #ifdef __AVX512VNNI__
 using Bytes = __m512i;
-constexpr int ROWS = 4, GROUPS = 4, GROUPS_OF_ROWS = 2;
+constexpr int ROWS = 2, GROUPS = 4, GROUPS_OF_ROWS = 2;
 static inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline Bytes four_of(const int8_t* p) { return _mm512_set1_epi32(read<int>(p)); }
 static inline Bytes low_half(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
@@ -177,11 +177,13 @@ static inline void add_chunk(const Layout<BITS>& at, const Row (&rows)[R], const
         const f32x16 scale = load((const float*)(group + at.scales + c * LINE));
         const u32x16 zero = __builtin_convertvector(read<u8x16>(group + at.zeros + c * LANES), u32x16);
         for (int r = 0; r < R; r++) {
-            u32x16 sum;
-            memcpy(&sum, high[r][g], sizeof sum);
-            u32x16 rest;
-            memcpy(&rest, low[r][g], sizeof rest);
-            sum = (sum << 8) + rest - zero * (uint32_t)rows[r].sum[c];
+            // Element by element: with the address of an array taken, gcc would keep it in memory.
+            Bytes sums_of[2][PARTS_OF_LINE];
+            for (int part = 0; part < PARTS_OF_LINE; part++) {
+                sums_of[0][part] = high[r][g][part];
+                sums_of[1][part] = low[r][g][part];
+            }
+            const u32x16 sum = (read<u32x16>(sums_of[0]) << 8) + read<u32x16>(sums_of[1]) - zero * (uint32_t)rows[r].sum[c];
             sums[r][g] += __builtin_convertvector((i32x16)sum, f32x16) * (scale * rows[r].scale[c]);
         }
     }

@@ -21,10 +21,11 @@ _REMARKS = {
     "model_name_or_path", "model_file_base_name", "model_seqlen", "block_name_to_quantize", "batch_size", "mse",
     "module_name_preceding_first_block", "pad_token_id", "use_cuda_fp16", "use_exllama", "max_input_length",
     "exllama_config", "cache_block_outputs", "tokenizer", "backend", "quantizer", "fuse_max_seq_len", "do_fuse",
-    "modules_to_fuse", "offload_to_disk",
+    "modules_to_fuse", "offload_to_disk", "act_group_aware", "method",
 }  # fmt: skip
 _READ = {
-    "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "is_marlin_format", "pack_dtype"},
+    "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "is_marlin_format", "pack_dtype",
+             "format"},
     "awq": {"bits", "group_size", "zero_point", "version", "modules_to_not_convert"},
     "fp8": {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"},
 }  # fmt: skip
@@ -106,14 +107,15 @@ def _gptq(given: dict[str, Any]) -> QuantScheme:
     refuse_unless(given, "bits", (4, 8))
     refuse_unless(given, "pack_dtype", ("int32", None))
     refuse_unless(given, "is_marlin_format", (False, None))
-    refuse_unless(given, "checkpoint_format", ("gptq", "gptq_v2", None))
+    for key in ("checkpoint_format", "format"):
+        refuse_unless(given, key, ("gptq", "gptq_v2", None))
     return QuantScheme(
         format="gptq",
         bits=given["bits"],
         group_size=group_size(given),
         symmetric=flag(given, "sym"),
         act_order=flag(given, "desc_act"),
-        zero_offset=0 if given.get("checkpoint_format") == "gptq_v2" else 1,
+        zero_offset=0 if "gptq_v2" in (given.get("checkpoint_format"), given.get("format")) else 1,
         head=flag(given, "lm_head"),
     )
 
@@ -181,6 +183,8 @@ def group_size(given: dict[str, Any]) -> int | None:
 def block_shape(given: dict[str, Any], key: str) -> tuple[int, int]:
     """Return outputs and inputs of a block."""
     value = given.get(key)
+    if isinstance(value, str) and re.fullmatch(r"\d+x\d+", value):  # as older versions write it
+        value = [int(side) for side in value.split("x")]
     if not isinstance(value, list) or len(value) != 2:
         raise UnsupportedModelError(f"{key}={value!r} in quantization_config must be two numbers")
     return _positive(key, value[0]), _positive(key, value[1])
