@@ -36,6 +36,8 @@ class ScheduledRow(NamedTuple):
     """Whether the last position's logits give a new token (false inside a chunked prompt)."""
     is_plain: bool = False
     """Whether the sequence is known to have the same blocks as in its last step."""
+    drafts: tuple[int, ...] = ()
+    """Guessed tokens that follow the sequence's known ones, up to this row's only position."""
 
     @property
     def num_outputs(self) -> int:
@@ -76,6 +78,10 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(bool(row.drafts) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

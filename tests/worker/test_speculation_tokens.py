@@ -1,0 +1,113 @@
+"""Speculation changes no token, no logprob and no end of any output, whatever is drafted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import SequenceOutput
+from blockyard.worker.sequences.identifiers import RequestId
+
+from .checkpoints import shared_checkpoint
+from .drafting import AlwaysDrafts, ForcedDrafter, Output
+from .test_engine_tokens import BLOCK_SIZE, make_engine, prompt_of, submit
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.1, "top_k": 60, "seed": 5},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": -3, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {
+        "temperature": 1.0,
+        "seed": 9,
+        "repetition_penalty": 1.3,
+        "logit_bias": ((17, 3.0),),
+        "min_tokens": 11,
+        "eos_token_ids": frozenset(range(60, 160)),
+        "logprobs": 3,
+    },
+    {"temperature": 1.2, "seed": 2, "stop_token_ids": frozenset(range(0, 270, 9))},
+    {"temperature": 0.9, "seed": 4, "n": 3, "logprobs": 1, "presence_penalty": 0.5},
+    {"temperature": 0.9, "seed": 1, "bad_token_ids": frozenset(range(50)), "prompt_logprobs": 1},
+    {"temperature": 0.7, "seed": 8, "allowed_token_ids": frozenset(range(0, 270, 3))},
+    {"beam_width": 2, "n": 2},
+]
+Whole = dict[tuple[RequestId, int], tuple[Any, ...]]
+
+
+def whole(outputs: list[SequenceOutput]) -> tuple[Any, ...]:
+    """What an output got, however it was cut into steps."""
+    tokens: list[int] = []
+    for output in outputs:
+        assert output.token_offset == len(tokens)
+        tokens += output.token_ids
+    last = outputs[-1]
+    return (
+        tokens,
+        [logprob for output in outputs for logprob in output.logprobs],
+        [logprob for output in outputs for logprob in output.prompt_logprobs],
+        last.finish_reason,
+        last.stop_token,
+        last.state,
+        last.cumulative_logprob,
+    )
+
+
+def run(engine: Engine, kinds: list[dict[str, Any]], max_tokens: int = 44) -> Whole:
+    for number, kind in enumerate(kinds):
+        submit(engine, prompt_of(5 + 7 * number, seed=number), max_tokens - number, **kind)
+    outputs: dict[tuple[RequestId, int], list[SequenceOutput]] = {}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            outputs.setdefault((output.request_id, output.index), []).append(output)
+        engine.scheduler.check_invariants()
+    assert engine.pool.num_used == 0
+    return {key: whole(found) for key, found in outputs.items()}
+
+
+def known_of(results: Whole) -> dict[Output, list[int]]:
+    return {
+        (prompt_of(5 + 7 * request_id, seed=request_id), index): result[0]
+        for (request_id, index), result in results.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    return shared_checkpoint("Qwen2ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Whole:
+    return run(make_engine(checkpoint), KINDS)
+
+
+@pytest.mark.parametrize("share_right", [0.0, 0.5, 0.9, 1.0])
+def test_no_draft_changes_what_a_request_gets(checkpoint: Path, expected: Whole, share_right: float) -> None:
+    engine = make_engine(checkpoint)
+    drafter = ForcedDrafter(known_of(expected), share_right=share_right)
+    engine.scheduler.speculation = speculation = AlwaysDrafts(drafter)
+    assert run(engine, KINDS) == expected
+    assert speculation.num_drafted > 100
+    assert (speculation.num_right > 100) == (share_right > 0.4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_blocks": 11, "preempt": "recompute"},
+        {"num_blocks": 11, "preempt": "swap", "swap_space_gib": 0.001},
+        {"num_blocks": 24, "max_num_batched_tokens": 24, "max_num_seqs": 12, "host_cache_gib": 0.001},
+        {"num_blocks": 30, "overlap_steps": "on"},
+    ],
+)
+def test_nor_beside_preemptions_chunks_and_overlapping_steps(
+    checkpoint: Path, expected: Whole, settings: dict[str, Any]
+) -> None:
+    engine = make_engine(checkpoint, max_model_len=7 * BLOCK_SIZE, **settings)
+    drafter = ForcedDrafter(known_of(expected), share_right=0.8)
+    engine.scheduler.speculation = speculation = AlwaysDrafts(drafter)
+    assert run(engine, KINDS) == expected
+    assert speculation.num_drafted > 20 or engine.steps.overlap
+    if settings["num_blocks"] == 11:
+        assert engine.scheduler.num_preemptions > 0

@@ -1,0 +1,172 @@
+"""Speculation of one engine: chooses the drafts of each step by measured times and measured acceptance.
+
+A credit in seconds bounds what wrong drafts cost. A step with drafts adds the time that its right drafts save, less the
+time that its rows cost. A step without drafts adds SPENT_SHARE of its time. Without credit there are no drafts. So
+however wrong the estimates are, speculation costs little more than SPENT_SHARE of the time. Owns no rows or blocks.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.speculation.acceptance import NUM_CLASSES, Acceptance, Tried, class_of
+from blockyard.worker.speculation.choice import can_gain, most_useful, shares
+from blockyard.worker.speculation.drafter import Drafter, SuffixDrafter
+from blockyard.worker.speculation.row_times import RowTimes
+
+MAX_DRAFTS = 15
+"""Most drafts of one sequence in one step."""
+SPENT_SHARE = 0.01
+"""Share of the time that may be spent on drafts which lose."""
+MAX_CREDIT_STEPS = 2.0
+"""Most credit, in steps without drafts."""
+MAX_STEPS_WITH_DRAFTS = 64
+"""After so many steps with drafts one goes without, so that both kinds stay measured."""
+TRIAL_STEPS = 16
+"""Steps between two trials of drafts that are not expected to gain."""
+TRIAL_DRAFTS = 2
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """What is known of one sequence's drafts."""
+
+    tried: list[Tried] = field(default_factory=lambda: [Tried() for _ in range(NUM_CLASSES)])
+    match_class: int = 0
+    """Class of the drafts in flight."""
+    num_drafted: int = 0
+    num_right: int = 0
+
+
+@dataclass(slots=True)
+class _Possible:
+    """Drafts that a step might verify."""
+
+    sequence: Sequence
+    tokens: list[int]
+    match_class: int
+    odds: list[float]
+    """Probability of each that it gives a token."""
+
+
+class Speculation:
+    """Drafts of one engine's sequences. Not thread-safe."""
+
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        """Without a `drafter`, sequences are searched for what followed their last tokens before."""
+        self.times = RowTimes()
+        self.acceptance = Acceptance()
+        self.num_drafted = 0
+        """Drafts that were verified since the start."""
+        self.num_right = 0
+        """Those of them that gave a token."""
+        self._drafter = SuffixDrafter() if drafter is None else drafter
+        self._drafted: dict[SequenceId, _Drafted] = {}
+        self._credit_seconds: float | None = None
+        """None before the first step was measured."""
+        self._steps_with_drafts = 0
+        self._since_trial = 0
+        self._num_right_in_step = 0
+
+    def propose(
+        self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Return drafts for some sequences of a step with `num_rows` decodes and no prompt, up to `most` in all.
+
+        `candidates` are sequences with all tokens known, each with the most drafts that it can use.
+        """
+        self._since_trial += 1
+        if not candidates or most < 1 or not self._may_draft(num_rows):
+            return []
+        gains = can_gain(min(most, MAX_DRAFTS * len(candidates)), num_rows, self.times.expected)
+        if not gains and self._since_trial < TRIAL_STEPS:
+            return []
+        possible = [one for sequence, useful in candidates if (one := self._possible(sequence, useful))]
+        odds_of = [one.odds for one in possible]
+        ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
+        total = most_useful(ranked, num_rows, self.times.expected)
+        if total:
+            counts = shares(odds_of, total)
+        elif possible and self._since_trial >= TRIAL_STEPS:
+            counts = [0] * len(possible)
+            best = max(range(len(possible)), key=lambda place: odds_of[place][0])
+            counts[best] = min(TRIAL_DRAFTS, len(odds_of[best]), most)
+        else:
+            return []
+        self._since_trial = 0
+        for one in possible:
+            self._drafted[one.sequence.sequence_id].match_class = one.match_class
+        return [
+            (one.sequence, one.tokens[:count]) for one, count in zip(possible, counts, strict=True) if count
+        ]
+
+    def _may_draft(self, num_rows: int) -> bool:
+        return (
+            self._credit_seconds is not None
+            and self._credit_seconds > 0
+            and self.times.is_known(num_rows)
+            and self._steps_with_drafts < MAX_STEPS_WITH_DRAFTS
+        )
+
+    def _possible(self, sequence: Sequence, useful: int) -> _Possible | None:
+        tokens, match_length = (
+            self._drafter.draft(sequence, min(useful, MAX_DRAFTS)) if useful > 0 else ([], 0)
+        )
+        if not tokens:
+            return None
+        match_class = class_of(match_length)
+        drafted = self._drafted.setdefault(sequence.sequence_id, _Drafted())
+        rate = self.acceptance.rate(drafted.tried[match_class], match_class)
+        odds, all_right = [], 1.0
+        for _ in tokens:
+            all_right *= rate
+            odds.append(all_right)
+        return _Possible(sequence, tokens, match_class, odds)
+
+    def note(self, sequence: Sequence, *, num_drafted: int, num_right: int) -> None:
+        """Note how many drafts of a sequence the step that ends has verified, at least one, and how many were right."""
+        self.num_drafted += num_drafted
+        self.num_right += num_right
+        self._num_right_in_step += num_right
+        drafted = self._drafted.get(sequence.sequence_id)
+        if drafted is not None:
+            drafted.num_drafted += num_drafted
+            drafted.num_right += num_right
+            self.acceptance.note(
+                drafted.tried[drafted.match_class],
+                drafted.match_class,
+                num_drafted=num_drafted,
+                num_right=num_right,
+            )
+
+    def observe(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
+        """Take the time of a step of decodes alone, at least one, and of so many drafts. Its drafts were noted."""
+        num_right, self._num_right_in_step = self._num_right_in_step, 0
+        if not 0 < seconds < float("inf"):
+            return
+        self.times.observe(num_decodes + num_drafts, seconds)
+        alone = self.times.expected(num_decodes) if num_drafts else seconds
+        if num_drafts:
+            change = num_right * alone / num_decodes - (seconds - alone)
+            self._steps_with_drafts += 1
+        else:
+            change = SPENT_SHARE * seconds
+            self._steps_with_drafts = 0
+        most = MAX_CREDIT_STEPS * alone
+        credit = most / 2 if self._credit_seconds is None else self._credit_seconds
+        # A pause of the machine is not the drafts' cost.
+        self._credit_seconds = min(credit + max(change, -most), most)
+
+    def counts(self, sequence: Sequence) -> tuple[int, int]:
+        """Return how many drafts of a sequence were verified, and how many were right."""
+        drafted = self._drafted.get(sequence.sequence_id)
+        return (0, 0) if drafted is None else (drafted.num_drafted, drafted.num_right)
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        """Drop sequences that have ended. Unknown ones are ignored."""
+        ended = tuple(ended)
+        self._drafter.forget(ended)
+        for sequence_id in ended:
+            self._drafted.pop(sequence_id, None)
