@@ -473,6 +473,7 @@ class Engine:
         counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         queued_tokens, queued_pairs = self.scheduler.queued_prefill()
         work, pulls = self.mixed_steps.work, self.scheduler.pulls
+        speculation = self.scheduler.speculation
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -508,6 +509,8 @@ class Engine:
             pulled_blocks=pulls.num_blocks,
             lent_blocks=self._num_lent_blocks,
             failed_pulls=pulls.num_failed,
+            drafted_tokens=0 if speculation is None else speculation.num_drafted,
+            accepted_tokens=0 if speculation is None else speculation.num_right,
         )
 
 

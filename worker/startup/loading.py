@@ -33,6 +33,7 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
 from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.speculation.speculation import Speculation
 from blockyard.worker.startup.host_size import size_host_memory
 from blockyard.worker.startup.pool_size import (
     check_one_full_sequence_fits,
@@ -290,6 +291,7 @@ def _make_engine(
         swap_blocks_per_second=_swap_rate(runner),
         overlap_steps=_overlaps(config, runner),
         embeds=embeds,
+        speculation=Speculation() if config.speculation == "ngram" else None,
     )
 
 
