@@ -268,7 +268,9 @@ class Engine:
         rows, speculation = ended.plan.rows, self.scheduler.speculation
         if speculation is not None and rows and all(row.num_tokens == 1 for row in rows):
             num_drafts = ended.plan.num_drafts
-            speculation.observe(len(rows) - num_drafts, num_drafts, ended.seconds)
+            speculation.observe(
+                len(rows) - num_drafts, num_drafts, ended.seconds, waited_seconds=ended.waited_seconds
+            )
 
     def _expire(self, now: float) -> list[SequenceOutput]:
         """End requests past their deadline, and waiting ones that cannot meet it. Return one result for each."""

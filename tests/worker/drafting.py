@@ -51,6 +51,8 @@ class AlwaysDrafts(Speculation):
         self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int
     ) -> list[tuple[Sequence, list[int]]]:
         chosen = []
+        if self._chance.random() < 0.2:
+            return []
         for sequence, useful in candidates:
             count = min(useful, most, self._chance.randint(0, MAX_DRAFTS))
             if count > 0:
@@ -58,3 +60,6 @@ class AlwaysDrafts(Speculation):
                 most -= len(tokens)
                 chosen.append((sequence, tokens))
         return chosen
+
+    def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
+        return self._chance.random() < 0.7

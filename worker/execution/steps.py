@@ -5,7 +5,8 @@
 
 With overlap, a device that computes by itself never waits for the host. Tokens go from one step into the next on the
 device. What a commit decides (an end, a failure) takes effect one step late, and what was computed too much is dropped.
-A step that waits for the host (scheduling/overlap.py) always runs by itself.
+A step that waits for the host (scheduling/overlap.py) always runs by itself. Where guessed tokens are expected to gain,
+step n is committed before step n+1 is planned, because guesses need all tokens.
 
 Where a row of step n fails, step n+1 may have been computed from garbage. It is taken back, and its sequences continue
 from the state after step n. Owns the step in flight. Does not choose what runs (the scheduler).
@@ -13,7 +14,7 @@ from the state after step n. Owns the step in flight. Does not choose what runs 
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from blockyard.worker.execution.bisect import NothingSucceeds, execute, in_halves
@@ -34,6 +35,8 @@ class EndedStep:
     """Seconds in which the device worked on this step alone."""
     num_failed_alone: int = 0
     """Parts of the step that could not be split and raised, where nothing succeeded. 0 where anything did."""
+    waited_seconds: float = 0.0
+    """Seconds before it in which no step was computed, because it was planned after the commit of the one before."""
     is_disturbed: bool = False
     """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
 
@@ -43,6 +46,7 @@ class _InFlight:
     plan: StepPlan
     started_at: float
     pending: PendingStep | Exception
+    waited_seconds: float = 0.0
 
     @property
     def has_begun(self) -> bool:
@@ -86,9 +90,16 @@ class Steps:
 
         Exhaust the iterator: a step is committed only after the results of the one before it were taken.
         """
-        plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
-        started = self._start(plan) if self.overlap and plan.has_work and may_be_in_flight(plan) else None
+        waits = before is not None and self._scheduler.waits_for_tokens()
+        if before is not None and waits:
+            yield self._end(before)
+            before = None
+        began = self._clock()
+        plan = self._scheduler.plan()
+        waited = self._clock() - began if self.overlap and (waits or plan.num_drafts) else 0.0
+        starts = self.overlap and plan.has_work and may_be_in_flight(plan)
+        started = self._start(plan, waited) if starts else None
         has_begun = started is not None and started.has_begun
         if before is not None:
             ended = self._end(before)
@@ -101,15 +112,16 @@ class Steps:
         elif started is not None:
             yield self._end(started)
         elif plan.has_work:
-            yield self._run(plan)
+            yield self._run(plan, waited)
 
-    def _run(self, plan: StepPlan) -> EndedStep:
+    def _run(self, plan: StepPlan, waited_seconds: float) -> EndedStep:
         started_at = self._clock()
-        return self._commit(
+        ended = self._commit(
             plan, started_at, lambda: execute(self._runner, plan, self._scheduler.cache.is_unconfirmed)
         )
+        return replace(ended, waited_seconds=waited_seconds) if waited_seconds else ended
 
-    def _start(self, plan: StepPlan) -> _InFlight:
+    def _start(self, plan: StepPlan, waited_seconds: float) -> _InFlight:
         started_at = self._clock()
         pending: PendingStep | Exception
         assert self._starting is not None
@@ -117,7 +129,7 @@ class Steps:
             pending = self._starting.start(plan)
         except Exception as failure:
             pending = failure
-        return _InFlight(plan=plan, started_at=started_at, pending=pending)
+        return _InFlight(plan=plan, started_at=started_at, pending=pending, waited_seconds=waited_seconds)
 
     def _end(self, step: _InFlight) -> EndedStep:
         """Wait for a step and commit it, run again in halves where it raised. Every step before it is committed."""
@@ -128,7 +140,8 @@ class Steps:
             is_being_filled = self._scheduler.cache.is_unconfirmed
             run = partial(in_halves, self._runner, step.plan, is_being_filled, failure)
             return self._commit(step.plan, began, run, is_disturbed=True)
-        return self._commit(step.plan, began, lambda: tokens)
+        ended = self._commit(step.plan, began, lambda: tokens)
+        return replace(ended, waited_seconds=step.waited_seconds) if step.waited_seconds else ended
 
     def _commit(
         self,

@@ -53,13 +53,35 @@ def draft_rows(
     return added
 
 
+def is_worth_waiting(
+    speculation: Speculation, running: Collection[Sequence], config: SchedulerConfig
+) -> bool:
+    """Return whether the next step should be planned only once the tokens in flight are known, because drafts are
+    expected to gain. Only a step of decodes alone is worth that."""
+    if any(sequence.num_samples_in_flight != 1 for sequence in running):
+        return False
+    candidates = [
+        (sequence, _useful(sequence, config.max_model_len) - 1)
+        for sequence in running
+        if _takes_drafts(sequence) and not sequence.num_drafted
+    ]
+    most = config.max_num_seqs - len(running)
+    return speculation.is_worth_waiting(candidates, num_rows=len(running), most=most)
+
+
 def _may_have_drafts(row: ScheduledRow) -> bool:
     sequence = row.sequence
     return (
         row.samples
-        and sequence.num_generated > 0
         and len(sequence.tokens) == row.end
         and sequence.num_in_flight == 1
+        and _takes_drafts(sequence)
+    )
+
+
+def _takes_drafts(sequence: Sequence) -> bool:
+    return (
+        sequence.num_generated > 0
         and sequence.group is None
         and sequence.num_outputs == 1
         and sequence.grammar is None

@@ -44,7 +44,7 @@ from blockyard.worker.scheduling.capacity import (
 from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.config import CapacityError as CapacityError
 from blockyard.worker.scheduling.config import SchedulerConfig as SchedulerConfig
-from blockyard.worker.scheduling.drafts import commit_drafts, draft_rows
+from blockyard.worker.scheduling.drafts import commit_drafts, draft_rows, is_worth_waiting
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
@@ -251,6 +251,14 @@ class Scheduler:
             if self.speculation is not None:
                 self.speculation.forget(plan.ended)
         return plan
+
+    def waits_for_tokens(self) -> bool:
+        """Return whether the next step should be planned only once the step in flight is committed."""
+        return (
+            self.speculation is not None
+            and not self.waiting
+            and is_worth_waiting(self.speculation, self.running, self.config)
+        )
 
     def _draft(self, rows: Collection[ScheduledRow]) -> list[ScheduledRow]:
         if self.speculation is None:

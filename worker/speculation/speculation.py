@@ -78,29 +78,44 @@ class Speculation:
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
         self._since_trial += 1
+        chosen = self._choose(candidates, num_rows, most)
+        if chosen:
+            self._since_trial = 0
+        for one, _ in chosen:
+            self._drafted[one.sequence.sequence_id].match_class = one.match_class
+        return [(one.sequence, one.tokens[:count]) for one, count in chosen]
+
+    def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
+        """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
+        return bool(self._choose(candidates, num_rows, most, num_unseen=1))
+
+    def _choose(
+        self, candidates: Items[tuple[Sequence, int]], num_rows: int, most: int, *, num_unseen: int = 0
+    ) -> list[tuple[_Possible, int]]:
+        """Return possible drafts with the number of them to verify, at least one each.
+
+        The first `num_unseen` tokens of each guess are not drafts, because they are about to be known.
+        """
         if not candidates or most < 1 or not self._may_draft(num_rows):
             return []
-        gains = can_gain(min(most, MAX_DRAFTS * len(candidates)), num_rows, self.times.expected)
-        if not gains and self._since_trial < TRIAL_STEPS:
+        is_trial = self._since_trial >= TRIAL_STEPS
+        if not is_trial and not can_gain(
+            min(most, MAX_DRAFTS * len(candidates)), num_rows, self.times.expected
+        ):
             return []
-        possible = [one for sequence, useful in candidates if (one := self._possible(sequence, useful))]
+        possible = [
+            one for sequence, useful in candidates if (one := self._possible(sequence, useful, num_unseen))
+        ]
         odds_of = [one.odds for one in possible]
         ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
         total = most_useful(ranked, num_rows, self.times.expected)
         if total:
             counts = shares(odds_of, total)
-        elif possible and self._since_trial >= TRIAL_STEPS:
-            counts = [0] * len(possible)
-            best = max(range(len(possible)), key=lambda place: odds_of[place][0])
-            counts[best] = min(TRIAL_DRAFTS, len(odds_of[best]), most)
-        else:
-            return []
-        self._since_trial = 0
-        for one in possible:
-            self._drafted[one.sequence.sequence_id].match_class = one.match_class
-        return [
-            (one.sequence, one.tokens[:count]) for one, count in zip(possible, counts, strict=True) if count
-        ]
+            return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
+        if possible and is_trial:
+            best = max(possible, key=lambda one: one.odds[0])
+            return [(best, min(TRIAL_DRAFTS, len(best.odds), most))]
+        return []
 
     def _may_draft(self, num_rows: int) -> bool:
         return (
@@ -110,19 +125,17 @@ class Speculation:
             and self._steps_with_drafts < MAX_STEPS_WITH_DRAFTS
         )
 
-    def _possible(self, sequence: Sequence, useful: int) -> _Possible | None:
-        tokens, match_length = (
-            self._drafter.draft(sequence, min(useful, MAX_DRAFTS)) if useful > 0 else ([], 0)
-        )
+    def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
+        if useful < 1:
+            return None
+        tokens, match_length = self._drafter.draft(sequence, min(useful, MAX_DRAFTS) + num_unseen)
+        del tokens[:num_unseen]
         if not tokens:
             return None
         match_class = class_of(match_length)
         drafted = self._drafted.setdefault(sequence.sequence_id, _Drafted())
         rate = self.acceptance.rate(drafted.tried[match_class], match_class)
-        odds, all_right = [], 1.0
-        for _ in tokens:
-            all_right *= rate
-            odds.append(all_right)
+        odds = [rate ** (num_unseen + number) for number in range(1, 1 + len(tokens))]
         return _Possible(sequence, tokens, match_class, odds)
 
     def note(self, sequence: Sequence, *, num_drafted: int, num_right: int) -> None:
@@ -141,18 +154,23 @@ class Speculation:
                 num_right=num_right,
             )
 
-    def observe(self, num_decodes: int, num_drafts: int, seconds: float) -> None:
-        """Take the time of a step of decodes alone, at least one, and of so many drafts. Its drafts were noted."""
+    def observe(
+        self, num_decodes: int, num_drafts: int, seconds: float, *, waited_seconds: float = 0.0
+    ) -> None:
+        """Take the time of a step of decodes alone, at least one, and of so many drafts. Its drafts were noted.
+
+        `waited_seconds` passed before it because it waited for the tokens of the step before.
+        """
         num_right, self._num_right_in_step = self._num_right_in_step, 0
         if not 0 < seconds < float("inf"):
             return
-        self.times.observe(num_decodes + num_drafts, seconds)
+        self.times.observe(num_decodes + num_drafts, seconds + (waited_seconds if num_drafts else 0.0))
         alone = self.times.expected(num_decodes) if num_drafts else seconds
         if num_drafts:
-            change = num_right * alone / num_decodes - (seconds - alone)
+            change = num_right * alone / num_decodes - (seconds + waited_seconds - alone)
             self._steps_with_drafts += 1
         else:
-            change = SPENT_SHARE * seconds
+            change = SPENT_SHARE * seconds - waited_seconds
             self._steps_with_drafts = 0
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
