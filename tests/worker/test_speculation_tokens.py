@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import SequenceOutput
+from blockyard.worker.grammar.grammar import Grammar
+from blockyard.worker.llm import LLM
 from blockyard.worker.sequences.identifiers import RequestId
+from blockyard.worker.sequences.sampling_params import SamplingParams
 
 from .checkpoints import shared_checkpoint
 from .drafting import AlwaysDrafts, ForcedDrafter, Output
 from .test_engine_tokens import BLOCK_SIZE, make_engine, prompt_of, submit
 
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.1, "top_k": 60, "seed": 5},
@@ -111,3 +115,46 @@ def test_nor_beside_preemptions_chunks_and_overlapping_steps(
     assert speculation.num_right > 20
     if settings["num_blocks"] == 11:
         assert engine.scheduler.num_preemptions > 0
+
+
+CODE = Grammar(kind="regex", source="[a-f]{3}-[0-9]{2,40}!")
+WILD = SamplingParams(seed=2, max_tokens=60, n=3, temperature=2.0, logprobs=1)
+
+
+@pytest.mark.parametrize("share_right", [0.3, 0.9])
+def test_drafts_change_no_output_that_follows_a_grammar(share_right: float) -> None:
+    prompts = [[5] * 9, [6] * 28]
+    llm = LLM(str(DEMO), device="cpu", deterministic=True, kv_cache_memory=2**24, max_model_len=96)
+    expected = llm.generate(prompts, WILD, structured_output=CODE)
+    known = {
+        (tuple(answer_prompt), index): output.token_ids
+        for answer_prompt, answer in zip(prompts, expected, strict=True)
+        for index, output in enumerate(answer.outputs)
+    }
+    speculation = AlwaysDrafts(ForcedDrafter(known, share_right=share_right, vocab_size=4096))
+    masks = llm._loaded.masks
+    assert masks is not None
+    speculation.takes_grammar = masks.takes_drafts
+    llm._engine.scheduler.speculation = speculation
+    again = llm.generate(prompts, WILD, structured_output=CODE)
+    assert [answer.outputs for answer in again] == [answer.outputs for answer in expected]
+    assert speculation.num_right > 10
+
+
+def test_a_setting_switches_guesses_on_that_come_from_the_sequence_itself() -> None:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "deterministic": True,
+        "kv_cache_memory": 2**24,
+        "max_model_len": 256,
+    }
+    prompt = [11, 12, 13, 14, 15, 16, 17, 18] * 8
+    sampling = SamplingParams(temperature=0.0, max_tokens=150)
+    off, on = LLM(str(DEMO), **settings), LLM(str(DEMO), speculation="ngram", **settings)
+    assert on.generate([prompt], sampling)[0].outputs == off.generate([prompt], sampling)[0].outputs
+    load = on._engine.load()
+    assert load.drafted_tokens >= load.accepted_tokens
+    assert off._engine.load().drafted_tokens == 0
+    # An output that repeats itself, so guesses are right.
+    assert on._engine.scheduler.speculation is not None
+    assert load.accepted_tokens > 20

@@ -36,7 +36,9 @@ def draft_rows(
     if any(row.num_tokens > 1 for row in rows):
         return []
     candidates = [
-        (row.sequence, _useful(row.sequence, config.max_model_len)) for row in rows if _may_have_drafts(row)
+        (row.sequence, _useful(row.sequence, config.max_model_len))
+        for row in rows
+        if _knows_all_tokens(row) and speculation.takes(row.sequence)
     ]
     most = config.max_num_seqs - len(rows)
     added: list[ScheduledRow] = []
@@ -63,29 +65,15 @@ def is_worth_waiting(
     candidates = [
         (sequence, _useful(sequence, config.max_model_len) - 1)
         for sequence in running
-        if _takes_drafts(sequence) and not sequence.num_drafted
+        if not sequence.num_drafted and speculation.takes(sequence)
     ]
     most = config.max_num_seqs - len(running)
     return speculation.is_worth_waiting(candidates, num_rows=len(running), most=most)
 
 
-def _may_have_drafts(row: ScheduledRow) -> bool:
+def _knows_all_tokens(row: ScheduledRow) -> bool:
     sequence = row.sequence
-    return (
-        row.samples
-        and len(sequence.tokens) == row.end
-        and sequence.num_in_flight == 1
-        and _takes_drafts(sequence)
-    )
-
-
-def _takes_drafts(sequence: Sequence) -> bool:
-    return (
-        sequence.num_generated > 0
-        and sequence.group is None
-        and sequence.num_outputs == 1
-        and sequence.grammar is None
-    )
+    return row.samples and len(sequence.tokens) == row.end and sequence.num_in_flight == 1
 
 
 def _useful(sequence: Sequence, max_model_len: int) -> int:

@@ -5,7 +5,7 @@ time that its rows cost. A step without drafts adds SPENT_SHARE of its time. Wit
 however wrong the estimates are, speculation costs little more than SPENT_SHARE of the time. Owns no rows or blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from blockyard.worker.speculation.row_times import RowTimes
 
 MAX_DRAFTS = 15
 """Most drafts of one sequence in one step."""
-SPENT_SHARE = 0.01
+SPENT_SHARE = 0.005
 """Share of the time that may be spent on drafts which lose."""
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
@@ -62,6 +62,8 @@ class Speculation:
         """Drafts that were verified since the start."""
         self.num_right = 0
         """Those of them that gave a token."""
+        self.takes_grammar: Callable[[Sequence], bool] | None = None
+        """Returns whether a sequence with a grammar may have drafts. None: no such sequence has any."""
         self._drafter = SuffixDrafter() if drafter is None else drafter
         self._drafted: dict[SequenceId, _Drafted] = {}
         self._credit_seconds: float | None = None
@@ -69,6 +71,12 @@ class Speculation:
         self._steps_with_drafts = 0
         self._since_trial = 0
         self._num_right_in_step = 0
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
+        if sequence.grammar is not None and (self.takes_grammar is None or not self.takes_grammar(sequence)):
+            return False
+        return sequence.num_generated > 0 and sequence.group is None and sequence.num_outputs == 1
 
     def propose(
         self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int

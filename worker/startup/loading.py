@@ -150,6 +150,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     masks = _give_masks(runner, model.vocab_size)
     if masks is not None:
         engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
+        if engine.scheduler.speculation is not None:
+            engine.scheduler.speculation.takes_grammar = masks.takes_drafts
     return LoadedEngine(
         engine=engine,
         runner=runner,
