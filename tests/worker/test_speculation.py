@@ -1,4 +1,4 @@
-"""Which tokens are drafted, how many of them a step verifies, and what wrong ones cost at most."""
+"""Drafts: which tokens are guessed, how many of them a step verifies, and what wrong ones cost at most."""
 
 import random
 from array import array

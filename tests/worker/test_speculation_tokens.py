@@ -40,7 +40,7 @@ Whole = dict[tuple[RequestId, int], tuple[Any, ...]]
 
 
 def whole(outputs: list[SequenceOutput]) -> tuple[Any, ...]:
-    """What an output got, however it was cut into steps."""
+    """Return what an output got, however it was cut into steps."""
     tokens: list[int] = []
     for output in outputs:
         assert output.token_offset == len(tokens)

@@ -31,7 +31,7 @@ TRIAL_DRAFTS = 2
 
 @dataclass(slots=True)
 class _Drafted:
-    """What is known of one sequence's drafts."""
+    """Record of one sequence's drafts."""
 
     tried: list[Tried] = field(default_factory=lambda: [Tried() for _ in range(NUM_CLASSES)])
     match_class: int = 0
@@ -61,7 +61,7 @@ class Speculation:
         self.num_drafted = 0
         """Drafts that were verified since the start."""
         self.num_right = 0
-        """Those of them that gave a token."""
+        """Verified drafts that gave a token."""
         self.takes_grammar: Callable[[Sequence], bool] | None = None
         """Returns whether a sequence with a grammar may have drafts. None: no such sequence has any."""
         self._drafter = SuffixDrafter() if drafter is None else drafter
