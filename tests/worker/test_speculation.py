@@ -64,6 +64,7 @@ def test_a_draft_follows_an_occurrence_and_does_not_depend_on_when_it_was_asked_
         assert draft in followed
 
 
+@settings(max_examples=5, deadline=None)
 @given(tokens=st.lists(st.integers(0, 2**31 - 1), min_size=80, max_size=200))
 def test_many_tokens_at_once_are_indexed_as_one_by_one(tokens: list[int]) -> None:
     at_once, one_by_one = SuffixIndex(100), SuffixIndex(100)
@@ -73,6 +74,7 @@ def test_many_tokens_at_once_are_indexed_as_one_by_one(tokens: list[int]) -> Non
     assert [list(table) for table in at_once._tables] == [list(table) for table in one_by_one._tables]
 
 
+@settings(deadline=None)
 @given(
     odds=st.lists(st.floats(0, 1), max_size=40),
     num_rows=st.integers(1, 64),
@@ -98,6 +100,7 @@ def test_under_load_where_each_row_costs_what_it_gives_nothing_is_drafted() -> N
     assert most_useful([1.0] * 64, 64, lambda rows: float(rows)) == 0
 
 
+@settings(deadline=None)
 @given(odds_of=st.lists(st.lists(st.floats(0, 1), max_size=6), max_size=6), total=st.integers(0, 20))
 def test_drafts_are_divided_by_their_odds(odds_of: list[list[float]], total: int) -> None:
     odds_of = [sorted(own, reverse=True) for own in odds_of]
@@ -164,8 +167,8 @@ def seconds_a_token(
     return seconds / tokens
 
 
-@pytest.mark.parametrize("share_right", [0.0, 0.1, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("num_sequences", [1, 4, 16, 64])
+@pytest.mark.parametrize("share_right", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("num_sequences", [1, 4, 64])
 @pytest.mark.parametrize("a_row", [0.01, 0.1, 1.0])
 def test_speculation_is_never_slower_than_none(share_right: float, num_sequences: int, a_row: float) -> None:
     none = seconds_a_token(share_right, num_sequences, a_row, num_steps=400, drafts=False)
