@@ -269,7 +269,11 @@ class Engine:
         if speculation is not None and rows and all(row.num_tokens == 1 for row in rows):
             num_drafts = ended.plan.num_drafts
             speculation.observe(
-                len(rows) - num_drafts, num_drafts, ended.seconds, waited_seconds=ended.waited_seconds
+                len(rows) - num_drafts,
+                num_drafts,
+                ended.seconds,
+                waited_seconds=ended.waited_seconds,
+                wasted_seconds=ended.wasted_seconds,
             )
 
     def _expire(self, now: float) -> list[SequenceOutput]:

@@ -9,7 +9,8 @@
 
 The model computes every step in full. Then the tokens that it draws are replaced by those of the written outputs, since
 no small model edits code. `--clock cpu` counts CPU time, on a machine that other programs disturb. The runs of a batch
-take turns. The first turn is not counted: sizes that occur for the first time are recorded then.
+take turns. Before all of them, each number of decodes runs once, because it is recorded at its first use. The first two
+turns are not counted, because speculation learns in them.
 """
 
 import argparse
@@ -45,6 +46,7 @@ PROOF = ("tests/worker/test_speculation.py", "tests/worker/test_speculation_toke
 LEAST_RATIO = 0.98
 LEAST_ON_EDITS = 1.8
 PROMPT_TOKENS = 48
+UNCOUNTED_TURNS = 2
 CHANGED_SHARE = 0.06
 """Share of a file's lines that an edit changes, inserts or deletes."""
 MATCH = 8
@@ -103,11 +105,14 @@ class ForcedGuesses:
 
     def __init__(self, written: Written, share_right: float, seed: int) -> None:
         self._written = written
+        self._by_id: dict[SequenceId, tuple[int, ...]] = {}
         self._share_right = share_right
         self._chance = random.Random(seed)
 
     def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        output = self._written.output(sequence)
+        output = self._by_id.get(sequence.sequence_id)
+        if output is None:
+            output = self._by_id[sequence.sequence_id] = self._written.output(sequence)
         following = output[sequence.num_generated : sequence.num_generated + most]
         is_right = [self._chance.random() < self._share_right for _ in following]
         return [
@@ -115,7 +120,8 @@ class ForcedGuesses:
         ], MATCH
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
-        pass
+        for sequence_id in ended:
+            self._by_id.pop(sequence_id, None)
 
 
 def tokens_per_second(
@@ -189,6 +195,13 @@ def edit_jobs(model: Path, num_files: int, most_tokens: int) -> list[Job]:
     return jobs
 
 
+def run_each_size(loaded: LoadedEngine, most: int) -> None:
+    """Run a step with each number of decodes up to `most`."""
+    jobs = grid_jobs(most, most + 1, loaded.model.vocab_size, seed=-1)
+    jobs = [replace(job, output=job.output[: 2 + number]) for number, job in enumerate(jobs)]
+    tokens_per_second(loaded, jobs, None, time.perf_counter)
+
+
 def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dict[str, dict[str, float]]:
     """Return the ratio of each cell, by batch and share of right guesses."""
     ratios: dict[str, dict[str, float]] = {}
@@ -198,17 +211,18 @@ def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dic
         for share in options.acceptances:
             speculations[f"{share:g}"] = Speculation(ForcedGuesses(Written(jobs), share, seed=batch))
         rates: dict[str, list[float]] = {name: [] for name in speculations}
-        for turn in range(1 + options.repeats):
+        for turn in range(UNCOUNTED_TURNS + options.repeats):
             for name, speculation in speculations.items():
                 rate = tokens_per_second(loaded, jobs, speculation, clock)
-                if turn:
+                if turn >= UNCOUNTED_TURNS:
                     rates[name].append(rate)
         ratios[str(batch)] = {
             name: median(rate / none for rate, none in zip(rates[name], rates["none"], strict=True))
             for name in speculations
             if name != "none"
         }
-        print(f"batch {batch}: {ratios[str(batch)]}", file=sys.stderr, flush=True)
+        drafted = {name: one.num_drafted for name, one in speculations.items() if one is not None}
+        print(f"batch {batch}: {ratios[str(batch)]} of {drafted} drafts", file=sys.stderr, flush=True)
     return ratios
 
 
@@ -218,11 +232,11 @@ def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tu
     speculation = Speculation()
     seconds = {"none": 0.0, "ngram": 0.0}
     by_file: dict[str, float] = {}
-    for turn in range(1 + options.repeats):
+    for turn in range(UNCOUNTED_TURNS + options.repeats):
         for number, job in enumerate(jobs):
             none = tokens_per_second(loaded, [job], None, clock)
             ngram = tokens_per_second(loaded, [job], speculation, clock)
-            if turn:
+            if turn >= UNCOUNTED_TURNS:
                 seconds["none"] += len(job.output) / none
                 seconds["ngram"] += len(job.output) / ngram
                 by_file[str(number)] = ngram / none
@@ -292,6 +306,7 @@ def main() -> None:
     clock: Clock = time.process_time if options.clock == "cpu" else time.perf_counter
     with TemporaryDirectory() as scratch:
         loaded = load(options, Path(scratch))
+        run_each_size(loaded, 64)
         ratios = grid(loaded, options, clock)
         on_edits, by_file = edits(loaded, options, clock)
     floors = [

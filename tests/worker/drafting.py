@@ -47,6 +47,9 @@ class AlwaysDrafts(Speculation):
         self._forced = drafter
         self._chance = random.Random(seed)
 
+    def may_draft(self, num_rows: int) -> bool:
+        return True
+
     def propose(
         self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int
     ) -> list[tuple[Sequence, list[int]]]:

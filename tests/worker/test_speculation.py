@@ -111,11 +111,12 @@ def test_drafts_are_divided_by_their_odds(odds_of: list[list[float]], total: int
     assert not taken or not left or min(taken) >= max(left)
 
 
-def test_times_between_measured_sizes_are_interpolated_and_first_time_work_is_forgotten() -> None:
+def test_times_between_measured_sizes_are_interpolated_and_the_first_step_of_a_size_does_not_count() -> None:
     times = RowTimes()
-    assert times.expected(3) == 0.0
-    times.observe(2, 9.0)
-    times.observe(2, 1.0)
+    for seconds in (9.0, 1.0):
+        assert times.expected(3) == 0.0
+        times.observe(2, seconds)
+    times.observe(6, 30.0)
     times.observe(6, 3.0)
     assert (times.expected(2), times.expected(4), times.expected(24)) == (1.0, 2.0, 6.0)
 
@@ -150,8 +151,9 @@ def seconds_a_token(
     sequences = [make_sequence(number, [1, 2, 3], max_tokens=10**6) for number in range(num_sequences)]
     seconds, tokens = 0.0, 0
     for _ in range(num_steps):
-        candidates = [(sequence, 10**6) for sequence in sequences] if drafts else []
-        proposed = speculation.propose(candidates, num_rows=num_sequences, most=256)
+        candidates = [(sequence, 10**6) for sequence in sequences]
+        may_draft = drafts and speculation.may_draft(num_sequences)
+        proposed = speculation.propose(candidates, num_rows=num_sequences, most=256) if may_draft else []
         num_drafts = sum(len(drafted) for _, drafted in proposed)
         tokens += num_sequences
         for sequence, drafted in proposed:

@@ -36,7 +36,9 @@ class EndedStep:
     num_failed_alone: int = 0
     """Parts of the step that could not be split and raised, where nothing succeeded. 0 where anything did."""
     waited_seconds: float = 0.0
-    """Seconds before it in which no step was computed, because it was planned after the commit of the one before."""
+    """Seconds before it in which it was planned and no step was computed."""
+    wasted_seconds: float = 0.0
+    """Those of them that overlap would have saved, where the step waited for tokens and then verified no draft."""
     is_disturbed: bool = False
     """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
 
@@ -46,7 +48,8 @@ class _InFlight:
     plan: StepPlan
     started_at: float
     pending: PendingStep | Exception
-    waited_seconds: float = 0.0
+    waited_seconds: float
+    wasted_seconds: float
 
     @property
     def has_begun(self) -> bool:
@@ -97,9 +100,10 @@ class Steps:
             before = None
         began = self._clock()
         plan = self._scheduler.plan()
-        waited = self._clock() - began if self.overlap and (waits or plan.num_drafts) else 0.0
+        waited = self._clock() - began if before is None else 0.0
+        wasted = waited if waits and not plan.num_drafts else 0.0
         starts = self.overlap and plan.has_work and may_be_in_flight(plan)
-        started = self._start(plan, waited) if starts else None
+        started = self._start(plan, waited, wasted) if starts else None
         has_begun = started is not None and started.has_begun
         if before is not None:
             ended = self._end(before)
@@ -112,16 +116,15 @@ class Steps:
         elif started is not None:
             yield self._end(started)
         elif plan.has_work:
-            yield self._run(plan, waited)
+            yield replace(self._run(plan), waited_seconds=waited, wasted_seconds=wasted)
 
-    def _run(self, plan: StepPlan, waited_seconds: float) -> EndedStep:
+    def _run(self, plan: StepPlan) -> EndedStep:
         started_at = self._clock()
-        ended = self._commit(
+        return self._commit(
             plan, started_at, lambda: execute(self._runner, plan, self._scheduler.cache.is_unconfirmed)
         )
-        return replace(ended, waited_seconds=waited_seconds) if waited_seconds else ended
 
-    def _start(self, plan: StepPlan, waited_seconds: float) -> _InFlight:
+    def _start(self, plan: StepPlan, waited_seconds: float, wasted_seconds: float) -> _InFlight:
         started_at = self._clock()
         pending: PendingStep | Exception
         assert self._starting is not None
@@ -129,7 +132,13 @@ class Steps:
             pending = self._starting.start(plan)
         except Exception as failure:
             pending = failure
-        return _InFlight(plan=plan, started_at=started_at, pending=pending, waited_seconds=waited_seconds)
+        return _InFlight(
+            plan=plan,
+            started_at=started_at,
+            pending=pending,
+            waited_seconds=waited_seconds,
+            wasted_seconds=wasted_seconds,
+        )
 
     def _end(self, step: _InFlight) -> EndedStep:
         """Wait for a step and commit it, run again in halves where it raised. Every step before it is committed."""
@@ -141,7 +150,7 @@ class Steps:
             run = partial(in_halves, self._runner, step.plan, is_being_filled, failure)
             return self._commit(step.plan, began, run, is_disturbed=True)
         ended = self._commit(step.plan, began, lambda: tokens)
-        return replace(ended, waited_seconds=step.waited_seconds) if step.waited_seconds else ended
+        return replace(ended, waited_seconds=step.waited_seconds, wasted_seconds=step.wasted_seconds)
 
     def _commit(
         self,

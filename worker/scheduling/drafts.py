@@ -33,7 +33,7 @@ def draft_rows(
     There are none in a step with prompts. With its drafts, a step has at most `max_num_seqs` rows, for which there is
     memory.
     """
-    if any(row.num_tokens > 1 for row in rows):
+    if not speculation.may_draft(len(rows)) or any(row.num_tokens > 1 for row in rows):
         return []
     candidates = [
         (row.sequence, _useful(row.sequence, config.max_model_len))
@@ -60,6 +60,8 @@ def is_worth_waiting(
 ) -> bool:
     """Return whether the next step should be planned only once the tokens in flight are known, because drafts are
     expected to gain. Only a step of decodes alone is worth that."""
+    if not speculation.may_draft(len(running)):
+        return False
     if any(sequence.num_samples_in_flight != 1 for sequence in running):
         return False
     candidates = [

@@ -244,6 +244,7 @@ class Scheduler:
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
             ended=self._queues.ended(),
+            num_drafts=len(drafts),
         )
         if plan.has_work:
             self._moves[step] = moves

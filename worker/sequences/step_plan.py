@@ -70,6 +70,8 @@ class StepPlan:
     """Pairs (source, destination). Destinations are distinct, and none is a source."""
     ended: tuple[SequenceId, ...] = ()
     """Sequences that have ended since the last plan. The runner may drop their state."""
+    num_drafts: int = 0
+    """Rows of drafts. They are the last ones."""
 
     @property
     def has_work(self) -> bool:
@@ -78,10 +80,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
-
-    @property
-    def num_drafts(self) -> int:
-        return sum(bool(row.drafts) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,10 @@ The choice of drafts compares steps of a few rows more or less, so it needs each
 from bisect import bisect_left, insort
 from math import sqrt
 
-SMOOTHING = 0.2
-"""Weight of the newest step in a moving average."""
+SMOOTHING = 0.1
+"""Weight of the newest step in a moving average, where it took longer."""
+SHORTER_SMOOTHING = 0.4
+"""The same where it took less time. What disturbs a step only makes it longer."""
 
 
 class RowTimes:
@@ -16,22 +18,28 @@ class RowTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
+        self._tried = set[int]()
         self._known: list[int] = []
         """Numbers of rows, in rising order."""
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        """Add the time of a step. The first one of a size may do first-time work, so the second replaces it if it is
-        shorter."""
-        count = self._counts.get(num_rows, 0)
-        if not count:
+    def observe(self, num_rows: int, seconds: float) -> bool:
+        """Add the time of a step, and return whether it counts. The first step of a size may do first-time work."""
+        if num_rows not in self._tried:
+            self._tried.add(num_rows)
+            return False
+        known = self._seconds.get(num_rows)
+        if known is None:
             insort(self._known, num_rows)
             self._seconds[num_rows] = seconds
         else:
-            known = self._seconds[num_rows]
-            weight = 1.0 if count == 1 and seconds < known else SMOOTHING
+            weight = SMOOTHING if seconds > known else SHORTER_SMOOTHING
             self._seconds[num_rows] = known + weight * (seconds - known)
-        self._counts[num_rows] = count + 1
+        return True
+
+    @property
+    def most_rows(self) -> int:
+        """Return the largest number of rows that was measured, 0 before any was."""
+        return self._known[-1] if self._known else 0
 
     def is_known(self, num_rows: int) -> bool:
         return num_rows in self._seconds

@@ -22,11 +22,14 @@ SPENT_SHARE = 0.005
 """Share of the time that may be spent on drafts which lose."""
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
-MAX_STEPS_WITH_DRAFTS = 64
+MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 TRIAL_STEPS = 16
 """Steps between two trials of drafts that are not expected to gain."""
 TRIAL_DRAFTS = 2
+MAX_SKIPPED_STEPS = 16
+"""Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
+there are no more steps than sequences."""
 
 
 @dataclass(slots=True)
@@ -70,6 +73,10 @@ class Speculation:
         """None before the first step was measured."""
         self._steps_with_drafts = 0
         self._since_trial = 0
+        self._looks_in_vain = 0
+        """Looks for drafts in a row that found none worth a row."""
+        self._skipped_steps = 0
+        """Steps before the next look."""
         self._num_right_in_step = 0
 
     def takes(self, sequence: Sequence) -> bool:
@@ -85,10 +92,12 @@ class Speculation:
 
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
-        self._since_trial += 1
         chosen = self._choose(candidates, num_rows, most)
         if chosen:
-            self._since_trial = 0
+            self._since_trial = self._looks_in_vain = 0
+        else:
+            self._looks_in_vain += 1
+            self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
         for one, _ in chosen:
             self._drafted[one.sequence.sequence_id].match_class = one.match_class
         return [(one.sequence, one.tokens[:count]) for one, count in chosen]
@@ -104,15 +113,18 @@ class Speculation:
 
         The first `num_unseen` tokens of each guess are not drafts, because they are about to be known.
         """
-        if not candidates or most < 1 or not self._may_draft(num_rows):
+        if not candidates or most < 1:
             return []
+        # How long a step of far more rows takes is not known, so the numbers of rows grow by a factor of two.
+        most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
         is_trial = self._since_trial >= TRIAL_STEPS
-        if not is_trial and not can_gain(
-            min(most, MAX_DRAFTS * len(candidates)), num_rows, self.times.expected
-        ):
+        if not is_trial and not can_gain(most, num_rows, self.times.expected):
             return []
+        longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
-            one for sequence, useful in candidates if (one := self._possible(sequence, useful, num_unseen))
+            one
+            for sequence, useful in candidates
+            if (one := self._possible(sequence, min(useful, longest), num_unseen))
         ]
         odds_of = [one.odds for one in possible]
         ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
@@ -125,9 +137,11 @@ class Speculation:
             return [(best, min(TRIAL_DRAFTS, len(best.odds), most))]
         return []
 
-    def _may_draft(self, num_rows: int) -> bool:
+    def may_draft(self, num_rows: int) -> bool:
+        """Return whether `propose` is worth calling for a step of so many decodes. Nothing is looked up for that."""
         return (
-            self._credit_seconds is not None
+            self._skipped_steps < 1
+            and self._credit_seconds is not None
             and self._credit_seconds > 0
             and self.times.is_known(num_rows)
             and self._steps_with_drafts < MAX_STEPS_WITH_DRAFTS
@@ -136,7 +150,7 @@ class Speculation:
     def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
         if useful < 1:
             return None
-        tokens, match_length = self._drafter.draft(sequence, min(useful, MAX_DRAFTS) + num_unseen)
+        tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
         del tokens[:num_unseen]
         if not tokens:
             return None
@@ -163,23 +177,33 @@ class Speculation:
             )
 
     def observe(
-        self, num_decodes: int, num_drafts: int, seconds: float, *, waited_seconds: float = 0.0
+        self,
+        num_decodes: int,
+        num_drafts: int,
+        seconds: float,
+        *,
+        waited_seconds: float = 0.0,
+        wasted_seconds: float = 0.0,
     ) -> None:
         """Take the time of a step of decodes alone, at least one, and of so many drafts. Its drafts were noted.
 
-        `waited_seconds` passed before it because it waited for the tokens of the step before.
+        `waited_seconds` passed before it while it was planned and no step was computed. `wasted_seconds` of them passed
+        because drafts were expected, and then there were none.
         """
         num_right, self._num_right_in_step = self._num_right_in_step, 0
         if not 0 < seconds < float("inf"):
             return
-        self.times.observe(num_decodes + num_drafts, seconds + (waited_seconds if num_drafts else 0.0))
+        seconds += waited_seconds
+        self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
+        self._since_trial += 1
+        self._skipped_steps -= 1
+        if not self.times.observe(num_decodes + num_drafts, seconds):
+            return
         alone = self.times.expected(num_decodes) if num_drafts else seconds
         if num_drafts:
-            change = num_right * alone / num_decodes - (seconds + waited_seconds - alone)
-            self._steps_with_drafts += 1
+            change = num_right * alone / num_decodes - (seconds - alone)
         else:
-            change = SPENT_SHARE * seconds - waited_seconds
-            self._steps_with_drafts = 0
+            change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
