@@ -205,6 +205,12 @@ class EngineConfig:
         "it is read.",
         group=MODEL,
     )
+    speculation: Literal["off", "ngram"] = setting(
+        "off",
+        help="Guess next tokens, and verify several in one step. `ngram` guesses what followed the last tokens earlier "
+        "in the same prompt or output, as in code edits and quotations. The tokens stay the same.",
+        group=STEPS,
+    )
     enforce_eager: bool = setting(
         False,
         help="Launch decode steps kernel by kernel, not as one graph (of CUDA on a GPU, of recorded calls on a CPU). "

@@ -25,6 +25,7 @@ from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, Sche
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.phases import Phase, PhaseWatch
 from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
+from blockyard.worker.speculation.speculation import Speculation
 
 MAX_FAILURES_IN_A_ROW = 8
 """Failed requests in a row, without a step that succeeded between. Then the device is at fault: the engine ends, and
@@ -71,19 +72,22 @@ class Engine:
         swap_blocks_per_second: float = 0.0,
         overlap_steps: bool = False,
         embeds: bool = False,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ageing_seconds` of waiting make up for one step of priority.
 
         `mixed_step_seconds` is the time that prompts may add to a step that decodes, as estimated from earlier steps.
         With None only the token budget limits them. With `overlap_steps` each step starts during the one before it
-        (execution/steps.py), and its tokens come with the next `step`. A model that `embeds` generates nothing.
+        (execution/steps.py), and its tokens come with the next `step`. A model that `embeds` generates nothing. Without
+        `speculation` no token is guessed.
         """
         self.mixed_steps = MixedStepController(
             target_seconds=mixed_step_seconds, max_batched_tokens=config.max_num_batched_tokens
         )
         self.mixed_steps.rates.swap_blocks_per_second = swap_blocks_per_second
         self.scheduler = Scheduler(config, num_blocks=num_blocks, mixed_steps=self.mixed_steps)
+        self.scheduler.speculation = speculation
         self.pool = self.scheduler.pool
         self.cache = self.scheduler.cache
         self.runner = runner
@@ -262,7 +266,20 @@ class Engine:
         else:
             self._failures_in_a_row = 0
             self.mixed_steps.observe(ended.plan, ended.seconds)
+            self._observe_drafts(ended)
         return [output for update in ended.updates for output in self._outputs(update)]
+
+    def _observe_drafts(self, ended: EndedStep) -> None:
+        rows, speculation = ended.plan.rows, self.scheduler.speculation
+        if speculation is not None and rows and all(row.num_tokens == 1 for row in rows):
+            num_drafts = ended.plan.num_drafts
+            speculation.observe(
+                len(rows) - num_drafts,
+                num_drafts,
+                ended.seconds,
+                waited_seconds=ended.waited_seconds,
+                wasted_seconds=ended.wasted_seconds,
+            )
 
     def _expire(self, now: float) -> list[SequenceOutput]:
         """End requests past their deadline, and waiting ones that cannot meet it. Return one result for each."""
@@ -319,10 +336,10 @@ class Engine:
                 return [self._output(update)]
 
     def _output(self, update: SequenceUpdate) -> SequenceOutput:
-        sequence, token = update.sequence, update.token
-        assert token is not None
+        sequence, token_ids = update.sequence, update.token_ids
+        assert token_ids
         cached = sequence.cached_tokens or 0
-        self._counters.generated_tokens += 1
+        self._counters.generated_tokens += len(token_ids)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if sequence.num_generated == 1 and sequence.index == 0:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
@@ -330,8 +347,8 @@ class Engine:
         return SequenceOutput(
             request_id=sequence.request_id,
             index=sequence.index,
-            token_ids=(token,),
-            token_offset=sequence.num_generated - 1,
+            token_ids=token_ids,
+            token_offset=sequence.num_generated - len(token_ids),
             cached_tokens=cached,
             state=sequence.state,
             finish_reason=sequence.finish_reason,
@@ -467,6 +484,7 @@ class Engine:
         counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
         queued_tokens, queued_pairs = self.scheduler.queued_prefill()
         work, pulls = self.mixed_steps.work, self.scheduler.pulls
+        speculation = self.scheduler.speculation
         return EngineLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -505,6 +523,8 @@ class Engine:
             adapters=self.adapters.resident(self.scheduler.running),
             adapter_load_seconds=self.adapters.average_seconds,
             adapter_loads=self.adapters.num_loads,
+            drafted_tokens=0 if speculation is None else speculation.num_drafted,
+            accepted_tokens=0 if speculation is None else speculation.num_right,
         )
 
 

@@ -63,7 +63,7 @@ class SequenceOutput:
     request_id: RequestId
     index: int = 0
     token_ids: tuple[int, ...]
-    """One token, or all of a beam's at its end. Empty where the request ends early."""
+    """One token, more if drafts were right, or all of a beam's at its end. Empty where the request ends early."""
     token_offset: int
     """Number of the output's tokens generated before these."""
     cached_tokens: int
@@ -150,6 +150,9 @@ class EngineLoad:
     pulled_blocks: int
     lent_blocks: int
     failed_pulls: int
+    drafted_tokens: int
+    """Guessed tokens that steps have verified, and those of them that were right."""
+    accepted_tokens: int
     adapters: tuple[ResidentAdapter, ...] = ()
     """The adapters that the device holds."""
     adapter_load_seconds: float = 0.0

@@ -20,6 +20,8 @@ FROM_LOAD = (
     "preemptions",
     "swaps",
     "moves",
+    "drafted_tokens",
+    "accepted_tokens",
     "pulled_blocks",
     "lent_blocks",
     "failed_pulls",

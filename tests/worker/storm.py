@@ -32,6 +32,7 @@ from blockyard.worker.sequences.step_plan import (
     StepTokens,
 )
 
+from .drafting import AlwaysDrafts
 from .scheduling import make_scheduler, make_sequence
 
 GARBAGE = -1
@@ -100,21 +101,22 @@ class Device:
         self._check_copies(plan)
         self._moves.make(plan)
         self._break("after")
-        known = {row.sequence.sequence_id: digests(self._tokens(row)) for row in plan.rows}
-        for row in plan.rows:
+        known = [digests(self._tokens(row)) for row in plan.rows]
+        for row, own in zip(plan.rows, known, strict=True):
             for position in range(row.start, row.end):
                 block, offset = self._place(row, position)
-                self._kv[block][offset] = known[row.sequence.sequence_id][position]
-        for row in plan.rows:
-            self._check_read(row, known[row.sequence.sequence_id])
+                self._kv[block][offset] = own[position]
+        for row, own in zip(plan.rows, known, strict=True):
+            self._check_read(row, own)
         self._unheard = {}
         tokens, extras = [], {}
         for index, row in enumerate(plan.rows):
-            digest = known[row.sequence.sequence_id][row.end - 1]
+            digest = known[index][row.end - 1]
             first = token_after(digest, row.sequence.index) if row.samples else NO_TOKEN
             tokens.append(FAILED_TOKEN if row.samples and index in failing_rows else first)
             if row.samples:
-                self._unheard[row.sequence.sequence_id] = tokens[-1]
+                if not row.drafts:
+                    self._unheard[row.sequence.sequence_id] = tokens[-1]
                 extras[index] = self._extras(row, digest)
             if row.embeds:
                 extras[index] = RowExtras(embedding=embedding_of(digest))
@@ -191,6 +193,8 @@ class Device:
         assert not {source for source, _ in plan.copies} & set(destinations)
 
     def _tokens(self, row: ScheduledRow) -> list[int]:
+        if row.drafts:
+            return [*row.sequence.tokens[: row.end - len(row.drafts)], *row.drafts]
         known = list(row.sequence.tokens[: row.end])
         return known if len(known) == row.end else [*known, self._unheard[row.sequence.sequence_id]]
 
@@ -210,12 +214,32 @@ class Device:
         return RowExtras(tokens=tuple(token_after(digest, other) for other in range(1, row.num_outputs)))
 
 
+class Guesses:
+    """Drafts what the device will draw, or another token now and then."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random(0)
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        digest, draft = digests(sequence.tokens)[-1], list[int]()
+        while len(draft) < most:
+            token = token_after(digest, sequence.index)
+            draft.append(token if self._chance.random() < 0.8 else token + 1)
+            digest = follow(digest, draft[-1])
+        return draft, 8
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        pass
+
+
 class Storm:
     """One scheduler, its device, and all that has been asked of it."""
 
-    def __init__(self, num_blocks: int, *, pipelined: bool, **settings: Any) -> None:
+    def __init__(self, num_blocks: int, *, pipelined: bool, drafts: bool = False, **settings: Any) -> None:
         self.settings = settings
         self.scheduler = make_scheduler(num_blocks, **settings)
+        if drafts:
+            self.scheduler.speculation = AlwaysDrafts(Guesses())
         self.device = Device(self.scheduler)
         self.pipelined = pipelined
         self.sequences: dict[SequenceId, Sequence] = {}

@@ -156,3 +156,21 @@ def test_masks_of_a_step_that_failed_do_not_meet_the_next_one(masks: Masks) -> N
     masks.start([row_of(None)])
     masks.apply(logits_SV, [row_of(None)])
     assert torch.equal(logits_SV, torch.zeros(1, DEMO_TOKENS))
+
+
+def test_rows_of_drafts_get_the_masks_of_sequences_with_these_tokens(masks: Masks) -> None:
+    words = compiled_of(regex("a{2,4}b"))
+    base = row_of(words, tokens_of("a"))
+    guessed = tokens_of("a") * 2 + tokens_of("b") + tokens_of("a")
+    drafts = [
+        base._replace(start=base.start + number, drafts=tuple(guessed[:number]))
+        for number in range(1, 1 + len(guessed))
+    ]
+    found = allowed(masks, [base, *drafts])
+    committed = [
+        allowed(masks, [row_of(words, tokens_of("a") + guessed[:number], sequence_id=9 + number)])[0]
+        for number in range(len(guessed))
+    ]
+    assert found[:-1] == committed
+    assert not found[-1], "a draft that breaks the grammar allows nothing behind it"
+    assert allowed(masks, [row_of(words, tokens_of("aab"))]) == [END_TOKENS], "the output itself is as before"

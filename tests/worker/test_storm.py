@@ -18,10 +18,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from .storm import Storm, random_request
 
 ACTIONS = 12_000
-"""In each of five weathers."""
+"""In each of six weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
-    "recompute, a step at a time": {"num_blocks": 12, "pipelined": False, "preemption": "recompute"},
+    "recompute, a step at a time": {
+        "num_blocks": 12,
+        "pipelined": False,
+        "preemption": "recompute",
+        "drafts": True,
+    },
     "swap, a step ahead": {"num_blocks": 11, "pipelined": True, "preemption": "swap", "swap_blocks": 24},
+    "drafts, a step ahead": {
+        "num_blocks": 20,
+        "pipelined": True,
+        "drafts": True,
+        "preemption": "swap",
+        "block_size": 8,
+        "swap_blocks": 40,
+        "host_cache_blocks": 12,
+    },
     "both, host cache, a step ahead": {
         "num_blocks": 10,
         "pipelined": True,
@@ -131,6 +145,8 @@ def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: st
     has_host_memory = scheduler.config.swap_blocks + scheduler.config.host_cache_blocks > 0
     assert (storm.device.num_broken > 2) == has_host_memory
     assert storm.device.num_found_corrupted > 0 or scheduler.config.host_cache_blocks < 60
+    speculation = scheduler.speculation
+    assert speculation is None or 300 < speculation.num_right < 0.95 * speculation.num_drafted
 
 
 def _made_from_the_first_again(moves: StepMoves, plan: StepPlan) -> None:

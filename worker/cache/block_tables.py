@@ -331,6 +331,16 @@ class BlockTables:
             self.pool.release(sequence.block_table)
         sequence.block_table.clear()
         sequence.num_named = sequence.num_scheduled = sequence.num_computed = sequence.plain_until = 0
+        sequence.num_drafted = 0
+
+    def end_drafts(self, sequence: Sequence) -> None:
+        """Give back the blocks behind the scheduled positions, after a step has verified the sequence's drafts."""
+        sequence.num_drafted = 0
+        kept = self.blocks_for(sequence.num_scheduled)
+        surplus = sequence.block_table[kept:]
+        if surplus:
+            sequence.block_table.assign(sequence.block_table[:kept])
+            self.pool.release(surplus)
 
     def check_plain(self, sequence: Sequence) -> None:
         """Raise AssertionError where positions below `plain_until` are not plain."""

@@ -75,7 +75,7 @@ class InputRows:
     def arrays(self, rows: Sequence[ScheduledRow]) -> tuple[StepArrays, tuple[UnknownToken, ...]]:
         """Return `rows`, at least one, decodes first, as arrays. Return also the tokens among them that the step before
         sampled and that are not committed yet."""
-        sequences, starts, counts, samples, is_plain = zip(*rows, strict=True)
+        sequences, starts, counts, samples, is_plain, _ = zip(*rows, strict=True)
         is_decodes = all(samples) and sum(counts) == len(rows)
         query_R = np.ones(len(rows), dtype=np.int64) if is_decodes else np.array(counts, dtype=np.int64)
         context_R = query_R + np.array(starts, dtype=np.int64)
@@ -129,7 +129,7 @@ def step_inputs(arrays: StepArrays, layout: Layout) -> StepInputs:
 
 
 def _known_tokens(sequences: Sequence[RunningSequence], starts: Sequence[int]) -> "array[int] | None":
-    """Return one token of each sequence, or None where the host does not know one yet."""
+    """Return one token of each sequence, or None where the sequence does not have one yet."""
     try:
         return token_array(
             [sequence.tokens[start] for sequence, start in zip(sequences, starts, strict=True)]
@@ -144,6 +144,9 @@ def _input_tokens(rows: Sequence[ScheduledRow]) -> tuple["array[int]", dict[int,
     unknown: dict[int, UnknownToken] = {}
     for row in rows:
         known, start = row.sequence.tokens, row.start
+        if row.drafts:
+            tokens.append(row.drafts[-1])
+            continue
         tokens += known[start : row.end]
         if len(known) < row.end:
             assert len(known) == row.end - 1, "only the last step's token may be uncommitted"

@@ -5,7 +5,8 @@
 
 With overlap, a device that computes by itself never waits for the host. Tokens go from one step into the next on the
 device. What a commit decides (an end, a failure) takes effect one step late, and what was computed too much is dropped.
-A step that waits for the host (scheduling/overlap.py) always runs by itself.
+A step that waits for the host (scheduling/overlap.py) always runs by itself. Where guessed tokens are expected to gain,
+step n is committed before step n+1 is planned, because guesses need all tokens.
 
 Where a row of step n fails, step n+1 may have been computed from garbage. It is taken back, and its sequences continue
 from the state after step n. Owns the step in flight. Does not choose what runs (the scheduler).
@@ -13,7 +14,7 @@ from the state after step n. Owns the step in flight. Does not choose what runs 
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from blockyard.worker.execution.bisect import NothingSucceeds, execute, in_halves
@@ -34,6 +35,10 @@ class EndedStep:
     """Seconds in which the device worked on this step alone."""
     num_failed_alone: int = 0
     """Parts of the step that could not be split and raised, where nothing succeeded. 0 where anything did."""
+    waited_seconds: float = 0.0
+    """Seconds before it in which it was planned and no step was computed."""
+    wasted_seconds: float = 0.0
+    """Those of them that overlap would have saved, where the step waited for tokens and then verified no draft."""
     is_disturbed: bool = False
     """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
     adapter_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -45,6 +50,8 @@ class _InFlight:
     plan: StepPlan
     started_at: float
     pending: PendingStep | Exception
+    waited_seconds: float
+    wasted_seconds: float
 
     @property
     def has_begun(self) -> bool:
@@ -88,9 +95,17 @@ class Steps:
 
         Exhaust the iterator: a step is committed only after the results of the one before it were taken.
         """
-        plan = self._scheduler.plan()
         before, self._in_flight = self._in_flight, None
-        started = self._start(plan) if self.overlap and plan.has_work and may_be_in_flight(plan) else None
+        waits = before is not None and self._scheduler.waits_for_tokens()
+        if before is not None and waits:
+            yield self._end(before)
+            before = None
+        began = self._clock()
+        plan = self._scheduler.plan()
+        waited = self._clock() - began if before is None else 0.0
+        wasted = waited if waits and not plan.num_drafts else 0.0
+        starts = self.overlap and plan.has_work and may_be_in_flight(plan)
+        started = self._start(plan, waited, wasted) if starts else None
         has_begun = started is not None and started.has_begun
         if before is not None:
             ended = self._end(before)
@@ -103,7 +118,7 @@ class Steps:
         elif started is not None:
             yield self._end(started)
         elif plan.has_work:
-            yield self._run(plan)
+            yield replace(self._run(plan), waited_seconds=waited, wasted_seconds=wasted)
 
     def _run(self, plan: StepPlan) -> EndedStep:
         started_at = self._clock()
@@ -111,7 +126,7 @@ class Steps:
             plan, started_at, lambda: execute(self._runner, plan, self._scheduler.cache.is_unconfirmed)
         )
 
-    def _start(self, plan: StepPlan) -> _InFlight:
+    def _start(self, plan: StepPlan, waited_seconds: float, wasted_seconds: float) -> _InFlight:
         started_at = self._clock()
         pending: PendingStep | Exception
         assert self._starting is not None
@@ -119,7 +134,13 @@ class Steps:
             pending = self._starting.start(plan)
         except Exception as failure:
             pending = failure
-        return _InFlight(plan=plan, started_at=started_at, pending=pending)
+        return _InFlight(
+            plan=plan,
+            started_at=started_at,
+            pending=pending,
+            waited_seconds=waited_seconds,
+            wasted_seconds=wasted_seconds,
+        )
 
     def _end(self, step: _InFlight) -> EndedStep:
         """Wait for a step and commit it, run again in halves where it raised. Every step before it is committed."""
@@ -130,7 +151,8 @@ class Steps:
             is_being_filled = self._scheduler.cache.is_unconfirmed
             run = partial(in_halves, self._runner, step.plan, is_being_filled, failure)
             return self._commit(step.plan, began, run, is_disturbed=True)
-        return self._commit(step.plan, began, lambda: tokens)
+        ended = self._commit(step.plan, began, lambda: tokens)
+        return replace(ended, waited_seconds=step.waited_seconds, wasted_seconds=step.wasted_seconds)
 
     def _commit(
         self,

@@ -85,6 +85,10 @@ class Matcher:
         """The library's text for a failure. It quotes the grammar, so only refusals.py may use it."""
         return self._matcher.get_error()
 
+    def copy(self) -> "Matcher":
+        """Return another matcher at the same position."""
+        return Matcher(self._matcher.deep_copy())
+
     def accept(self, tokens: Sequence[int]) -> bool:
         # One by one: the library's call for several refuses an end token after the end, which this one takes.
         return all(self._matcher.consume_token(token) for token in tokens)

@@ -9,7 +9,7 @@ sequence's later ones. Where they do not fit (the sequence is new, was preempted
 replays the whole output. So the mask depends on the sequence's tokens alone.
 
 Every token before the one to be sampled must be committed to its sequence: the engine commits a step before it plans
-the next.
+the next. Rows of drafts are the exception. A copy of the matcher follows their tokens, and is dropped with the step.
 
 Shapes: S rows that sample, G of them with a grammar, V width of the logits, W words of 32 tokens in a mask.
 """
@@ -17,8 +17,9 @@ Shapes: S rows that sample, G of them with a grammar, V width of the logits, W w
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -46,6 +47,8 @@ class _Follower:
         self.ahead: _Ahead | None = None
         """Its newest mask from the slow thread, to which the follower belongs until the mask is made."""
         self._has_begun = False
+        self._guessing: Matcher | None = None
+        """A copy that follows guessed tokens of the step."""
 
     def _begin(self) -> None:
         self._matcher: Matcher = self.grammar.matcher()
@@ -65,6 +68,25 @@ class _Follower:
         mask_W.fill(0)
         return False
 
+    def fill_draft(self, drafts: Sequence[int], mask_W: Mask) -> None:
+        """Fill the mask behind the output of the last `fill` and drafts. Call it for each draft in turn.
+
+        Nothing is allowed behind a draft that breaks the grammar: no earlier mask allows that token.
+        """
+        if len(drafts) == 1:
+            self._guessing = self._matcher.copy() if self._has_begun and not self.has_given_up else None
+        if self._guessing is not None and self._guessing.accept(drafts[-1:]):
+            self._fill_from(self._guessing, mask_W)
+            return
+        self._guessing = None
+        mask_W.fill(0)
+
+    def _fill_from(self, matcher: Matcher, mask_W: Mask) -> bool:
+        began = time.thread_time()
+        has_choice = matcher.fill(mask_W)
+        self.grammar.note_mask(time.thread_time() - began)
+        return has_choice
+
     def _can_begin_anew(self) -> bool:
         """Begin the output anew where the lexer's states were used up, and return whether they were."""
         if self._generation == self.grammar.generation:
@@ -83,10 +105,7 @@ class _Follower:
         if news and not self._matcher.accept(news):
             return False
         self._accepted += news
-        began = time.thread_time()
-        has_choice = self._matcher.fill(mask_W)
-        self.grammar.note_mask(time.thread_time() - began)
-        return has_choice
+        return self._fill_from(self._matcher, mask_W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +152,11 @@ class Masks:
             )
         self._slow_thread.submit(self._make_next)
         return True
+
+    def takes_drafts(self, sequence: EngineSequence) -> bool:
+        """Return whether masks behind guessed tokens of a sequence delay no step. Those of a slow grammar would."""
+        grammar = sequence.grammar
+        return isinstance(grammar, CompiledGrammar) and not grammar.is_slow
 
     def start(self, rows: Sequence[ScheduledRow]) -> None:
         self._drop_leftovers()
@@ -182,8 +206,12 @@ class Masks:
         sequence = row.sequence
         grammar = sequence.grammar
         assert isinstance(grammar, CompiledGrammar)
-        assert len(sequence.tokens) >= row.end, "a token before the one to be sampled is not committed yet"
         follower = self._follower(sequence.sequence_id, grammar)
+        if row.drafts:
+            with _logging_failures(mask_W), grammar.lock:
+                follower.fill_draft(row.drafts, mask_W)
+            return
+        assert len(sequence.tokens) >= row.end, "a token before the one to be sampled is not committed yet"
         if follower.ahead is not None:
             made_W = follower.ahead.mask.result()  # it is made: until then the sequence is held
             if follower.ahead.end == row.end:
@@ -218,17 +246,22 @@ class Masks:
 
 def _fill_one(follower: _Follower, sequence_id: SequenceId, output: "array[int]", mask_W: Mask) -> None:
     """Fill one mask. Raises nothing: one row fails, not the step."""
-    had_given_up = follower.has_given_up
+    had_given_up, is_followed = follower.has_given_up, True
+    with _logging_failures(mask_W), follower.grammar.lock:
+        is_followed = follower.fill(output, mask_W)
+    if not is_followed and not had_given_up:
+        logger.warning("sequence %d does not follow its grammar after %d tokens", sequence_id, len(output))
+
+
+@contextmanager
+def _logging_failures(mask_W: Mask) -> Iterator[None]:
+    """Allow nothing in the mask where an exception is raised, and log it."""
     try:
-        with follower.grammar.lock:
-            is_followed = follower.fill(output, mask_W)
+        yield
     except Exception as error:
         # Log only the type: the message may quote the grammar.
         logger.error("a mask could not be made: %s", type(error).__name__)
         mask_W.fill(0)
-        return
-    if not is_followed and not had_given_up:
-        logger.warning("sequence %d does not follow its grammar after %d tokens", sequence_id, len(output))
 
 
 def _forbidden(mask_GW: Mask, logits_SV: torch.Tensor) -> torch.Tensor:

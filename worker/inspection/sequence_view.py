@@ -33,7 +33,7 @@ def sequence_page(
     page = nsmallest(count + 1, left, key=lambda sequence: sequence.sequence_id)
     shown = page[:count]
     following = shown[-1].sequence_id if len(page) > count else None
-    return [_message(sequence, request_ids) for sequence in shown], following
+    return [_message(engine, sequence, request_ids) for sequence in shown], following
 
 
 def one_sequence(
@@ -42,7 +42,7 @@ def one_sequence(
     """Return the message of one sequence with its block table, in a list that is empty once it has ended."""
     for sequence in _sequences(engine):
         if sequence.sequence_id == sequence_id:
-            message = _message(sequence, request_ids)
+            message = _message(engine, sequence, request_ids)
             message.block_table.extend(sequence.block_table[:MAX_TABLE_BLOCKS])
             return [message]
     return []
@@ -52,7 +52,9 @@ def _sequences(engine: Engine) -> list[Sequence]:
     return [*engine.scheduler.running, *engine.scheduler.waiting]
 
 
-def _message(sequence: Sequence, request_ids: Mapping[RequestId, str]) -> SequenceInfo:
+def _message(engine: Engine, sequence: Sequence, request_ids: Mapping[RequestId, str]) -> SequenceInfo:
+    speculation = engine.scheduler.speculation
+    num_drafted, num_right = (0, 0) if speculation is None else speculation.counts(sequence)
     return SequenceInfo(
         sequence_id=sequence.sequence_id,
         request_id=request_ids.get(sequence.request_id, ""),
@@ -65,4 +67,6 @@ def _message(sequence: Sequence, request_ids: Mapping[RequestId, str]) -> Sequen
         preemptions=sequence.num_preemptions,
         priority=sequence.priority,
         num_blocks=len(sequence.block_table),
+        drafted_tokens=num_drafted,
+        accepted_tokens=num_right,
     )

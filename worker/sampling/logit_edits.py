@@ -71,6 +71,7 @@ def _penalise(logits_SV: torch.Tensor, rows_P: Ids, batch: Batch, state: Samplin
     logits_SV[index_P] = state.counts.penalise(
         logits_SV[index_P],
         batch.params_S["counts_row"][rows_P],
+        [batch.drafts_S[row] for row in rows_P.tolist()],
         repetition_P1=batch.column("repetition", rows_P, device),
         frequency_P1=batch.column("frequency", rows_P, device),
         presence_P1=batch.column("presence", rows_P, device),

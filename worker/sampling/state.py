@@ -78,6 +78,9 @@ class Batch:
     positions_S: Ids
     """Position of the token to be drawn, counted from the start of the prompt."""
     num_outputs_S: Ids
+    has_drafts_S: npt.NDArray[np.bool_]
+    drafts_S: tuple[tuple[int, ...], ...]
+    """Guessed tokens before each position, which the counts do not have."""
 
     @property
     def num_columns(self) -> int:
@@ -124,7 +127,10 @@ class SamplingState:
         slots_S = np.array([self._slot_of(row.sequence) for row in rows], dtype=np.int64)
         positions_S = np.array([row.end for row in rows], dtype=np.int64)
         params_S = self._columns[slots_S]
+        drafts_S = tuple([row.drafts for row in rows])
+        has_drafts_S = np.array([bool(drafts) for drafts in drafts_S])
         stale_S = (params_S["counts_row"] != NO_COUNTS) & (params_S["num_counted"] != positions_S)
+        stale_S &= ~has_drafts_S
         for row in np.flatnonzero(stale_S).tolist():
             self._recount(int(params_S["counts_row"][row]), rows[row], in_flight)
         return Batch(
@@ -132,11 +138,16 @@ class SamplingState:
             params_S=params_S,
             positions_S=positions_S,
             num_outputs_S=np.array([row.num_outputs for row in rows], dtype=np.int64),
+            has_drafts_S=has_drafts_S,
+            drafts_S=drafts_S,
         )
 
     def note_drawn(self, batch: Batch, tokens_S: torch.Tensor, usable_S: torch.Tensor) -> None:
-        """Count the tokens that the step has drawn in rows that penalise, although they are not committed yet."""
-        rows_P = np.flatnonzero(batch.params_S["counts_row"] != NO_COUNTS)
+        """Count the tokens that the step has drawn in rows that penalise, although they are not committed yet.
+
+        Those that rows of drafts give are left out: whether they count is not known.
+        """
+        rows_P = np.flatnonzero((batch.params_S["counts_row"] != NO_COUNTS) & ~batch.has_drafts_S)
         if not len(rows_P):
             return
         index_P = upload(rows_P, tokens_S.device)

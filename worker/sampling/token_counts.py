@@ -51,14 +51,19 @@ class TokenCounts:
         self,
         logits_PV: torch.Tensor,
         rows_P: npt.NDArray[np.int64],
+        drafts_P: Sequence[Sequence[int]] = (),
         *,
         repetition_P1: torch.Tensor,
         frequency_P1: torch.Tensor,
         presence_P1: torch.Tensor,
     ) -> torch.Tensor:
-        """Return logits after the three penalties. A repeated token's x becomes x / r if x > 0 and x * r otherwise."""
+        """Return logits after the three penalties. A repeated token's x becomes x / r if x > 0 and x * r otherwise.
+
+        `drafts_P` are output tokens of each row beside those that are counted.
+        """
         index_P = upload(rows_P, logits_PV.device)
         counts_PV = self._outputs_CV[index_P]
+        self._add_drafts(counts_PV, drafts_P)
         in_output_PV = counts_PV > 0
         had_PV = in_output_PV | self._prompts_CV[index_P]
         repeated_PV = torch.where(logits_PV > 0, logits_PV / repetition_P1, logits_PV * repetition_P1)
@@ -66,6 +71,17 @@ class TokenCounts:
         penalised_PV -= frequency_P1 * counts_PV
         penalised_PV -= presence_P1 * in_output_PV
         return penalised_PV
+
+    def _add_drafts(self, counts_PV: torch.Tensor, drafts_P: Sequence[Sequence[int]]) -> None:
+        pairs = [
+            (row, token)
+            for row, drafts in enumerate(drafts_P)
+            for token in drafts
+            if 0 <= token < self._vocab_size
+        ]
+        if pairs:
+            row_N, token_N = upload(np.array(pairs, dtype=np.int64).T.copy(), counts_PV.device)
+            counts_PV.index_put_((row_N, token_N), torch.ones_like(row_N, dtype=torch.int32), accumulate=True)
 
     def _count(self, tokens: Sequence[int]) -> torch.Tensor:
         vocab_size = self._outputs_CV.shape[1]

@@ -27,6 +27,12 @@ class SequenceUpdate(NamedTuple):
     """Whether the sequence failed because the request's own limits forbid every token."""
     embedding: bytes = b""
     """The prompt's embedding, which ends the sequence."""
+    drafted: tuple[int, ...] = ()
+    """Tokens after `token`, which drafts gave in the same step."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.drafted if self.token is None else (self.token, *self.drafted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,28 @@ class StepCommit:
         if sequence.group is not None:
             return self._commit_beam(sequence, sequence.group, extras)
         return self._commit_forks(sequence, (token, *extras.tokens), extras.logprobs)
+
+    def commit_draft(self, row: ScheduledRow, token: int, extras: RowExtras) -> SequenceUpdate | None:
+        """Apply the token after a draft if all drafts up to it are right, and return the update.
+
+        The rows of a sequence's drafts are committed in order, after its other row. A draft whose row has failed counts
+        as wrong: the next step computes its position again.
+        """
+        sequence = row.sequence
+        sequence.num_in_flight -= 1
+        if sequence.is_over:
+            self._queues.release_if_idle(sequence)
+            return None
+        update = None
+        if token >= 0 and len(sequence.tokens) == row.end and sequence.tokens[-1] == row.drafts[-1]:
+            sequence.num_scheduled = sequence.num_computed = row.end
+            sequence.num_drafted -= 1
+            self._tables.name_full_blocks(sequence)
+            self._tables.confirm(sequence, row.start)
+            update = self._take_token(sequence, token, extras.logprobs)
+        if not sequence.num_in_flight and not sequence.is_over:
+            self._tables.end_drafts(sequence)
+        return update
 
     def _take_token(
         self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]

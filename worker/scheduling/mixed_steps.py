@@ -70,7 +70,7 @@ class MixedStepController:
         prefill, decodes = self._measure(plan, seconds)
         if decodes and not prefill:
             rate = self.rates.decode_tokens_per_second
-            self.rates.decode_tokens_per_second = _smooth(rate, decodes / seconds)
+            self.rates.decode_tokens_per_second = _smooth(rate, (decodes - plan.num_drafts) / seconds)
             self.decode_times.observe(decodes, seconds)
         if decodes and prefill:
             self._measures_decodes = self.decode_times.wants_measuring(decodes)

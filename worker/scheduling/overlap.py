@@ -1,9 +1,9 @@
 """Overlap: which steps may be in flight while the host plans the next one.
 
-A step may not be in flight where the host needs its result first: for a grammar's mask, a beam search, logprobs, or
-several outputs. Tokens that are sampled with filters alone are chosen on the device. Triton's kernels need no
-synchronisation for that. Where PyTorch samples on a GPU, top-p filtering synchronises as the step starts, which waits
-for the step before.
+A step may not be in flight where the host needs its result first: for a grammar's mask, a beam search, logprobs,
+several outputs, or drafts. Tokens that are sampled with filters alone are chosen on the device. Triton's kernels need
+no synchronisation for that. Where PyTorch samples on a GPU, top-p filtering synchronises as the step starts, which
+waits for the step before.
 
 A step that may not be in flight runs by itself: the step before is committed first, and so is this one before the next.
 """
@@ -18,6 +18,8 @@ def may_be_in_flight(plan: StepPlan) -> bool:
 
 def _waits(row: ScheduledRow) -> bool:
     sequence = row.sequence
+    if row.drafts:
+        return True
     if sequence.wants_whole_prompt:
         return True
     return row.samples and (

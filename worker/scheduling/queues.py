@@ -166,7 +166,9 @@ class Queues:
         holders = [0] * pool.num_blocks
         requests: dict[int, set[RequestId]] = {}
         for sequence in (*self.running, *self._leaving.values()):
-            assert len(sequence.block_table) == tables.blocks_for(sequence.num_scheduled)
+            end = sequence.num_scheduled + sequence.num_drafted
+            assert len(sequence.block_table) == tables.blocks_for(end)
+            assert sequence.num_in_flight > sequence.num_drafted or not sequence.num_drafted
             assert len(set(sequence.block_table)) == len(sequence.block_table)
             assert sequence.num_computed <= sequence.num_scheduled <= len(sequence.tokens) + 1
             tables.check_plain(sequence)

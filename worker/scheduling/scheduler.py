@@ -45,6 +45,7 @@ from blockyard.worker.scheduling.capacity import (
 from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.config import CapacityError as CapacityError
 from blockyard.worker.scheduling.config import SchedulerConfig as SchedulerConfig
+from blockyard.worker.scheduling.drafts import commit_drafts, draft_rows, is_worth_waiting
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
@@ -62,6 +63,7 @@ from blockyard.worker.sequences.step_plan import (
     StepTokens,
     decodes_first,
 )
+from blockyard.worker.speculation.speculation import Speculation
 
 _NO_EXTRAS = RowExtras()
 _make_row = partial(tuple.__new__, ScheduledRow)
@@ -102,6 +104,8 @@ class Scheduler:
         self.must_wait_for_mask: Callable[[Sequence], bool] | None = None
         """Returns whether a sequence must wait for its grammar's mask. No step computes the sequence meanwhile, so a
         plan may be empty although there is work."""
+        self.speculation: Speculation | None = None
+        """None: no token is guessed."""
         self.num_preemptions = 0
         self.num_swaps = 0
         self.num_moves = 0
@@ -207,7 +211,7 @@ class Scheduler:
             ):
                 sequence.num_scheduled = start + 1
                 sequence.num_in_flight = 1
-                rows[sequence.sequence_id] = _make_row((sequence, start, 1, True, True))
+                rows[sequence.sequence_id] = _make_row((sequence, start, 1, True, True, ()))
                 budget -= 1
                 continue
             todo = self._tokens_to_compute(sequence)
@@ -233,20 +237,24 @@ class Scheduler:
                 budget -= self._schedule_running(
                     sequence, min(self._tokens_to_compute(sequence), budget), rows
                 )
+        drafts = self._draft(rows.values())
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
             step=step,
-            rows=decodes_first(rows.values()),
+            rows=(*decodes_first(rows.values()), *drafts),
             to_host=tuple((block, slot) for slot, block in moves.to_host.items()),
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
             ended=self._queues.ended(),
             adapters=self._adapters_of(rows.values()) if self.config.max_loras else (),
+            num_drafts=len(drafts),
         )
         if plan.has_work:
             self._moves[step] = moves
             self._queues.forget_ended()
+            if self.speculation is not None:
+                self.speculation.forget(plan.ended)
         return plan
 
     def _adapters_of(self, rows: Iterable[ScheduledRow]) -> tuple[tuple[int, Adapter], ...]:
@@ -259,6 +267,19 @@ class Scheduler:
         """Return the gate of one pass over the waiting sequences, or None without slots for adapters."""
         slots = self.config.max_loras
         return AdapterGate(slots, lambda: tokens_left(self._queues.holding)).holds if slots else None
+
+    def waits_for_tokens(self) -> bool:
+        """Return whether the next step should be planned only once the step in flight is committed."""
+        return (
+            self.speculation is not None
+            and not self.waiting
+            and is_worth_waiting(self.speculation, self.running, self.config)
+        )
+
+    def _draft(self, rows: Collection[ScheduledRow]) -> list[ScheduledRow]:
+        if self.speculation is None:
+            return []
+        return draft_rows(self.speculation, rows, config=self.config, queues=self._queues, tables=self.tables)
 
     def _has_background_alone(self) -> bool:
         last = self.running[-1:] or self.waiting[-1:]
@@ -287,7 +308,7 @@ class Scheduler:
         )
 
     def _tokens_to_compute(self, sequence: Sequence) -> int:
-        if sequence.state is not SequenceState.RUNNING:
+        if sequence.state is not SequenceState.RUNNING or sequence.num_drafted:
             return 0
         in_flight = sequence.num_samples_in_flight if sequence.num_in_flight else 0
         group = sequence.group
@@ -457,8 +478,10 @@ class Scheduler:
         self._end_step(plan)
         updates: list[Update] = []
         for index, (row, token) in enumerate(zip(plan.rows, step.tokens, strict=True)):
-            if token != LOST_TOKEN:
+            if token != LOST_TOKEN and not row.drafts:
                 updates += self._step_commit.commit(row, token, step.extras.get(index, _NO_EXTRAS))
+        if self.speculation is not None and plan.num_drafts:
+            commit_drafts(plan, step, updates, self._step_commit, self.speculation)
         if step.lost_slots:
             rows = zip(plan.rows, step.tokens, strict=True)
             self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])

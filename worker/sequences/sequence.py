@@ -110,7 +110,9 @@ class Sequence:
     num_named: int = 0
     """Leading blocks of the table that have a name in the prefix cache."""
     num_in_flight: int = 0
-    """Steps planned and not yet committed that compute this sequence."""
+    """Rows of steps planned and not yet committed that compute this sequence."""
+    num_drafted: int = 0
+    """Drafts behind `num_scheduled` that the step in flight verifies. No other step computes the sequence meanwhile."""
     cached_at_submit: int = 0
     """Tokens of the sequence that, at its submit, were cached or to be computed for another: what it should reuse."""
     cached_tokens: int | None = None

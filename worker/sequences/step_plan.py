@@ -37,6 +37,8 @@ class ScheduledRow(NamedTuple):
     """Whether the last position's logits give a new token (false inside a chunked prompt)."""
     is_plain: bool = False
     """Whether the sequence is known to have the same blocks as in its last step."""
+    drafts: tuple[int, ...] = ()
+    """Guessed tokens that follow the sequence's known ones, up to this row's only position."""
 
     @property
     def num_outputs(self) -> int:
@@ -71,6 +73,8 @@ class StepPlan:
     """Sequences that have ended since the last plan. The runner may drop their state."""
     adapters: tuple[tuple[int, Adapter], ...] = ()
     """The adapters that rows use, each with the slot that must hold it. The runner loads those that are not there."""
+    num_drafts: int = 0
+    """Rows of drafts. They are the last ones."""
 
     @property
     def has_work(self) -> bool:

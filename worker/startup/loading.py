@@ -34,6 +34,7 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
 from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.speculation.speculation import Speculation
 from blockyard.worker.startup.host_size import size_host_memory
 from blockyard.worker.startup.pool_size import (
     check_one_full_sequence_fits,
@@ -158,6 +159,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     masks = _give_masks(runner, model.vocab_size)
     if masks is not None:
         engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
+        if engine.scheduler.speculation is not None:
+            engine.scheduler.speculation.takes_grammar = masks.takes_drafts
     return LoadedEngine(
         engine=engine,
         runner=runner,
@@ -319,6 +322,7 @@ def _make_engine(
         swap_blocks_per_second=_swap_rate(runner),
         overlap_steps=_overlaps(config, runner),
         embeds=embeds,
+        speculation=Speculation() if config.speculation == "ngram" else None,
     )
 
 

@@ -1,0 +1,222 @@
+"""Speculation of one engine: chooses the drafts of each step by measured times and measured acceptance.
+
+A credit in seconds bounds what wrong drafts cost. A step with drafts adds the time that its right drafts save, less the
+time that its rows cost. A step without drafts adds SPENT_SHARE of its time. Without credit there are no drafts. So
+however wrong the estimates are, speculation costs little more than SPENT_SHARE of the time. Owns no rows or blocks.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.speculation.acceptance import NUM_CLASSES, Acceptance, Tried, class_of
+from blockyard.worker.speculation.choice import can_gain, most_useful, shares
+from blockyard.worker.speculation.drafter import Drafter, SuffixDrafter
+from blockyard.worker.speculation.row_times import RowTimes
+
+MAX_DRAFTS = 15
+"""Most drafts of one sequence in one step."""
+SPENT_SHARE = 0.005
+"""Share of the time that may be spent on drafts which lose."""
+MAX_CREDIT_STEPS = 2.0
+"""Most credit, in steps without drafts."""
+MAX_STEPS_WITH_DRAFTS = 32
+"""After so many steps with drafts one goes without, so that both kinds stay measured."""
+TRIAL_STEPS = 16
+"""Steps between two trials of drafts that are not expected to gain."""
+TRIAL_DRAFTS = 2
+MAX_SKIPPED_STEPS = 16
+"""Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
+there are no more steps than sequences."""
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """Record of one sequence's drafts."""
+
+    tried: list[Tried] = field(default_factory=lambda: [Tried() for _ in range(NUM_CLASSES)])
+    match_class: int = 0
+    """Class of the drafts in flight."""
+    num_drafted: int = 0
+    num_right: int = 0
+
+
+@dataclass(slots=True)
+class _Possible:
+    """Drafts that a step might verify."""
+
+    sequence: Sequence
+    tokens: list[int]
+    match_class: int
+    odds: list[float]
+    """Probability of each that it gives a token."""
+
+
+class Speculation:
+    """Drafts of one engine's sequences. Not thread-safe."""
+
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        """Without a `drafter`, sequences are searched for what followed their last tokens before."""
+        self.times = RowTimes()
+        self.acceptance = Acceptance()
+        self.num_drafted = 0
+        """Drafts that were verified since the start."""
+        self.num_right = 0
+        """Verified drafts that gave a token."""
+        self.takes_grammar: Callable[[Sequence], bool] | None = None
+        """Returns whether a sequence with a grammar may have drafts. None: no such sequence has any."""
+        self._drafter = SuffixDrafter() if drafter is None else drafter
+        self._drafted: dict[SequenceId, _Drafted] = {}
+        self._credit_seconds: float | None = None
+        """None before the first step was measured."""
+        self._steps_with_drafts = 0
+        self._since_trial = 0
+        self._looks_in_vain = 0
+        """Looks for drafts in a row that found none worth a row."""
+        self._skipped_steps = 0
+        """Steps before the next look."""
+        self._num_right_in_step = 0
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
+        if sequence.grammar is not None and (self.takes_grammar is None or not self.takes_grammar(sequence)):
+            return False
+        return sequence.num_generated > 0 and sequence.group is None and sequence.num_outputs == 1
+
+    def propose(
+        self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Return drafts for some sequences of a step with `num_rows` decodes and no prompt, up to `most` in all.
+
+        `candidates` are sequences with all tokens known, each with the most drafts that it can use.
+        """
+        chosen = self._choose(candidates, num_rows, most)
+        if chosen:
+            self._since_trial = self._looks_in_vain = 0
+        else:
+            self._looks_in_vain += 1
+            self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
+        for one, _ in chosen:
+            self._drafted[one.sequence.sequence_id].match_class = one.match_class
+        return [(one.sequence, one.tokens[:count]) for one, count in chosen]
+
+    def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
+        """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
+        return bool(self._choose(candidates, num_rows, most, num_unseen=1))
+
+    def _choose(
+        self, candidates: Items[tuple[Sequence, int]], num_rows: int, most: int, *, num_unseen: int = 0
+    ) -> list[tuple[_Possible, int]]:
+        """Return possible drafts with the number of them to verify, at least one each.
+
+        The first `num_unseen` tokens of each guess are not drafts, because they are about to be known.
+        """
+        if not candidates or most < 1:
+            return []
+        # How long a step of far more rows takes is not known, so the numbers of rows grow by a factor of two.
+        most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
+        is_trial = self._since_trial >= TRIAL_STEPS
+        if not is_trial and not can_gain(most, num_rows, self.times.expected):
+            return []
+        longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
+        possible = [
+            one
+            for sequence, useful in candidates
+            if (one := self._possible(sequence, min(useful, longest), num_unseen))
+        ]
+        odds_of = [one.odds for one in possible]
+        ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
+        total = most_useful(ranked, num_rows, self.times.expected)
+        if total:
+            counts = shares(odds_of, total)
+            return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
+        if possible and is_trial:
+            best = max(possible, key=lambda one: one.odds[0])
+            return [(best, min(TRIAL_DRAFTS, len(best.odds), most))]
+        return []
+
+    def may_draft(self, num_rows: int) -> bool:
+        """Return whether `propose` is worth calling for a step of so many decodes. Nothing is looked up for that."""
+        return (
+            self._skipped_steps < 1
+            and self._credit_seconds is not None
+            and self._credit_seconds > 0
+            and self.times.is_known(num_rows)
+            and self._steps_with_drafts < MAX_STEPS_WITH_DRAFTS
+        )
+
+    def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
+        if useful < 1:
+            return None
+        tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
+        del tokens[:num_unseen]
+        if not tokens:
+            return None
+        match_class = class_of(match_length)
+        drafted = self._drafted.setdefault(sequence.sequence_id, _Drafted())
+        rate = self.acceptance.rate(drafted.tried[match_class], match_class)
+        odds = [rate ** (num_unseen + number) for number in range(1, 1 + len(tokens))]
+        return _Possible(sequence, tokens, match_class, odds)
+
+    def note(self, sequence: Sequence, *, num_drafted: int, num_right: int) -> None:
+        """Note how many drafts of a sequence the step that ends has verified, at least one, and how many were right."""
+        self.num_drafted += num_drafted
+        self.num_right += num_right
+        self._num_right_in_step += num_right
+        drafted = self._drafted.get(sequence.sequence_id)
+        if drafted is not None:
+            drafted.num_drafted += num_drafted
+            drafted.num_right += num_right
+            self.acceptance.note(
+                drafted.tried[drafted.match_class],
+                drafted.match_class,
+                num_drafted=num_drafted,
+                num_right=num_right,
+            )
+
+    def observe(
+        self,
+        num_decodes: int,
+        num_drafts: int,
+        seconds: float,
+        *,
+        waited_seconds: float = 0.0,
+        wasted_seconds: float = 0.0,
+    ) -> None:
+        """Take the time of a step of decodes alone, at least one, and of so many drafts. Its drafts were noted.
+
+        `waited_seconds` passed before it while it was planned and no step was computed. `wasted_seconds` of them passed
+        because drafts were expected, and then there were none.
+        """
+        num_right, self._num_right_in_step = self._num_right_in_step, 0
+        if not 0 < seconds < float("inf"):
+            return
+        seconds += waited_seconds
+        self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
+        self._since_trial += 1
+        self._skipped_steps -= 1
+        if not self.times.observe(num_decodes + num_drafts, seconds):
+            return
+        alone = self.times.expected(num_decodes) if num_drafts else seconds
+        if num_drafts:
+            change = num_right * alone / num_decodes - (seconds - alone)
+        else:
+            change = SPENT_SHARE * seconds - wasted_seconds
+        most = MAX_CREDIT_STEPS * alone
+        credit = most / 2 if self._credit_seconds is None else self._credit_seconds
+        # A pause of the machine is not the drafts' cost.
+        self._credit_seconds = min(credit + max(change, -most), most)
+
+    def counts(self, sequence: Sequence) -> tuple[int, int]:
+        """Return how many drafts of a sequence were verified, and how many were right."""
+        drafted = self._drafted.get(sequence.sequence_id)
+        return (0, 0) if drafted is None else (drafted.num_drafted, drafted.num_right)
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        """Drop sequences that have ended. Unknown ones are ignored."""
+        ended = tuple(ended)
+        self._drafter.forget(ended)
+        for sequence_id in ended:
+            self._drafted.pop(sequence_id, None)
