@@ -54,6 +54,7 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_NO_CHOICE: _ClassVar[RejectReason]
     REJECT_REASON_PREEMPTED: _ClassVar[RejectReason]
     REJECT_REASON_HANDED_OVER: _ClassVar[RejectReason]
+    REJECT_REASON_ADAPTER: _ClassVar[RejectReason]
 PHASE_KIND_UNSPECIFIED: PhaseKind
 PHASE_KIND_PULL: PhaseKind
 PHASE_KIND_QUEUE: PhaseKind
@@ -87,6 +88,7 @@ REJECT_REASON_GRAMMAR: RejectReason
 REJECT_REASON_NO_CHOICE: RejectReason
 REJECT_REASON_PREEMPTED: RejectReason
 REJECT_REASON_HANDED_OVER: RejectReason
+REJECT_REASON_ADAPTER: RejectReason
 
 class PullBlocksRequest(_message.Message):
     __slots__ = ("block_names", "pull", "tenant")
@@ -133,7 +135,7 @@ class ToRouter(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port", "block_bytes", "num_ranks", "role")
+    __slots__ = ("worker_id", "incarnation", "model_fingerprint", "tokenizer_fingerprint", "block_size", "kv_dtype", "total_blocks", "max_model_len", "vocab_size", "device", "engine", "version", "load", "index_stride_blocks", "max_waiting", "is_draining", "stalled_seconds", "transfer_port", "block_bytes", "num_ranks", "role", "max_loras")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +157,7 @@ class Hello(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     model_fingerprint: str
@@ -176,7 +179,8 @@ class Hello(_message.Message):
     block_bytes: int
     num_ranks: int
     role: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    max_loras: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., load: _Optional[_Union[_cluster_pb2.WorkerLoad, _Mapping]] = ..., index_stride_blocks: _Optional[int] = ..., max_waiting: _Optional[int] = ..., is_draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., transfer_port: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("is_draining",)
@@ -185,7 +189,7 @@ class Draining(_message.Message):
     def __init__(self, is_draining: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "expected_pause_seconds", "hands_over", "wants_phases")
+    __slots__ = ("handle", "request_id", "token_ids", "prompt_tokens", "block_names", "sampling", "deadline_seconds", "continuations", "priority", "tenant", "client", "pull", "preemptions", "expected_pause_seconds", "hands_over", "wants_phases", "lora_name", "lora_fingerprint")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +206,8 @@ class Submit(_message.Message):
     EXPECTED_PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     WANTS_PHASES_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     token_ids: bytes
@@ -218,7 +224,9 @@ class Submit(_message.Message):
     expected_pause_seconds: float
     hands_over: bool
     wants_phases: bool
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., expected_pause_seconds: _Optional[float] = ..., hands_over: _Optional[bool] = ..., wants_phases: _Optional[bool] = ...) -> None: ...
+    lora_name: str
+    lora_fingerprint: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., block_names: _Optional[bytes] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_seconds: _Optional[float] = ..., continuations: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[int] = ..., client: _Optional[int] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., preemptions: _Optional[int] = ..., expected_pause_seconds: _Optional[float] = ..., hands_over: _Optional[bool] = ..., wants_phases: _Optional[bool] = ..., lora_name: _Optional[str] = ..., lora_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("address", "incarnation", "num_blocks", "seconds")

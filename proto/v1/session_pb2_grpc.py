@@ -86,6 +86,21 @@ class EngineServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/blockyard.v1.EngineService/AddAdapter',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/blockyard.v1.EngineService/RemoveAdapter',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/blockyard.v1.EngineService/ListAdapters',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -155,6 +170,29 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Reads an adapter from its folder into host memory, under a name. A name that exists stands for the new content from
+        then on. Requests that run with the old content end with it. Costs a look at the folder alone where it has not
+        changed. FAILED_PRECONDITION without slots for adapters (--max-loras), NOT_FOUND for a folder that is not there,
+        INVALID_ARGUMENT with the reason for one that cannot be served, RESOURCE_EXHAUSTED where host memory has no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Forgets a name. Its content is dropped once no other name and no request has it. NOT_FOUND for an unknown name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -207,6 +245,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.PullBlocks,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -479,6 +532,87 @@ class EngineService:
             '/blockyard.v1.EngineService/PullBlocks',
             blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_session__pb2.PullBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/AddAdapter',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/RemoveAdapter',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.EngineService/ListAdapters',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,
