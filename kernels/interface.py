@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 
 BackendName = Literal["auto", "torch", "cpu", "triton"]
 LinearsName = Literal["full", "int8"]
@@ -171,6 +172,11 @@ class Backend(Protocol):
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
+        ...
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        """Add (x A^T) B of each token's adapter to the output of a linear layer. Each part of a fused layer has an A of
+        its own. Tokens without an adapter stay as they are."""
         ...
 
 

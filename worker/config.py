@@ -189,6 +189,22 @@ class EngineConfig:
         "On a CPU it only delays each token by a step.",
         group=STEPS,
     )
+    max_loras: int = setting(
+        0,
+        help="LoRA adapters that the device holds at once, and that one step can use. 0: no adapter is served.",
+        minimum=0,
+        maximum=256,
+        group=MODEL,
+    )
+    max_lora_rank: int = setting(
+        16, help="Largest rank of an adapter. Each slot has room for it.", minimum=1, maximum=512, group=MODEL
+    )
+    adapter_dir: str | None = setting(
+        None,
+        help="Folder on each worker in which adapters lie, in PEFT's format. --max-loras needs it, and nothing outside "
+        "it is read.",
+        group=MODEL,
+    )
     enforce_eager: bool = setting(
         False,
         help="Launch decode steps kernel by kernel, not as one graph (of CUDA on a GPU, of recorded calls on a CPU). "
@@ -226,6 +242,12 @@ class EngineConfig:
             )
         if self.preempt == "swap" and self.swap_space_gib == 0:
             raise ValueError("preempt swap needs swap space (--swap-space-gib)")
+        if self.max_loras and self.adapter_dir is None:
+            raise ValueError("max_loras needs a folder with adapters (--adapter-dir)")
+        if self.max_loras and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "adapters need a worker of one rank: max_loras must be 0 with tensor_parallel_size above 1"
+            )
         if self.simulated_fault is not None:
             SimulatedFault.parse(self.simulated_fault)
             if self.engine != "simulated":

@@ -14,6 +14,7 @@ from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
+from blockyard.worker.scheduling.adapter_book import AdapterBook
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere
@@ -105,6 +106,7 @@ class Engine:
         self.lends_all = False
         """Whether all blocks may be lent at once, because others continue what has begun here."""
         self.pull_rates = PullRates()
+        self.adapters = AdapterBook(self.scheduler.adapters)
         self._loans: set[Loan] = set()
         self._num_lent_blocks = 0
         """Blocks that loans which have ended brought to other workers."""
@@ -116,8 +118,8 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestId:
         """Queue a request, and return its id.
 
-        Raises CapacityError where it can never fit, ValueError for an empty prompt, continuations that do not fit it,
-        or a model that does not do what the request asks.
+        Raises CapacityError where it can never fit, UnknownAdapter, and ValueError for an empty prompt, continuations
+        that do not fit it, or a model that does not do what the request asks.
         """
         if request.sampling.embeds != self.embeds:
             raise ValueError(
@@ -158,6 +160,7 @@ class Engine:
         """
         now = self._clock()
         sampling = request.sampling
+        adapter = self.adapters.find(request.adapter)
         if request.continuations and (
             sampling.beam_width
             or len(request.token_ids) != request.prompt_length
@@ -188,6 +191,7 @@ class Engine:
                 index=part.index,
                 num_outputs=sampling.n if forks else 1,
                 grammar=request.grammar,
+                adapter=adapter,
                 may_move=request.preemptions is not None,
                 expected_pause_seconds=request.expected_pause_seconds,
                 num_preemptions=min(request.preemptions or 0, self.scheduler.config.max_preemptions),
@@ -252,6 +256,7 @@ class Engine:
         self._woken.set()
 
     def _take(self, ended: EndedStep) -> list[SequenceOutput]:
+        self.adapters.note_loads(ended.adapter_seconds)
         if ended.num_failed_alone:
             self._failures_in_a_row += ended.num_failed_alone
         else:
@@ -497,6 +502,9 @@ class Engine:
             pulled_blocks=pulls.num_blocks,
             lent_blocks=self._num_lent_blocks,
             failed_pulls=pulls.num_failed,
+            adapters=self.adapters.resident(self.scheduler.running),
+            adapter_load_seconds=self.adapters.average_seconds,
+            adapter_loads=self.adapters.num_loads,
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from blockyard.worker.cache.prefix_cache import CacheChanges
 from blockyard.worker.scheduling.pulls import PullOrder
+from blockyard.worker.sequences.adapter import ResidentAdapter
 from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, TenantId
 from blockyard.worker.sequences.phases import Phase
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -40,6 +41,8 @@ class EngineRequest:
     """The unfinished outputs of a replayed request that has several. `token_ids` is then the prompt alone."""
     grammar: object | None = None
     """The compiled grammar that the output must follow, for the runner."""
+    adapter: str = ""
+    """Fingerprint of the adapter that computes it. Empty: the bare model."""
     pull: PullOrder | None = None
     """Blocks to fetch from another worker before the prompt is computed."""
     preemptions: int | None = None
@@ -147,3 +150,8 @@ class EngineLoad:
     pulled_blocks: int
     lent_blocks: int
     failed_pulls: int
+    adapters: tuple[ResidentAdapter, ...] = ()
+    """The adapters that the device holds."""
+    adapter_load_seconds: float = 0.0
+    """Average time of the last loads of adapters. 0 is unknown."""
+    adapter_loads: int = 0

@@ -38,6 +38,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
         bound_spinning()
+        from blockyard.worker.lora.catalogue import AdapterCatalogue
         from blockyard.worker.ranks import RankLeader
         from blockyard.worker.startup.loading import ALONE, load_engine
 
@@ -53,7 +54,10 @@ class LLM:
         self._model_ends = self._loaded.model.eos_token_ids
         self._grammar_tokenizer: LLTokenizer | None = None
         self.tokenizer = load_tokenizer(self._loaded.tokenizer_path)
-        self._root = root_name(
+        reader = self._loaded.adapters
+        self._adapters = None if reader is None else AdapterCatalogue(reader)
+        self._root = partial(
+            root_name,
             cluster_secret="",
             model_fingerprint=self._loaded.model_fingerprint,
             block_size=self.config.block_size,
@@ -69,13 +73,14 @@ class LLM:
         ignore_eos: bool = False,
         include_stop_in_output: bool = False,
         structured_output: Grammar | None = None,
+        adapters: Sequence[str | None] = (),
     ) -> list[Completion]:
         """Run all prompts (texts, or token ids) together. Return completions in the order of the prompts.
 
         Every prompt uses the same sampling, so equal prompts get equal answers. The seed is 0 unless `sampling` sets
         one; ask for `n` to get different outputs. The end-of-sequence tokens are the model's unless `sampling` names
         others. Stop strings count from the text after `min_tokens`. Every output follows `structured_output`, and then
-        ends.
+        ends. `adapters` gives each prompt a folder below `adapter_dir`, or None for the bare model.
 
         Raises ValueError for an empty prompt, one that can never fit, options that do not go together, or a grammar
         that cannot be compiled.
@@ -89,8 +94,8 @@ class LLM:
         )
         answers: dict[RequestId, _Answer] = {}
         try:
-            for text in texts:
-                request = self._request(text, sampling, grammar)
+            for text, adapter in zip(texts, adapters or [None] * len(texts), strict=True):
+                request = self._request(text, sampling, grammar, self._adapter(adapter))
                 answer = _Answer(request.prompt_length, [start_output() for _ in range(sampling.n)])
                 answers[self._engine.submit(request)] = answer
             while self._engine.has_work:
@@ -153,18 +158,34 @@ class LLM:
         compiled.try_out()
         return compiled
 
+    def _adapter(self, path: str | None) -> str:
+        """Read the adapter in a folder, if it has changed, and return its fingerprint. Return "" for the bare model."""
+        if path is None:
+            return ""
+        if self._adapters is None:
+            raise ValueError("adapters need slots: set max_loras and adapter_dir")
+        adapter = self._adapters.add(path, path)[0].adapter
+        self._engine.adapters.add(adapter)
+        return adapter.fingerprint
+
     def _request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams, grammar: CompiledGrammar | None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        grammar: CompiledGrammar | None,
+        adapter: str = "",
     ) -> EngineRequest:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_tokens(token_ids)
-        names = [self._root, *chain(self._root, token_ids, self.config.block_size)]
+        root = self._root(adapter=adapter)
+        names = [root, *chain(root, token_ids, self.config.block_size)]
         return EngineRequest(
             token_ids=token_ids,
             prompt_length=len(token_ids),
             names=[BlockName(name) for name in names],
             sampling=sampling,
             grammar=grammar,
+            adapter=adapter,
         )
 
     def _take(self, answer: _Answer, output: SequenceOutput) -> None:

@@ -37,10 +37,12 @@ from blockyard.kernels.cpu.library import (
     Placement,
     SiluMul,
 )
+from blockyard.kernels.cpu.lora import add_lora
 from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out, panel_linear
 from blockyard.kernels.cpu.recording import Allocations, Arena, RecordedCalls, RecordingLibrary
 from blockyard.kernels.interface import HeadNorms, LinearsName, split_heads
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.torch.backend import TorchBackend
 
 LANES = 16
@@ -344,6 +346,11 @@ class CpuBackend(TorchBackend):
         if weight_OI.dim() > 2:
             return panel_linear(self._library, x_TI, weight_OI, bias_O)
         return super().linear(x_TI, weight_OI, bias_O)
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        if not _is_native(x_TI, out_TO, weights.a_SPRI):
+            return super().add_lora(out_TO, x_TI, weights, plan)
+        add_lora(self._library, out_TO, x_TI, weights, plan)
 
 
 class RecordedStep:

@@ -62,6 +62,19 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Lora(ctypes.Structure):
+    """`Lora` of native/lora.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *(
+            (name, _Address)
+            for name in ("x", "out", "a", "b", "ranks", "starts", "tokens", "items", "between")
+        ),
+        *((name, _Int) for name in ("x_stride", "out_stride", "num_rows", "num_tokens", "num_items")),
+        *((name, _Int) for name in ("num_slots", "num_parts", "max_rank", "num_inputs", "num_outputs")),
+    ]
+
+
 class GreedyTokens(ctypes.Structure):
     """`GreedyTokens` of native/rows.cpp."""
 
@@ -138,6 +151,7 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
+    "add_lora": ("by_add_lora", Lora),
     "gather": ("by_gather", Gather),
     "all_reduce": ("by_all_reduce", AllReduce),
     "concatenate": ("by_concatenate", Concatenation),
@@ -158,6 +172,7 @@ class CpuLibrary:
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
+    add_lora: Callable[..., None]
     gather: Callable[..., None]
     all_reduce: Callable[..., None]
     concatenate: Callable[..., None]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, greedy_tokens, split_heads
 from blockyard.kernels.kv_pool import gather, head_dim_of, is_quantised, movable, store
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.torch.huge_pages import collapse_packed
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
 from blockyard.kernels.torch.packed_linear import can_pack, pack, packed_linear
@@ -212,6 +213,18 @@ class TorchBackend:
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         return packed_linear(x_TI, weight_OI, bias_O)
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        ranks = weights.ranks_S.tolist()
+        for slot, run in plan.segments():
+            tokens, rank = plan.tokens_M[run].long(), ranks[slot]
+            if not rank:
+                continue
+            parts = weights.b_SRO[slot, :rank].split(weights.widths, dim=1)
+            outputs = out_TO.split(weights.widths, dim=1)
+            for a_RI, b_RO, part_TO in zip(weights.a_SPRI[slot, :, :rank], parts, outputs, strict=True):
+                shrunk_TR = self.linear(x_TI[tokens], a_RI)
+                part_TO.index_add_(0, tokens, self.linear(shrunk_TR, b_RO.t()))
 
 
 def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:

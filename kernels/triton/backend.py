@@ -21,10 +21,12 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, split_heads
 from blockyard.kernels.kv_pool import is_quantised, movable
+from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
 from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from blockyard.kernels.triton.lora import launch_add_lora
 from blockyard.kernels.triton.pool_writes import (
     check_dense_rows,
     check_pool,
@@ -305,6 +307,9 @@ class TritonBackend:
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
+
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        launch_add_lora(out_TO, x_TI, weights, plan)
 
 
 def _launch_rms_norm(

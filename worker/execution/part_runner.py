@@ -20,6 +20,7 @@ from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch.huge_pages import advise_empty
 from blockyard.worker.execution.step_inputs import Layout, StepInputs, step_inputs
 from blockyard.worker.execution.step_moves import StepMoves
+from blockyard.worker.lora.device_slots import DeviceSlots
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted, HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
@@ -58,6 +59,8 @@ class PartRunner:
         kv_cache_dtype: KVCacheDtype = "auto",
         part: ModelPart | None = None,
         collective: Collective | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 1,
     ) -> None:
         """`verify_host_blocks` compares what comes back from host memory with what went there, by content.
 
@@ -91,6 +94,14 @@ class PartRunner:
             device=self.device,
             with_items=backend.reads_items,
         )
+        self.adapters = (
+            DeviceSlots(
+                config, num_slots=max_loras, max_rank=max_lora_rank, dtype=self.dtype, device=self.device
+            )
+            if max_loras
+            else None
+        )
+        """The slots of adapters. None: no adapter is served."""
         self._moves = StepMoves(save=self._save_blocks, load=self._load_blocks, copy=self._copy_blocks)
         self._set_up()
 
@@ -136,6 +147,8 @@ class PartRunner:
         kv_cache_dtype: KVCacheDtype = "auto",
         seed: int = 0,
         collective: Collective | None = None,
+        max_loras: int = 0,
+        max_lora_rank: int = 1,
     ) -> Self:
         """Load a model, or this rank's part of it, and allocate its pools. `seed` draws random weights.
 
@@ -170,6 +183,8 @@ class PartRunner:
             kv_cache_dtype=kv_cache_dtype,
             part=part,
             collective=ranks,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
         )
 
     def compute(self, arrays: StepArrays) -> None:
@@ -209,7 +224,12 @@ class PartRunner:
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states [Q, H] of the wanted positions."""
         return self._decoder.hidden(
-            inputs.tokens_T, self.kv_pools, inputs.plan, inputs.wanted_Q, rows_plan=inputs.wanted_plan
+            inputs.tokens_T,
+            self.kv_pools,
+            inputs.plan,
+            inputs.wanted_Q,
+            rows_plan=inputs.wanted_plan,
+            lora=inputs.lora,
         )
 
     def _rows_of(self, hidden_QH: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

@@ -160,6 +160,8 @@ class TorchRunner(PartRunner):
         if masks is not None:
             masks.start(sampling)
         inputs = self._inputs_of(arrays)
+        if plan.adapters:
+            inputs = self._with_adapters(plan, inputs)
         if unknown:
             self._fill_in(inputs, arrays, self._newest.of(unknown))
         hidden_QH = self._hidden(inputs)
@@ -176,8 +178,20 @@ class TorchRunner(PartRunner):
         self._newest = NewestTokens.none() if drawing is None else NewestTokens(sampling, drawing.tokens_SN)
         embeddings = self._embeddings(rows, inputs, hidden_QH)
         return StartedStep(
-            rows=rows, drawing=drawing, chunks=chunks, prompt_logprobs=scores, embeddings=embeddings
+            rows=rows,
+            drawing=drawing,
+            chunks=chunks,
+            prompt_logprobs=scores,
+            embeddings=embeddings,
+            loads=() if self.adapters is None else self.adapters.take_loads(),
         )
+
+    def _with_adapters(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
+        """Load the adapters of a step, and return its inputs with them."""
+        assert self.adapters is not None, "the plan uses adapters, and there are no slots"
+        self.adapters.load(plan.adapters)
+        ends_narrow = inputs.wanted_plan is not None
+        return replace(inputs, lora=self.adapters.step(plan.adapters, plan.rows, ends_narrow=ends_narrow))
 
     def _embeddings(
         self, rows: Sequence[ScheduledRow], inputs: StepInputs, hidden_QH: torch.Tensor
@@ -265,7 +279,14 @@ class TorchRunner(PartRunner):
             bounds=self.split_bounds,
             device=self.device,
         )
-        graphs = DecodeGraphs(self._decoder, self.kv_pools, static, sizes=sizes, device=self.device)
+        graphs = DecodeGraphs(
+            self._decoder,
+            self.kv_pools,
+            static,
+            sizes=sizes,
+            device=self.device,
+            lora_layers=None if self.adapters is None else self.adapters.layers,
+        )
         try:
             with torch.inference_mode():
                 graphs.capture()
@@ -296,7 +317,7 @@ class TorchRunner(PartRunner):
 
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         if self._graphs is not None and self.replays_graphs and not inputs.num_scored:
-            hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan)
+            hidden_QH = self._graphs.hidden(inputs.tokens_T, inputs.plan, inputs.lora)
             if hidden_QH is not None:
                 return hidden_QH
         return super()._hidden(inputs)

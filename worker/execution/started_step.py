@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 from blockyard.proto.naming.pooling import Pooling
+from blockyard.worker.lora.device_slots import AdapterLoad
 from blockyard.worker.memory.transfers import Readback, upload
 from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.sampler import Drawing
@@ -69,6 +70,8 @@ class StartedStep:
     chunks: Chunks | None
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]]
     embeddings: Embeddings | None = None
+    loads: Sequence[AdapterLoad] = ()
+    """The adapters that the step has loaded."""
 
     @torch.inference_mode()
     def result(self) -> StepTokens:
@@ -77,6 +80,8 @@ class StartedStep:
         step = _by_row_of_plan(self.rows, sampled, self.prompt_logprobs, spoilt)
         for row, embedding in ({} if self.embeddings is None else self.embeddings.by_row()).items():
             step.extras[row] = RowExtras(embedding=embedding)
+        if self.loads:
+            step = replace(step, adapter_seconds={load.fingerprint: load.seconds() for load in self.loads})
         return step
 
 

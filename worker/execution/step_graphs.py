@@ -23,8 +23,10 @@ from blockyard.kernels.attention.static_plan import StaticDecodes
 from blockyard.kernels.cpu.backend import CpuBackend, RecordedStep
 from blockyard.kernels.cpu.recording import Arena
 from blockyard.kernels.interface import Backend
+from blockyard.kernels.lora import StaticLora
 from blockyard.worker.execution.capture_progress import CaptureProgress
 from blockyard.worker.model.decoder import Decoder
+from blockyard.worker.model.lora import LoraLayer, LoraStep
 
 GRAPH_BYTES = 8 << 20
 """Estimated memory of each graph beside its tensors."""
@@ -175,34 +177,45 @@ class DecodeGraphs:
         *,
         sizes: GraphSizes,
         device: torch.device,
+        lora_layers: tuple[LoraLayer, ...] | None = None,
     ) -> None:
-        """The pools must keep their addresses."""
+        """The pools must keep their addresses, and so must the slots of `lora_layers`. Steps with adapters have graphs
+        of their own."""
         self._decoder = decoder
         self._kv_pools = tuple(kv_pools)
         self._static = static
         self._sizes = sizes
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, bool], StepGraph] = {}
+        self._lora_layers = lora_layers
+        self._lora = StaticLora(sizes.rows[-1], device)
+        self._graphs: dict[tuple[int, bool, bool], StepGraph] = {}
 
     def capture(self) -> None:
         """Capture the graphs of `at_start` and `shared_at_start`, the largest first: the others reuse its memory.
 
         All rows are padding: no block is written.
         """
-        graphs = [(size, True) for size in self._sizes.shared_at_start]
-        graphs += [(size, False) for size in self._sizes.at_start]
+        with_adapters = (False,) if self._lora_layers is None else (True, False)
+        graphs = [(size, True, adds) for size in self._sizes.shared_at_start for adds in with_adapters]
+        graphs += [(size, False, adds) for size in self._sizes.at_start for adds in with_adapters]
         with CaptureProgress(len(graphs)) as progress:
-            for size, is_shared in sorted(graphs, reverse=True):
-                self._graphs[size, is_shared] = self._captured(size, is_shared)
+            for key in sorted(graphs, reverse=True):
+                self._graphs[key] = self._captured(*key)
                 progress.advance()
 
-    def _captured(self, size: int, is_shared: bool) -> StepGraph:
+    def _captured(self, size: int, is_shared: bool, has_adapters: bool) -> StepGraph:
         tokens_T, plan = self._tokens_T[:size], self._static.plan(size, is_shared=is_shared)
+        lora = None
+        if has_adapters:
+            assert self._lora_layers is not None
+            lora = LoraStep(layers=self._lora_layers, plan=self._lora.plan(size))
         graph = self._sizes.make_graph()
-        graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None))
+        graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None, lora=lora))
         return graph
 
-    def hidden(self, tokens_T: torch.Tensor, plan: AttentionPlan) -> torch.Tensor | None:
+    def hidden(
+        self, tokens_T: torch.Tensor, plan: AttentionPlan, lora: LoraStep | None = None
+    ) -> torch.Tensor | None:
         """Return [T, H] of all tokens, valid until the next call, or None for a step that does not fit."""
         num_rows, rows = plan.num_rows, self._sizes.rows
         if num_rows > rows[-1] or not self._static.takes(plan):
@@ -210,7 +223,9 @@ class DecodeGraphs:
         size = rows[bisect_left(rows, num_rows)]
         self._static.fill(plan, size)
         self._tokens_T[:num_rows].copy_(tokens_T)
-        key = (size, len(plan.shared_items_Y5) > 0)
+        if lora is not None:
+            self._lora.fill(lora.plan, size)
+        key = (size, len(plan.shared_items_Y5) > 0, lora is not None)
         if key not in self._graphs:
             self._graphs[key] = self._captured(*key)
         return self._graphs[key].replay()[:num_rows]

@@ -16,6 +16,7 @@ import torch
 from blockyard.kernels.attention.plan import AttentionPlan, plan_rows
 from blockyard.worker.execution.table_rows import TableRows
 from blockyard.worker.memory.transfers import upload
+from blockyard.worker.model.lora import LoraStep
 from blockyard.worker.parallel.step_arrays import NONE, StepArrays
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.prompt_scoring import scored_positions
@@ -43,6 +44,8 @@ class StepInputs:
     """Indices in Q of each row's last position. The row samples from it, or it shows whether a chunk is finite."""
     num_scored: Mapping[int, int]
     """Number of positions that score the prompt, by index of the row. Rows without any are left out."""
+    lora: LoraStep | None = None
+    """The adapters of the step. None where every row uses the bare model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

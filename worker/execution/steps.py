@@ -12,8 +12,8 @@ from the state after step n. Owns the step in flight. Does not choose what runs 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from blockyard.worker.execution.bisect import NothingSucceeds, execute, in_halves
@@ -36,6 +36,8 @@ class EndedStep:
     """Parts of the step that could not be split and raised, where nothing succeeded. 0 where anything did."""
     is_disturbed: bool = False
     """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
+    adapter_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of each adapter that the step has loaded, by fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,7 @@ class Steps:
         *,
         is_disturbed: bool = False,
     ) -> EndedStep:
+        adapter_seconds: Mapping[str, float] = {}
         try:
             tokens = run()
         except NothingSucceeds as failure:
@@ -149,6 +152,7 @@ class Steps:
         else:
             updates, num_failed_alone = self._scheduler.commit(plan, tokens), 0
             is_disturbed = is_disturbed or FAILED_TOKEN in tokens.tokens
+            adapter_seconds = tokens.adapter_seconds
         self._last_end = self._clock()
         return EndedStep(
             plan=plan,
@@ -156,4 +160,5 @@ class Steps:
             seconds=self._last_end - started_at,
             num_failed_alone=num_failed_alone,
             is_disturbed=is_disturbed,
+            adapter_seconds=adapter_seconds,
         )

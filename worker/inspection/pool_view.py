@@ -5,10 +5,10 @@ need. The rest may run on other threads, where it delays no step.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from blockyard.proto.v1.cluster_pb2 import Block, BlockPool, BlockRun, BlockState, WorkerLoad
+from blockyard.proto.v1.cluster_pb2 import Block, BlockPool, BlockRun, BlockState, ResidentAdapter, WorkerLoad
 from blockyard.worker.cache.block_pool import BlockState as State
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineLoad
@@ -37,7 +37,9 @@ class PoolSnapshot:
 
 
 def load_message(load: EngineLoad) -> WorkerLoad:
-    return WorkerLoad(**{name: getattr(load, name) for name in EngineLoad.__dataclass_fields__})
+    fields = {name: getattr(load, name) for name in EngineLoad.__dataclass_fields__ if name != "adapters"}
+    adapters = [ResidentAdapter(**asdict(adapter)) for adapter in load.adapters or ()]
+    return WorkerLoad(adapters=adapters, **fields)
 
 
 def take_snapshot(engine: Engine) -> PoolSnapshot:

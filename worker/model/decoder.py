@@ -14,11 +14,16 @@ from collections.abc import Sequence
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import Backend, HeadNorms
+from blockyard.kernels.lora import LoraPlan
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
+from blockyard.worker.model.lora import LoraLayer, LoraStep
 from blockyard.worker.model.rotary_table import rotary_table
 from blockyard.worker.model.weights import LayerWeights, Weights
 from blockyard.worker.parallel.collective import Alone, Collective
+
+Adds = tuple[LoraLayer, LoraPlan]
+"""The adapters of a layer, and the tokens that use them."""
 
 
 class Decoder:
@@ -94,11 +99,12 @@ class Decoder:
         rows_S: torch.Tensor | None,
         *,
         rows_plan: AttentionPlan | None = None,
+        lora: LoraStep | None = None,
     ) -> torch.Tensor:
         """Return the last layer's normalised output [S, H] for the tokens at the indices `rows_S`. None: of all.
 
         `tokens_T` are at the plan's positions. `kv_pools` has one [B, 2, K, P, D] for each layer. With `rows_plan`, the
-        attention plan of these rows alone, the last layer computes no other rows.
+        attention plan of these rows alone, the last layer computes no other rows. `lora` adds the tokens' adapters.
         """
         weights, eps = self._weights, self._config.rms_norm_eps
         # The first norm leaves the residual as it is. The following ones add each block's output to it.
@@ -107,16 +113,24 @@ class Decoder:
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
         self._backend.rms_norm(residual_TH, weights.layers[0].input_norm_H, eps, out_TH=x_TH)
-        for layer, next_layer, pool_B2KPD, window in zip(
-            weights.layers, (*weights.layers[1:], None), kv_pools, windows, strict=True
+        adapters = (None,) * len(windows) if lora is None else lora.layers
+        lora_plan = None if lora is None else lora.plan
+        for layer, next_layer, pool_B2KPD, window, adapter in zip(
+            weights.layers, (*weights.layers[1:], None), kv_pools, windows, adapters, strict=True
         ):
-            q_TND, attends = self._project_and_store(layer, x_TH, pool_B2KPD, plans[window]), plans[window]
+            adds = None if adapter is None or lora_plan is None else (adapter, lora_plan)
+            q_TND, attends = (
+                self._project_and_store(layer, x_TH, pool_B2KPD, plans[window], adds),
+                plans[window],
+            )
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
-            x_TH = self._attend(layer, q_TND, pool_B2KPD, attends)
+                if adapter is not None and lora is not None and lora.rows_plan is not None:
+                    adds = adapter, lora.rows_plan
+            x_TH = self._attend(layer, q_TND, pool_B2KPD, attends, adds)
             self._collective.all_reduce(x_TH)
             self._backend.add_rms_norm(x_TH, residual_TH, layer.mlp_norm_H, eps, out_TH=x_TH)
-            x_TH = self._mlp(layer, x_TH)
+            x_TH = self._mlp(layer, x_TH, adds)
             self._collective.all_reduce(x_TH)
             if next_layer is not None:
                 self._backend.add_rms_norm(x_TH, residual_TH, next_layer.input_norm_H, eps, out_TH=x_TH)
@@ -137,21 +151,37 @@ class Decoder:
         return x_TH
 
     def _project_and_store(
-        self, layer: LayerWeights, x_TH: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+        self,
+        layer: LayerWeights,
+        x_TH: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        adds: Adds | None,
     ) -> torch.Tensor:
         """Store keys and values, and return the queries [T, N, D]."""
         config = self._config
         qkv = self._backend.linear(x_TH, layer.qkv_QH, layer.qkv_bias_Q)
+        if adds is not None:
+            self._backend.add_lora(qkv, x_TH, adds[0].qkv, adds[1])
         heads_TXD = qkv.view(x_TH.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         norms, cos_sin_MD = self._head_norms(layer), self._cos_sin_MD
         return self._backend.qk_norm_rope_write(heads_TXD, norms, cos_sin_MD, kv_pool_B2KPD, plan)
 
     def _attend(
-        self, layer: LayerWeights, q_TND: torch.Tensor, kv_pool_B2KPD: torch.Tensor, plan: AttentionPlan
+        self,
+        layer: LayerWeights,
+        q_TND: torch.Tensor,
+        kv_pool_B2KPD: torch.Tensor,
+        plan: AttentionPlan,
+        adds: Adds | None,
     ) -> torch.Tensor:
         out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
         self._backend.attention(q_TND, kv_pool_B2KPD, plan, scale=self._scale, out_TND=out_TND)
-        return self._backend.linear(out_TND.flatten(1), layer.attention_out_HA, layer.attention_out_bias_H)
+        out_TA = out_TND.flatten(1)
+        x_TH = self._backend.linear(out_TA, layer.attention_out_HA, layer.attention_out_bias_H)
+        if adds is not None:
+            self._backend.add_lora(x_TH, out_TA, adds[0].attention_out, adds[1])
+        return x_TH
 
     def _head_norms(self, layer: LayerWeights) -> HeadNorms | None:
         if layer.q_norm_D is None or layer.k_norm_D is None:
@@ -159,20 +189,26 @@ class Decoder:
         eps = self._config.rms_norm_eps
         return HeadNorms(q_weight_D=layer.q_norm_D, k_weight_D=layer.k_norm_D, eps=eps)
 
-    def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
         """Apply the MLP. With many tokens, the result may overwrite `x_TH`."""
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
-            return self._mlp_of(layer, x_TH)
-        for some_TH in x_TH.split(most):
-            some_TH.copy_(self._mlp_of(layer, some_TH))
+            return self._mlp_of(layer, x_TH, adds)
+        for first, some_TH in zip(range(0, len(x_TH), most), x_TH.split(most), strict=True):
+            some = None if adds is None else (adds[0], adds[1].part(first, first + most))
+            some_TH.copy_(self._mlp_of(layer, some_TH, some))
         return x_TH
 
-    def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor) -> torch.Tensor:
+    def _mlp_of(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
+        if adds is not None:
+            self._backend.add_lora(gate_up_T2I, x_TH, adds[0].gate_up, adds[1])
         hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
         self._backend.silu_mul(gate_up_T2I, out_TI=hidden_TI)
-        return self._backend.linear(hidden_TI, layer.down_HI)
+        out_TH = self._backend.linear(hidden_TI, layer.down_HI)
+        if adds is not None:
+            self._backend.add_lora(out_TH, hidden_TI, adds[0].down, adds[1])
+        return out_TH
 
 
 def _within(plan: AttentionPlan, window: int | None) -> AttentionPlan:

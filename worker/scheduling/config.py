@@ -24,6 +24,8 @@ class SchedulerConfig:
     """Only every Nth block of a prefix is published to the prefix index."""
     protected_blocks: int = 0
     """Cached blocks of other tenants that no tenant's work evicts, except where nothing else would run."""
+    max_loras: int = 0
+    """Adapters that the device holds at once. 0: none is served."""
     most_lent_blocks: int = 0
     """Most blocks of the pool that are kept at once for other workers to fetch."""
 

@@ -36,6 +36,11 @@ class Queues:
         """Whether a step in flight still computes sequences that have ended."""
         return bool(self._leaving)
 
+    @property
+    def holding(self) -> tuple[Sequence, ...]:
+        """The running sequences, and those that have ended while a step in flight computes them."""
+        return (*self.running, *self._leaving.values())
+
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence, new or no longer running, among the waiting ones in order of rank."""
         if sequence.state is SequenceState.RUNNING:
@@ -46,12 +51,16 @@ class Queues:
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
     def next_waiting(
-        self, is_held: Callable[[Sequence], bool], *, skips: Callable[[Sequence], bool] | None = None
+        self,
+        is_held: Callable[[Sequence], bool],
+        *,
+        lacks_slot: Callable[[Sequence], bool] | None = None,
+        skips: Callable[[Sequence], bool] | None = None,
     ) -> Sequence | None:
         """Return the first waiting sequence that needs neither blocks from elsewhere nor a mask first.
 
-        `is_held` says of one with a grammar whether it waits for a mask. Beams of a running search come first: it needs
-        all. What `skips` is true of is left out.
+        `is_held` says of one with a grammar whether it waits for a mask, and `lacks_slot` whether one waits for a slot
+        of an adapter. Beams of a running search come first: it needs all. What `skips` is true of is left out.
         """
         for sequence in self.running:
             for beam in sequence.group.live if sequence.group is not None else ():
@@ -62,6 +71,7 @@ class Queues:
                 not sequence.is_pulling
                 and (skips is None or not skips(sequence))
                 and (sequence.grammar is None or not is_held(sequence))
+                and (lacks_slot is None or not lacks_slot(sequence))
             ):
                 return sequence
         return None
@@ -99,6 +109,7 @@ class Queues:
             index=index,
             group=parent.group,
             grammar=parent.grammar,
+            adapter=parent.adapter,
             state=SequenceState.RUNNING,
             cached_at_submit=parent.cached_at_submit,
             cached_tokens=parent.cached_tokens,

@@ -19,7 +19,7 @@ A request with several outputs runs as one sequence until its first token, and t
 search decides (sequences/beams.py). Owns the queues and the counters of sequences. Has no tensors, clocks or I/O.
 """
 
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 
 from blockyard.worker.cache.block_pool import BlockPool
@@ -27,6 +27,7 @@ from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
+from blockyard.worker.scheduling.adapter_slots import AdapterGate, AdapterSlots, tokens_left
 from blockyard.worker.scheduling.background import (
     background_prefill,
     decodes_beside,
@@ -49,6 +50,7 @@ from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_vic
 from blockyard.worker.scheduling.pulls import Pulls
 from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill
 from blockyard.worker.scheduling.queues import Queues
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.beams import BeamGroup
 from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
@@ -93,6 +95,7 @@ class Scheduler:
             self.host_cache,
             index_stride_blocks=config.index_stride_blocks,
         )
+        self.adapters = AdapterSlots(config.max_loras)
         self.pulls = Pulls(self.tables, index_stride_blocks=config.index_stride_blocks)
         self._queues = Queues(self.tables)
         self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
@@ -239,11 +242,23 @@ class Scheduler:
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
             ended=self._queues.ended(),
+            adapters=self._adapters_of(rows.values()) if self.config.max_loras else (),
         )
         if plan.has_work:
             self._moves[step] = moves
             self._queues.forget_ended()
         return plan
+
+    def _adapters_of(self, rows: Iterable[ScheduledRow]) -> tuple[tuple[int, Adapter], ...]:
+        """Return the adapters of a step with their slots. Those of running sequences stay where they are."""
+        wanted = [row.sequence.adapter for row in rows if row.sequence.adapter is not None]
+        held = self._queues.holding if wanted else ()
+        return self.adapters.place(wanted, (one.adapter for one in held if one.adapter is not None))
+
+    def _gate(self) -> Callable[[Sequence], bool] | None:
+        """Return the gate of one pass over the waiting sequences, or None without slots for adapters."""
+        slots = self.config.max_loras
+        return AdapterGate(slots, lambda: tokens_left(self._queues.holding)).holds if slots else None
 
     def _has_background_alone(self) -> bool:
         last = self.running[-1:] or self.waiting[-1:]
@@ -376,10 +391,12 @@ class Scheduler:
         With `before`, admit only what is more urgent than that sequence. Return the budget that is left.
         """
         while budget > 0 and self.waiting:
-            sequence = self._queues.next_waiting(self._is_held)
+            sequence = self._queues.next_waiting(self._is_held, lacks_slot=self._gate())
             if sequence is not None and is_background(sequence) and goes_before(self.running, sequence):
                 # However long it has waited, it is in nobody's way.
-                sequence = self._queues.next_waiting(self._is_held, skips=is_background)
+                sequence = self._queues.next_waiting(
+                    self._is_held, lacks_slot=self._gate(), skips=is_background
+                )
             if sequence is None or (before is not None and sequence.order >= before.order):
                 return budget
             if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:

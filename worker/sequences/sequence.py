@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import NOBODY, BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -92,6 +93,8 @@ class Sequence:
     """The beam search that it belongs to. None without one."""
     grammar: object | None = None
     """The grammar of structured output, in the runner's form."""
+    adapter: Adapter | None = None
+    """The adapter that computes it. None: the bare model."""
 
     state: SequenceState = SequenceState.WAITING
     block_table: BlockTable = field(default_factory=BlockTable)

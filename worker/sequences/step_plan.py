@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, TokenLogprob
 
@@ -68,6 +69,8 @@ class StepPlan:
     """Pairs (source, destination). Destinations are distinct, and none is a source."""
     ended: tuple[SequenceId, ...] = ()
     """Sequences that have ended since the last plan. The runner may drop their state."""
+    adapters: tuple[tuple[int, Adapter], ...] = ()
+    """The adapters that rows use, each with the slot that must hold it. The runner loads those that are not there."""
 
     @property
     def has_work(self) -> bool:
@@ -104,6 +107,8 @@ class StepTokens:
     """Keyed by index of the row. Most rows have none."""
     lost_slots: frozenset[HostSlot] = frozenset()
     """Slots of host memory that do not hold what was saved there."""
+    adapter_seconds: dict[str, float] = field(default_factory=dict)
+    """Time of each adapter that the step has loaded, by fingerprint."""
 
 
 def decodes_first(rows: Collection[ScheduledRow]) -> tuple[ScheduledRow, ...]:

@@ -30,6 +30,9 @@ from blockyard.worker.simulated.memory import SimulatedMemory
 if TYPE_CHECKING:
     from blockyard.worker.simulated.grammars import SimulatedGrammars
 
+ADAPTER_BYTES_PER_SECOND = 2e9
+"""Rate at which adapters reach the simulated device."""
+
 
 class _Later:
     """Implements `PendingStep`. Its tokens depend on nothing that another step may change."""
@@ -61,6 +64,8 @@ class SimulatedRunner:
         self._step_seconds = step_seconds
         self._sleep = sleep
         self._fault = fault
+        self._slots: dict[int, str] = {}
+        """Fingerprint of the adapter in each slot."""
         self.transferable = SimulatedMemory()
         self.grammars: SimulatedGrammars | None = None
         """None: outputs follow no grammar."""
@@ -78,6 +83,7 @@ class SimulatedRunner:
             self.grammars.forget(plan.ended)
         if not plan.rows:
             return StepTokens(tokens=[])
+        loads = self._load(plan)
         prefill_tokens = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
         self._sleep(self._step_seconds + prefill_tokens / self._prefill_rate)
         spoilt = self._fault.strike(plan.rows) if self._fault is not None else frozenset()
@@ -92,7 +98,19 @@ class SimulatedRunner:
         return StepTokens(
             tokens=[tokens[0] if tokens else NO_TOKEN for tokens in drawn],
             extras={index: extra for index, extra in extras.items() if extra != RowExtras()},
+            adapter_seconds=loads,
         )
+
+    def _load(self, plan: StepPlan) -> dict[str, float]:
+        """Wait as long as the adapters that are not in their slots take, and return the time of each."""
+        loads: dict[str, float] = {}
+        for slot, adapter in plan.adapters:
+            if self._slots.get(slot) != adapter.fingerprint:
+                self._slots[slot] = adapter.fingerprint
+                loads[adapter.fingerprint] = adapter.num_bytes / ADAPTER_BYTES_PER_SECOND
+        if loads:
+            self._sleep(sum(loads.values()))
+        return loads
 
     def _drawn(self, rows: Sequence[ScheduledRow]) -> list[list[int]]:
         drawn = [self._tokens(row) for row in rows]

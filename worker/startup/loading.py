@@ -21,6 +21,7 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import Runner, TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
+from blockyard.worker.lora.peft import AdapterReader
 from blockyard.worker.memory.gpu_memory import GIB, CudaMeter
 from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
@@ -108,6 +109,8 @@ class LoadedEngine:
     """Makes outputs follow grammars. None where that is not possible."""
     num_ranks: int = 1
     """Ranks among which the model is divided."""
+    adapters: AdapterReader | None = None
+    """Reads adapters. None where none is served."""
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -132,6 +135,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     device = _resolve_device(config)
     dtype = dtype_of(config, model, on_cpu=device.type == "cpu")
     logger.info("computes in %s", dtype)
+    if config.max_loras and model.pooling is not None:
+        raise ValueError("an embedding model serves no adapters: max_loras must be 0")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -165,6 +170,22 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
         device=str(device),
         masks=masks,
         num_ranks=ranks.collective.size,
+        adapters=_adapter_reader(config, model, runner),
+    )
+
+
+def _adapter_reader(
+    config: EngineConfig, model: ModelConfig, runner: TorchRunner | SimulatedRunner
+) -> AdapterReader | None:
+    if not config.max_loras or config.adapter_dir is None:
+        return None
+    is_real = isinstance(runner, TorchRunner)
+    return AdapterReader(
+        folder=Path(config.adapter_dir),
+        model=model,
+        max_rank=config.max_lora_rank,
+        dtype=runner.dtype if is_real else torch.float32,
+        pins=is_real and runner.device.type == "cuda",
     )
 
 
@@ -271,6 +292,7 @@ def _scheduling(
         host_cache_blocks=host_size.cache_blocks,
         index_stride_blocks=config.index_stride_blocks,
         protected_blocks=int(config.protected_cache_share * kv_size.num_blocks),
+        max_loras=config.max_loras,
         most_lent_blocks=int(config.lend_share * kv_size.num_blocks),
     )
 
@@ -393,6 +415,8 @@ def _create(
         kv_cache_dtype=config.kv_cache_dtype,
         seed=config.seed,
         collective=collective,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
     )
 
 
