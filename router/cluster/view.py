@@ -476,7 +476,7 @@ class ClusterView:
             worker.address,
             (worker.worker_id, worker.incarnation),
             worker.last_heard,
-            row_of(bare, AdapterPrices.of(adapters, self._config), worker.speed.slowness),
+            row_of(bare, worker.speed.slowness, AdapterPrices.of(adapters, self._config)),
             adapters.at_hand,
         )
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts
-from blockyard.router.placement.adapters import AdapterPrices
+from blockyard.router.placement.adapters import NO_PRICES, AdapterPrices
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import LEAST_GAIN, PullSource
 from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, MOST_TOKENS_PER_SECOND
@@ -45,7 +45,7 @@ class Columns(NamedTuple):
     slowness: Column
 
 
-def row_of(candidate: Candidate, prices: AdapterPrices, slowness: float) -> tuple[float, ...]:
+def row_of(candidate: Candidate, slowness: float, prices: AdapterPrices = NO_PRICES) -> tuple[float, ...]:
     """Return a worker's entries of the columns."""
     return (
         candidate.queued_prefill_tokens,
