@@ -35,6 +35,7 @@ from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_map import map_text
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.lora.catalogue import AdapterCatalogue
 from blockyard.worker.metrics import worker_readings
 from blockyard.worker.parallel.collective import RanksLost
 from blockyard.worker.ranks import RankLeader
@@ -145,7 +146,8 @@ class WorkerServer:
         self._administration.exchange = self._exchange
         self._engine.start()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((self._service.handler(self._administration.methods()),))
+        methods = self._administration.methods(self._catalogue())
+        self._server.add_generic_rpc_handlers((self._service.handler(methods),))
         try:
             port = listen(self._server, f"{self.config.host}:{self.config.port}", credentials)
         except RuntimeError as error:
@@ -261,7 +263,12 @@ class WorkerServer:
             max_waiting=self.config.max_waiting,
             role=self.config.role,
             index_stride_blocks=self.config.engine.index_stride_blocks,
+            max_loras=self.config.engine.max_loras,
         )
+
+    def _catalogue(self) -> AdapterCatalogue | None:
+        reader = self._loaded.adapters
+        return None if reader is None else AdapterCatalogue(reader)
 
     def _start_tasks(self) -> None:
         if self.config.redis_url is not None:

@@ -16,7 +16,7 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
 
 from .adapters import make_adapter, merge
-from .checkpoints import reference_greedy, shared_checkpoint
+from .checkpoints import make_embedding_checkpoint, reference_greedy, shared_checkpoint
 from .test_engine_tokens import prompt_of
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -53,12 +53,9 @@ def merged(number: int) -> Path:
 
 
 def load(**settings: Any) -> LoadedEngine:
-    config = EngineConfig(
-        model=str(shared_checkpoint(ARCHITECTURE)),
-        **({"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 22, "max_loras": 4} | settings),
-        adapter_dir=str(files()[1]),
-    )
-    return load_engine(config)
+    defaults = {"model": str(shared_checkpoint(ARCHITECTURE)), "dtype": "float32", "kv_cache_memory": 1 << 22}
+    defaults |= {"max_loras": 4, "adapter_dir": str(files()[1])}
+    return load_engine(EngineConfig(device="cpu", **(defaults | settings)))  # type: ignore[arg-type]
 
 
 def submit(loaded: LoadedEngine, number: int | None, prompt: Sequence[int], **sampling: Any) -> RequestId:
@@ -122,3 +119,104 @@ def test_tokens_equal_those_of_merged_weights_in_one_mixed_batch(mode: dict[str,
         prompt = prompt_of(21 + (number or 0), seed=3)
         wanted[submit(loaded, number, prompt)] = expected(number, prompt)
     assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
+
+
+def test_adapters_change_what_is_generated() -> None:
+    prompt = prompt_of(21, seed=3)
+    assert len({expected(number, prompt) for number in (None, 0, 1, 2, 3)}) == 5
+
+
+def test_more_adapters_than_slots_take_turns() -> None:
+    loaded = load(max_loras=2)
+    wanted = {}
+    for number in range(6):
+        prompt = prompt_of(21 + number, seed=3)
+        wanted[submit(loaded, number, prompt)] = expected(number, prompt)
+    assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
+    load_report = loaded.engine.load()
+    assert load_report.adapter_loads == 6
+    assert 0 < load_report.adapter_load_seconds < 10
+
+
+def test_no_adapter_finds_the_blocks_of_another_or_of_the_bare_model() -> None:
+    loaded, prompt = load(), prompt_of(70, seed=4)
+    for number in (None, 0, 1, 0, None):
+        submit(loaded, number, prompt)
+        ((_, tokens),) = run(loaded.engine).items()
+        assert tokens == expected(number, prompt)
+    # Of 70 tokens, 4 blocks are found again by the last two.
+    assert loaded.engine.load().cached_tokens == 2 * 64
+
+
+@pytest.mark.parametrize("swap_space_gib", [0.0, 0.01], ids=["recomputed", "swapped"])
+def test_preempted_sequences_go_on_with_their_adapter(swap_space_gib: float) -> None:
+    loaded = load(
+        kv_cache_memory=8 * 2 * 3 * 2 * 16 * 16 * 4,
+        max_model_len=64,
+        swap_space_gib=swap_space_gib,
+        preempt="auto" if not swap_space_gib else "swap",
+    )
+    wanted = {}
+    for number in (0, 1, 2, 3, None):
+        prompt = prompt_of(28, seed=number or 9)
+        wanted[submit(loaded, number, prompt)] = expected(number, prompt)
+    assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
+    report = loaded.engine.load()
+    assert report.preemptions > 0
+    assert bool(report.swaps) is bool(swap_space_gib)
+
+
+def test_forks_and_beams_keep_the_adapter_of_their_request() -> None:
+    bare, adapted = load(), load()
+    folder = merged(1)
+    of_merged = load_engine(
+        EngineConfig(model=str(folder), device="cpu", dtype="float32", kv_cache_memory=1 << 22)
+    )
+    prompt = prompt_of(20, seed=5)
+    for sampling in ({"n": 3, "temperature": 0.7, "seed": 4}, {"n": 2, "beam_width": 3}):
+        submit(adapted, 1, prompt, **sampling)
+        submit(of_merged, None, prompt, **sampling)
+        submit(bare, None, prompt, **sampling)
+        found, wanted, others = (run(loaded.engine) for loaded in (adapted, of_merged, bare))
+        assert found == wanted != others
+
+
+def test_logprobs_and_scored_prompts_are_those_of_the_adapter() -> None:
+    adapted, prompt = load(), prompt_of(20, seed=5)
+    of_merged = load_engine(
+        EngineConfig(model=str(merged(1)), device="cpu", dtype="float32", kv_cache_memory=1 << 22)
+    )
+    found = []
+    for loaded, number in ((adapted, 1), (of_merged, None)):
+        submit(loaded, None if number is None else 0, prompt_of(9))  # beside another
+        key = submit(loaded, number, prompt, logprobs=2, prompt_logprobs=0)
+        scores: list[float] = []
+        while loaded.engine.has_work:
+            for output in loaded.engine.step().outputs:
+                if output.request_id == key:
+                    scores += [one.logprob for one in (*output.prompt_logprobs, *output.logprobs)]
+        found.append(scores)
+    assert len(found[0]) == len(prompt) - 1 + NUM_TOKENS
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"cpu_linears": "int8"}, {"dtype": "bfloat16"}], ids=["int8", "bf16"])
+def test_eight_adapters_in_one_batch_equal_each_alone(settings: dict[str, Any]) -> None:
+    loaded = load(max_loras=8, **settings)
+    if loaded.engine.runner.backend.name != "cpu":  # type: ignore[attr-defined]
+        pytest.skip("no C++ kernels")
+    prompts = {number: prompt_of(21 + number, seed=3) for number in range(8)}
+    alone = {}
+    for number, prompt in prompts.items():
+        submit(loaded, number, prompt)
+        ((_, alone[number]),) = run(loaded.engine).items()
+    loaded.engine.flush()
+    keys = {submit(loaded, number, prompt): number for number, prompt in prompts.items()}
+    assert {keys[key]: tokens for (key, _), tokens in run(loaded.engine).items()} == alone
+    assert len(set(alone.values())) == 8
+
+
+def test_an_embedding_model_serves_no_adapters(tmp_path: Path) -> None:
+    checkpoint = make_embedding_checkpoint(tmp_path / "embeds", ARCHITECTURE)
+    with pytest.raises(ValueError, match="embedding model"):
+        load(model=str(checkpoint))

@@ -18,12 +18,14 @@ from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.worker.inspection.parsing import parse
 from blockyard.worker.scheduling.pulls import NoHostMemory, PullOrder, PullsBusy, UnderWay
 from blockyard.worker.sequences.identifiers import BlockName, TenantId
+from blockyard.worker.session.adapter_calls import AdapterCalls
 from blockyard.worker.session.draining import Draining, DrainTakenBack, ShuttingDown
 
 if TYPE_CHECKING:
     from blockyard.worker.engine_thread import EngineThread
     from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
     from blockyard.worker.inspection.parsing import Context
+    from blockyard.worker.lora.catalogue import AdapterCatalogue
     from blockyard.worker.session.session import SessionService
     from blockyard.worker.transfer.exchange import Exchange
     from google.protobuf.message import Message
@@ -43,13 +45,15 @@ class Administration:
         self.exchange: Exchange | None = None
         """Transfers from and to other workers. None: this worker has none."""
 
-    def methods(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    def methods(self, adapters: AdapterCatalogue | None = None) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """Return the handlers of the calls. `adapters` are those of the worker, None where it serves none."""
         behaviours: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
             "DrainWorker": self._drain,
             "ResumeWorker": self._resume,
             "FlushCache": self._flush,
             "RebuildIndex": self._rebuild,
             "PullBlocks": self._pull,
+            **AdapterCalls(self._engine, adapters).behaviours(),
         }
         return {
             name: grpc.unary_unary_rpc_method_handler(behaviour, response_serializer=_serialize)

@@ -42,6 +42,7 @@ from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.inspection.inspection import Inspection
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.scheduling.adapter_book import UnknownAdapter
 from blockyard.worker.scheduling.background import num_before
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
@@ -449,6 +450,8 @@ class SessionService:
             request_id = engine.submit(request or self._engine_request(submit))
         except CapacityError as error:
             raise Refused(RejectReason.REJECT_REASON_TOO_LARGE) from error
+        except UnknownAdapter as error:
+            raise Refused(RejectReason.REJECT_REASON_ADAPTER) from error
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
         link.requests[submit.handle] = request_id

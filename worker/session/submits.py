@@ -7,6 +7,7 @@ older routers leave out. Does not own capacity (the scheduler) or whether a stru
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from blockyard.proto.limits import COUNTS, MAX_PAUSE_SECONDS, MAX_PRIORITY
@@ -72,11 +73,18 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
         priority=submit.priority,
         tenant=TenantId(submit.tenant),
         client=submit.client,
+        adapter=_fingerprint(submit.lora_fingerprint),
         continuations=continuations,
         pull=_pull(submit.pull) if submit.HasField("pull") else None,
         preemptions=submit.preemptions if submit.HasField("preemptions") else None,
         expected_pause_seconds=submit.expected_pause_seconds,
     )
+
+
+def _fingerprint(text: str) -> str:
+    if text and not re.fullmatch(r"[0-9a-f]{32}", text):
+        raise ValueError("lora_fingerprint must have 32 hexadecimal digits")
+    return text
 
 
 def _pull(pull: session_pb2.Pull) -> PullOrder:

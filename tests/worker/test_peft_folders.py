@@ -1,0 +1,171 @@
+"""Adapter folders: what is read, what is refused by name, and what the fingerprint stands for."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.lora.catalogue import AdapterCatalogue
+from blockyard.worker.lora.peft import AdapterMissing, AdapterReader
+from blockyard.worker.model.config import load_config
+from safetensors.torch import load_file, save_file
+
+from .adapters import MODULES, make_adapter
+from .checkpoints import shared_checkpoint
+
+ARCHITECTURE = "LlamaForCausalLM"
+Q_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def reader(folder: Path, **changes: Any) -> AdapterReader:
+    model = load_config(shared_checkpoint(ARCHITECTURE))
+    return AdapterReader(
+        **({"folder": folder, "model": model, "max_rank": 8, "dtype": torch.float32} | changes)
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_adapter(tmp_path / "a", shared_checkpoint(ARCHITECTURE), seed=1)
+    return tmp_path
+
+
+def change(folder: Path, **config: Any) -> None:
+    file = folder / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"bias": "all"}, "bias"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"r": 9}, "--max-lora-rank 8"),
+        ({"r": 0}, "r must be"),
+        ({"r": True}, "r must be"),
+        ({"r": 2}, "has shape"),
+        ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": None}, "lora_alpha"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(folder: Path, config: dict[str, Any], named: str) -> None:
+    change(folder, **config)
+    with pytest.raises(ValueError, match=named):
+        reader(folder).read("a")
+
+
+def test_options_that_are_off_or_only_trained_with_are_accepted(folder: Path) -> None:
+    before = reader(folder).read("a")
+    change(
+        folder,
+        use_dora=False,
+        rank_pattern={},
+        modules_to_save=None,
+        lora_dropout=0.1,
+        base_model_name_or_path="x",
+        an_option_of_tomorrow=None,
+    )
+    assert reader(folder).read("a").fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        ({Q_NAME: torch.zeros(4, 63)}, "has shape"),
+        ({Q_NAME: torch.zeros(4, 64, dtype=torch.int8)}, "I8"),
+        ({Q_NAME: torch.full((4, 64), float("inf"))}, "not finite"),
+        ({Q_NAME: None}, "one half"),
+        ({Q_NAME: None, Q_NAME.replace("lora_A", "lora_B"): None}, "lacks q_proj"),
+        ({Q_NAME.replace("layers.0", "layers.3"): torch.zeros(4, 64)}, "layers.3"),
+        ({Q_NAME.replace("layers.0", "layers." + "9" * 5000): torch.zeros(4, 64)}, "none of this model's"),
+        ({Q_NAME.replace("lora_A.weight", "lora_magnitude_vector"): torch.zeros(4)}, "magnitude"),
+        ({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, "lm_head"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model_are_refused(
+    folder: Path, tensors: dict[str, torch.Tensor | None], named: str
+) -> None:
+    file = folder / "a" / "adapter_model.safetensors"
+    changed = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    save_file(changed, file)
+    with pytest.raises(ValueError, match=named):
+        reader(folder).read("a")
+
+
+def test_a_header_that_claims_too_much_allocates_nothing(folder: Path) -> None:
+    file = folder / "a" / "adapter_model.safetensors"
+    for data in (b"", b"\xff" * 8, (1 << 40).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"{}"):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match="safetensors"):
+            reader(folder).read("a")
+    for text in ("[]", "{", "[" * 100_000, " " * (1 << 20) + "{}"):
+        (folder / "a" / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"adapter_config\.json"):
+            reader(folder).read("a")
+
+
+def test_no_path_leaves_the_adapter_folder(folder: Path) -> None:
+    make_adapter(folder / "inner" / "b", shared_checkpoint(ARCHITECTURE), seed=2)
+    inside = reader(folder / "inner")
+    inside.read("b")
+    os.symlink(folder / "a", folder / "inner" / "link")
+    os.mkdir(folder / "inner" / "half")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        os.symlink(folder / "a" / name, folder / "inner" / "half" / name)
+    for path in ("../a", str(folder / "a"), "link", "half", "", ".", "b/../../a", "\0"):
+        with pytest.raises(ValueError, match="adapter folder"):
+            inside.read(path)
+    os.mkdir(folder / "inner" / "empty")
+    for path in ("none", "empty", "b/adapter_config.json"):
+        with pytest.raises(AdapterMissing):
+            inside.read(path)
+
+
+def test_the_fingerprint_is_that_of_the_content(folder: Path) -> None:
+    checkpoint = shared_checkpoint(ARCHITECTURE)
+    first = reader(folder).read("a").fingerprint
+    make_adapter(folder / "same", checkpoint, seed=1)
+    others = {"b": {"seed": 2}, "c": {"seed": 1, "alpha": 9}, "d": {"seed": 1, "use_rslora": True}}
+    others["e"] = {"seed": 1, "modules": tuple(MODULES)[:3]}
+    assert reader(folder).read("same").fingerprint == first
+    assert reader(folder, dtype=torch.bfloat16).read("a").fingerprint == first
+    found = {first}
+    for name, options in others.items():
+        make_adapter(folder / name, checkpoint, **options)  # type: ignore[arg-type]
+        found.add(reader(folder).read(name).fingerprint)
+    assert len(found) == 1 + len(others)
+
+
+def test_equal_content_is_one_adapter_and_an_unchanged_folder_is_not_read_again(folder: Path) -> None:
+    make_adapter(folder / "same", shared_checkpoint(ARCHITECTURE), seed=1)
+    make_adapter(folder / "other", shared_checkpoint(ARCHITECTURE), seed=2)
+    catalogue = AdapterCatalogue(reader(folder))
+    first = catalogue.add("one", "a")[0].adapter
+    assert catalogue.add("one", "a")[0].adapter is first
+    assert catalogue.add("two", "same") == (catalogue.all()[1], "")
+    assert catalogue.all()[1].adapter is first
+    replaced, unnamed = catalogue.add("one", "other")
+    assert (replaced.adapter is first, unnamed) == (False, "")
+    assert catalogue.remove("two") == first.fingerprint
+    with pytest.raises(KeyError):
+        catalogue.remove("two")
+    assert [named.name for named in catalogue.all()] == ["one"]
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="--adapter-dir"):
+        EngineConfig(model="m", max_loras=2)
+    with pytest.raises(ValueError, match="one rank"):
+        EngineConfig(model="m", max_loras=2, adapter_dir="/a", tensor_parallel_size=2)

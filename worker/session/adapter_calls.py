@@ -1,0 +1,105 @@
+"""Adapter calls: the calls by which routers add, remove and list the adapters of a worker.
+
+Owns how failures become status codes. Does not own folders (../lora/) or what runs (the engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+from blockyard.proto.naming.identifiers import is_id
+from blockyard.proto.v1 import admin_pb2
+from blockyard.worker.inspection.parsing import parse
+from blockyard.worker.lora.catalogue import AdapterCatalogue, CatalogueFull
+from blockyard.worker.lora.peft import AdapterMissing
+
+if TYPE_CHECKING:
+    from blockyard.worker.engine import Engine
+    from blockyard.worker.engine_thread import EngineThread
+    from blockyard.worker.inspection.parsing import Context
+    from blockyard.worker.lora.catalogue import NamedAdapter
+    from blockyard.worker.sequences.adapter import Adapter
+    from google.protobuf.message import Message
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterCalls:
+    """Serves the calls on one worker. Without a catalogue it refuses them."""
+
+    def __init__(self, engine: EngineThread, adapters: AdapterCatalogue | None) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._changing = asyncio.Lock()
+        """Held from a change of the catalogue until the engine knows of it."""
+
+    def behaviours(self) -> dict[str, Callable[[bytes, Context], Awaitable[Message]]]:
+        return {"AddAdapter": self._add, "RemoveAdapter": self._remove, "ListAdapters": self._list}
+
+    async def _catalogue(self, context: Context) -> AdapterCatalogue:
+        if self._adapters is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "the worker serves no adapters (--max-loras)"
+            )
+        return self._adapters
+
+    async def _add(self, data: bytes, context: Context) -> admin_pb2.AddAdapterResponse:
+        request = await parse(admin_pb2.AddAdapterRequest, data, context)
+        adapters = await self._catalogue(context)
+        if not is_id(request.name):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "an adapter's name must have 1-128 characters of [A-Za-z0-9._:-]",
+            )
+        try:
+            async with self._changing:
+                named, unnamed = await asyncio.to_thread(adapters.add, request.name, request.path)
+                serve = partial(_serve, named.adapter, unnamed)
+                await asyncio.wrap_future(self._engine.call(serve))
+        except AdapterMissing as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except (CatalogueFull, MemoryError) as error:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, str(error) or "no host memory for the adapter"
+            )
+        except (ValueError, OSError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        logger.info("adapter %s: %s, rank %d", named.name, named.adapter.fingerprint, named.adapter.rank)
+        return admin_pb2.AddAdapterResponse(adapter=_message(named))
+
+    async def _remove(self, data: bytes, context: Context) -> admin_pb2.RemoveAdapterResponse:
+        request = await parse(admin_pb2.RemoveAdapterRequest, data, context)
+        adapters = await self._catalogue(context)
+        try:
+            async with self._changing:
+                unnamed = adapters.remove(request.name)
+                await asyncio.wrap_future(self._engine.call(partial(_serve, None, unnamed)))
+        except KeyError:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the worker has no adapter of this name")
+        return admin_pb2.RemoveAdapterResponse()
+
+    async def _list(self, data: bytes, context: Context) -> admin_pb2.ListAdaptersResponse:
+        await parse(admin_pb2.ListAdaptersRequest, data, context)
+        adapters = await self._catalogue(context)
+        return admin_pb2.ListAdaptersResponse(adapters=[_message(named) for named in adapters.all()])
+
+
+def _serve(added: Adapter | None, removed: str, engine: Engine) -> None:
+    if added is not None:
+        engine.adapters.add(added)
+    engine.adapters.remove(removed)
+
+
+def _message(named: NamedAdapter) -> admin_pb2.Adapter:
+    return admin_pb2.Adapter(
+        name=named.name,
+        path=named.path,
+        fingerprint=named.adapter.fingerprint,
+        rank=named.adapter.rank,
+        num_bytes=named.adapter.num_bytes,
+    )
