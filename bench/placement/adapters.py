@@ -2,9 +2,9 @@
 
     python -m bench.placement.adapters
 
-The shape is that of the simulation published with NVIDIA Dynamo (lib/llm/tests/lora_simulation, scenario "Zipf and
-Poisson"): 100 adapters of Zipf popularity 1, 8 workers with 4 slots each, 40 requests in each tick of 3 s, 200 ticks.
-There routing targets change once a tick, requests take no time, and those of one adapter arrive in a row. Here whole
+The shape is that of the simulation published with NVIDIA Dynamo (lib/llm/tests/lora_simulation, "Zipf and Poisson"). It
+has 100 adapters of Zipf popularity 1, 8 workers with 4 slots each, and 200 ticks of 3 s with 40 requests each. There
+routing targets change once a tick, requests take no time, and those of one adapter arrive in a row. Here whole
 routers and workers run, and arrivals are mixed. Dynamo's random numbers are not Python's, so a seed gives other
 arrivals. `--quick` has one seed and 50 s, and writes no report. With `--keep FOLDER` it goes on where it was ended.
 """
@@ -87,10 +87,11 @@ def _hits(table: Table, load: Load, tag: str) -> dict[int, float]:
 def _text(table: Table, load: Load, num_seeds: int) -> str:
     first = _hits(table, load, "prefix").get(SEEDS[0], 0.0)
     lines = [
-        f"Seeds: {num_seeds}, {load.seconds:g} s from empty slots, {RATE:.1f} requests a second. Each has a prompt of its "
-        f"own with 256 tokens. H200 with Qwen3-8B by a roofline. A load takes {LOAD_MS} ms, and the worker's steps wait "
-        f"for it. A hit is a request whose adapter is on the device, or on its way there for another request. With seed "
-        f"{SEEDS[0]}, `prefix` hits {100 * first:.1f} %. {DYNAMO}. Its model differs (see the script).",
+        f"Seeds: {num_seeds}, {load.seconds:g} s from empty slots, {RATE:.1f} requests a second. Each has a prompt of "
+        "its own with 256 tokens. H200 with Qwen3-8B by a roofline. A load takes "
+        f"{LOAD_MS} ms, and the worker's steps wait for it. A hit is a request whose adapter is on the device, or on "
+        f"its way there for another request. With seed {SEEDS[0]}, `prefix` hits {100 * first:.1f} %. {DYNAMO}. Its "
+        "model differs (see the script).",
         "",
         "| policy | hits mean, % | hits least, % | TTFT mean, ms | TTFT p99, ms |",
         "|---|---|---|---|---|",

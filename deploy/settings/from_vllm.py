@@ -47,7 +47,7 @@ REFUSED = {
     "--trust-remote-code": "no code of a model's folder is ever run",
     "--quantization": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
     "-q": "quantised checkpoints are not served; --cpu-linears int8 and --kv-cache-dtype quantise here",
-    "--enable-lora": "LoRA adapters are not served",
+    "--enable-lora": "--max-loras with --adapter-dir serves adapters; `blockyard lora add` names them",
     "--no-enable-prefix-caching": "the prefix cache is always on; `cache_salt` keeps a request's prefixes apart",
 }
 """Options that are refused, with the reason."""

@@ -32,7 +32,7 @@ class RegisteredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a name stands for from now on. None: nothing any more."""
+    """A change of a name: the adapter for which it stands from now on. None: it stands for nothing any more."""
 
     name: str
     adapter: RegisteredAdapter | None

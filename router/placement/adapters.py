@@ -1,9 +1,9 @@
 """Adapters: the cost of a LoRA adapter that a worker would have to load for a request.
 
-    adapter_ms = 0                                  on a worker that has it, or loads it for another request
-                 load                               where a slot is free
-                 load + horizon x rate x reload     where another adapter makes room: the cheapest that is not in use
-                 load + memory_full_ms              where all slots are in use, so that the request waits for one
+- 0 on a worker that has it, or loads it for another request;
+- `load` where a slot is free;
+- `load + horizon x rate x reload` where another adapter makes room: the cheapest that is not in use;
+- `load + memory_full_ms` where all slots are in use, so that the request waits for one.
 
 `rate` is the victim's request rate on that worker, and `reload` the time to load it again. So requests stay where their
 adapter is. A busy adapter spreads once the wait for it costs more than a load elsewhere. An adapter that many requests

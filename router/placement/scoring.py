@@ -12,8 +12,8 @@ A worker may fetch a prefix from another one that has more of it, where that pay
 cached, and its context slows their steps. Otherwise long prompts would be pulled to the worker that has most short
 ones. A worker whose memory is short fetches nothing, since the copy would make others wait for room.
 
-Does not own the time of a pull (pulls.py), the cost of an adapter (adapters.py), the choice among the costs
-(policies.py) or the state of workers (cluster/view.py).
+Does not own the time of a pull (pulls.py) or the cost of an adapter (adapters.py). Nor does it own the choice among the
+costs (policies.py) or the state of workers (cluster/view.py).
 """
 
 from collections.abc import Sequence
