@@ -76,10 +76,18 @@ def plan_lora(slots_T: npt.ArrayLike, device: torch.device) -> LoraPlan:
         for first in range(start, start + count, ITEM_TOKENS)
     ]
     return LoraPlan(
-        tokens_M=torch.from_numpy(tokens).to(device, non_blocking=True),
-        items_W3=torch.tensor(items, dtype=torch.int32).view(-1, 3).to(device, non_blocking=True),
+        tokens_M=_on_device(tokens, device),
+        items_W3=_on_device(np.array(items, dtype=np.int32).reshape(-1, 3), device),
         slots_T=slots,
     )
+
+
+def _on_device(array: Int32Array, device: torch.device) -> torch.Tensor:
+    """Return an array on the device. The copy to a GPU is queued, and the host does not wait for it."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda" or not array.size:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class StaticLora:

@@ -14,7 +14,7 @@ from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
-from blockyard.worker.scheduling.adapter_book import AdapterBook
+from blockyard.worker.lora.book import AdapterBook
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere
@@ -118,8 +118,8 @@ class Engine:
     def submit(self, request: EngineRequest) -> RequestId:
         """Queue a request, and return its id.
 
-        Raises CapacityError where it can never fit, UnknownAdapter, and ValueError for an empty prompt, continuations
-        that do not fit it, or a model that does not do what the request asks.
+        Raises CapacityError where it can never fit, and UnknownAdapter for an adapter that is not served. Raises
+        ValueError for an empty prompt, continuations that do not fit it, or a model that does not do what is asked.
         """
         if request.sampling.embeds != self.embeds:
             raise ValueError(

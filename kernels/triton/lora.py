@@ -1,7 +1,7 @@
 """Triton kernels of LoRA: a grouped shrink and a grouped expand over the items of a plan (kernels/lora.py).
 
-The two passes meet in fp32: each split of the inputs gives a partial sum of its own, so that nothing is added
-atomically and the result is the same each time. An item of no tokens is padding, and its programs end at once.
+The two passes meet in fp32. Each split of the inputs gives a partial sum of its own. So nothing is added atomically,
+and the result is the same each time. An item of no tokens is padding, and its programs end at once.
 
 Shapes: M tokens with an adapter, W items. P parts, R rank, I input size, O output size, X splits of the inputs. T
 tokens of an item.

@@ -62,7 +62,7 @@ class AdapterMissing(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """What a folder's config says."""
+    """Rank, scale and modules, as a folder's config says."""
 
     rank: int
     scale: float

@@ -27,7 +27,7 @@ from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
-from blockyard.worker.scheduling.adapter_slots import AdapterGate, AdapterSlots, tokens_left
+from blockyard.worker.lora.slots import AdapterGate, AdapterSlots, tokens_left
 from blockyard.worker.scheduling.background import (
     background_prefill,
     decodes_beside,
