@@ -22,7 +22,6 @@ from ..faults.processes import (  # noqa: TID252
     processes,
 )
 from ..worker.adapters import make_adapter, merge  # noqa: TID252
-from ..worker.checkpoints import make_embedding_checkpoint  # noqa: TID252
 
 pytestmark = pytest.mark.cluster
 
@@ -34,9 +33,7 @@ NUM_TOKENS = 24
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has the folders `model`, `adapters/sql`, `adapters/law`, and `merged-sql` and `merged-law` for comparison."""
     folder = tmp_path_factory.mktemp("adapters")
-    make_embedding_checkpoint(folder / "model", "Qwen3ForCausalLM", vocab_size=4096)
-    for file in MODEL.glob("tokenizer*"):
-        shutil.copy(file, folder / "model")
+    shutil.copytree(MODEL, folder / "model")
     for seed, name in enumerate(("sql", "law")):
         make_adapter(folder / "adapters" / name, folder / "model", seed=seed)
         merge(folder / "model", folder / "adapters" / name, folder / f"merged-{name}")
