@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
+from blockyard.worker.cache.adapter_book import AdapterBook
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
-from blockyard.worker.lora.book import AdapterBook
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere

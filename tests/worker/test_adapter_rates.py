@@ -3,7 +3,7 @@
 from math import exp
 
 import pytest
-from blockyard.worker.lora.slots import RATE_SECONDS, AdapterRates, AdapterSlots
+from blockyard.worker.cache.adapter_slots import RATE_SECONDS, AdapterRates, AdapterSlots
 from blockyard.worker.sequences.adapter import Adapter
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from blockyard.worker.lora.book import AdapterBook, UnknownAdapter
-from blockyard.worker.lora.slots import RATE_SECONDS, AdapterSlots
+from blockyard.worker.cache.adapter_book import AdapterBook, UnknownAdapter
+from blockyard.worker.cache.adapter_slots import RATE_SECONDS, AdapterSlots
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockName

@@ -1,4 +1,4 @@
-"""LoRA adapters: their folders in PEFT's format, the choice of slots, and the memory of a device that holds weights.
+"""LoRA adapters: their folders in PEFT's format, and the memory of a device that holds their weights.
 
-slots.py and book.py are pure. Does not own how a layer adds an adapter (../model/, kernels/).
+Does not own which adapter is in which slot (../cache/) or how a layer adds it (../model/, kernels/).
 """

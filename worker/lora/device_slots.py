@@ -1,7 +1,7 @@
 """Device slots: the memory of a device that holds adapters, and the loads into it.
 
 A slot is overwritten only by a step that no longer needs what it held, on the device's own queue. So a load never waits
-for earlier steps on the host. Does not own which adapter goes into which slot (slots.py).
+for earlier steps on the host. Does not own which adapter goes into which slot (../cache/adapter_slots.py).
 
 Shapes: L layers, S slots, P parts of a fused layer, R largest rank, I input size, O output size.
 """

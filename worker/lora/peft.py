@@ -39,11 +39,11 @@ HARMLESS = frozenset(
             "lora_dropout",
         ),
         *("peft_version", "exclude_modules", "megatron_core", "runtime_config", "qalora_group_size"),
-        *("eva_config", "corda_config", "loftq_config", "lora_ga_config", "ensure_weight_tying"),
+        *("eva_config", "corda_config", "loftq_config", "ensure_weight_tying"),
     }
 )
 """Options that are read here, or that change nothing once the adapter is trained. Any other one must be off."""
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the weights of the model itself."""
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<layer>model\.layers\.(?P<index>\d+)\.(?P<module>(?:self_attn|mlp)\.\w+))"

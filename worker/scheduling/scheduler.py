@@ -22,12 +22,12 @@ search decides (sequences/beams.py). Owns the queues and the counters of sequenc
 from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 
+from blockyard.worker.cache.adapter_slots import AdapterGate, AdapterSlots, tokens_left
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
-from blockyard.worker.lora.slots import AdapterGate, AdapterSlots, tokens_left
 from blockyard.worker.scheduling.background import (
     background_prefill,
     decodes_beside,

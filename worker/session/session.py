@@ -37,12 +37,12 @@ from blockyard.proto.v1.session_pb2 import (
     ToRouter,
     ToWorker,
 )
+from blockyard.worker.cache.adapter_book import UnknownAdapter
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_thread import EngineThread
 from blockyard.worker.engine_types import EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.inspection.inspection import Inspection
 from blockyard.worker.inspection.pool_view import load_message
-from blockyard.worker.lora.book import UnknownAdapter
 from blockyard.worker.scheduling.background import num_before
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId

@@ -1,12 +1,12 @@
 """Adapter book: the adapters that an engine serves, and what their loads to the device cost.
 
-Does not own slots (slots.py), names or files (catalogue.py, peft.py). Pure: no tensors, clocks or I/O.
+Does not own slots (adapter_slots.py), names or files (../lora/). Pure: no tensors, clocks or I/O.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from blockyard.worker.lora.slots import AdapterSlots
+from blockyard.worker.cache.adapter_slots import AdapterSlots
 from blockyard.worker.sequences.adapter import Adapter, ResidentAdapter
 from blockyard.worker.sequences.sequence import Sequence
 
