@@ -133,6 +133,11 @@ class Backend(Protocol):
         """Copy whole blocks. Destinations are distinct, and none is also a source."""
         ...
 
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        """Add (x A^T) B of each token's adapter to the output of a linear layer. Each part of a fused layer has an A of
+        its own. Tokens without an adapter stay as they are."""
+        ...
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the token with the largest logit of each row [S], any of equals, and whether all logits of the row are
         finite [S]. A logit of -inf is never the largest. In a row with NaN or +inf the token is arbitrary."""
@@ -172,11 +177,6 @@ class Backend(Protocol):
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x @ weight^T + bias, for a plain weight or one from `pack_linear`."""
-        ...
-
-    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
-        """Add (x A^T) B of each token's adapter to the output of a linear layer. Each part of a fused layer has an A of
-        its own. Tokens without an adapter stay as they are."""
         ...
 
 

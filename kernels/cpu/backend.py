@@ -289,6 +289,11 @@ class CpuBackend(TorchBackend):
         self._library.gather(table_VH.dtype == torch.bfloat16, torch.get_num_threads(), work)
         return out_TH
 
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        if not _is_native(x_TI, out_TO, weights.a_SPRI):
+            return super().add_lora(out_TO, x_TI, weights, plan)
+        add_lora(self._library, out_TO, x_TI, weights, plan)
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not _is_native(logits_SV):
             return super().greedy_tokens(logits_SV)
@@ -346,11 +351,6 @@ class CpuBackend(TorchBackend):
         if weight_OI.dim() > 2:
             return panel_linear(self._library, x_TI, weight_OI, bias_O)
         return super().linear(x_TI, weight_OI, bias_O)
-
-    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
-        if not _is_native(x_TI, out_TO, weights.a_SPRI):
-            return super().add_lora(out_TO, x_TI, weights, plan)
-        add_lora(self._library, out_TO, x_TI, weights, plan)
 
 
 class RecordedStep:

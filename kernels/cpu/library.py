@@ -62,6 +62,15 @@ class Linear(ctypes.Structure):
     ]
 
 
+class GreedyTokens(ctypes.Structure):
+    """`GreedyTokens` of native/rows.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("logits", "tokens", "is_finite")),
+        *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
+    ]
+
+
 class Lora(ctypes.Structure):
     """`Lora` of native/lora.cpp."""
 
@@ -72,15 +81,6 @@ class Lora(ctypes.Structure):
         ),
         *((name, _Int) for name in ("x_stride", "out_stride", "num_rows", "num_tokens", "num_items")),
         *((name, _Int) for name in ("num_slots", "num_parts", "max_rank", "num_inputs", "num_outputs")),
-    ]
-
-
-class GreedyTokens(ctypes.Structure):
-    """`GreedyTokens` of native/rows.cpp."""
-
-    _fields_: ClassVar[Any] = [
-        *((name, _Address) for name in ("logits", "tokens", "is_finite")),
-        *((name, _Int) for name in ("stride", "num_rows", "vocab_size")),
     ]
 
 
@@ -147,11 +147,11 @@ FUNCTIONS: dict[str, tuple[str, type[ctypes.Structure]]] = {
     "place": ("by_place", Placement),
     "normalise": ("by_norm", Norm),
     "silu_mul": ("by_silu_mul", SiluMul),
+    "add_lora": ("by_add_lora", Lora),
     "greedy_tokens": ("by_greedy_tokens", GreedyTokens),
     "top_k_top_p_thresholds": ("by_top_k_top_p_thresholds", Nuclei),
     "linear": ("by_linear", Linear),
     "int8_linear": ("by_int8_linear", Linear),
-    "add_lora": ("by_add_lora", Lora),
     "gather": ("by_gather", Gather),
     "all_reduce": ("by_all_reduce", AllReduce),
     "concatenate": ("by_concatenate", Concatenation),
@@ -168,11 +168,11 @@ class CpuLibrary:
     place: Callable[..., None]
     normalise: Callable[..., None]
     silu_mul: Callable[..., None]
+    add_lora: Callable[..., None]
     greedy_tokens: Callable[..., None]
     top_k_top_p_thresholds: Callable[..., None]
     linear: Callable[..., None]
     int8_linear: Callable[..., None]
-    add_lora: Callable[..., None]
     gather: Callable[..., None]
     all_reduce: Callable[..., None]
     concatenate: Callable[..., None]

@@ -186,6 +186,18 @@ class TorchBackend:
         pool = movable(kv_pool_B2KPD)
         pool[src_dst_C2[:, 1]] = pool[src_dst_C2[:, 0]]
 
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        ranks = weights.ranks_S.tolist()
+        for slot, run in plan.segments():
+            tokens, rank = plan.tokens_M[run].long(), ranks[slot]
+            if not rank:
+                continue
+            parts = weights.b_SRO[slot, :rank].split(weights.widths, dim=1)
+            outputs = out_TO.split(weights.widths, dim=1)
+            for a_RI, b_RO, part_TO in zip(weights.a_SPRI[slot, :, :rank], parts, outputs, strict=True):
+                shrunk_TR = self.linear(x_TI[tokens], a_RI)
+                part_TO.index_add_(0, tokens, self.linear(shrunk_TR, b_RO.t()))
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return greedy_tokens(logits_SV)
 
@@ -213,18 +225,6 @@ class TorchBackend:
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         return packed_linear(x_TI, weight_OI, bias_O)
-
-    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
-        ranks = weights.ranks_S.tolist()
-        for slot, run in plan.segments():
-            tokens, rank = plan.tokens_M[run].long(), ranks[slot]
-            if not rank:
-                continue
-            parts = weights.b_SRO[slot, :rank].split(weights.widths, dim=1)
-            outputs = out_TO.split(weights.widths, dim=1)
-            for a_RI, b_RO, part_TO in zip(weights.a_SPRI[slot, :, :rank], parts, outputs, strict=True):
-                shrunk_TR = self.linear(x_TI[tokens], a_RI)
-                part_TO.index_add_(0, tokens, self.linear(shrunk_TR, b_RO.t()))
 
 
 def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:

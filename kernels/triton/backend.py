@@ -287,6 +287,9 @@ class TritonBackend:
         grid = (len(src_dst_C2), triton.cdiv(block_numel, COPY_TILE))
         copy_blocks_kernel[grid](pool, src_dst_C2.contiguous(), block_numel, TILE=COPY_TILE)
 
+    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
+        launch_add_lora(out_TO, x_TI, weights, plan)
+
     def greedy_tokens(self, logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return launch_greedy_tokens(logits_SV)
 
@@ -307,9 +310,6 @@ class TritonBackend:
         self, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
     ) -> torch.Tensor:
         return F.linear(x_TI, weight_OI, bias_O)
-
-    def add_lora(self, out_TO: torch.Tensor, x_TI: torch.Tensor, weights: LoraLinear, plan: LoraPlan) -> None:
-        launch_add_lora(out_TO, x_TI, weights, plan)
 
 
 def _launch_rms_norm(

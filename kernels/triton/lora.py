@@ -33,7 +33,7 @@ def _dot(a, b, WIDEN: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def shrink_kernel(
     x_ptr,  # [T, I], strides (x_stride_t, 1)
     a_ptr,  # [S, P, R, I]
@@ -82,7 +82,7 @@ def shrink_kernel(
     tl.store(out_ptrs, sum_TR, mask=(place_T < count)[:, None] & (rank_R < rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def expand_kernel(
     between_ptr,  # [X, M, P, R], fp32
     b_ptr,  # [S, R, O]

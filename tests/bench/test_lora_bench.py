@@ -1,4 +1,4 @@
-"""The benchmark of adapters on the demo model's small neighbour: every arm runs, and adapters are used."""
+"""The benchmark of adapters on a tiny model: every arm runs, and adapters are used."""
 
 from pathlib import Path
 

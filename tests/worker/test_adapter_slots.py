@@ -10,6 +10,7 @@ from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.step_plan import StepPlan
+from blockyard.worker.simulated.runner import ADAPTER_BYTES_PER_SECOND, SimulatedRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,3 +164,19 @@ def test_the_book_serves_content_that_was_added_and_measures_loads() -> None:
     book.remove(a.fingerprint)
     with pytest.raises(UnknownAdapter):
         book.find(a.fingerprint)
+
+
+def test_a_simulated_device_takes_time_for_a_load_and_none_for_a_hit() -> None:
+    slept: list[float] = []
+    runner = SimulatedRunner(
+        vocab_size=50, prefill_tokens_per_second=1e9, step_seconds=0.0, sleep=slept.append
+    )
+    scheduler = make_scheduler(20, max_loras=1)
+    seconds = ADAPTERS[0].num_bytes / ADAPTER_BYTES_PER_SECOND
+    for number, adapter in enumerate((ADAPTERS[0], ADAPTERS[0], ADAPTERS[1])):
+        scheduler.submit(with_adapter(make_sequence(number, [5], max_tokens=1), adapter))
+        plan = scheduler.plan()
+        tokens = runner.execute(plan)
+        scheduler.commit(plan, tokens)
+        assert tokens.adapter_seconds == ({} if number == 1 else {adapter.fingerprint: seconds})
+    assert sum(slept) == pytest.approx(2 * seconds)

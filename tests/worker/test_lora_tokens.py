@@ -121,6 +121,18 @@ def test_tokens_equal_those_of_merged_weights_in_one_mixed_batch(mode: dict[str,
     assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
 
 
+def test_decodes_with_adapters_are_recorded() -> None:
+    loaded = load()
+    if loaded.engine.runner.backend.name != "cpu":  # type: ignore[attr-defined]
+        pytest.skip("no C++ kernels")
+    for number in (0, None, 1):
+        submit(loaded, number, prompt_of(21, seed=3))
+    run(loaded.engine)
+    graphs = loaded.engine.runner._graphs  # type: ignore[attr-defined]
+    assert (3, False) in graphs._lora_graphs
+    assert (3, False) not in graphs._graphs
+
+
 def test_adapters_change_what_is_generated() -> None:
     prompt = prompt_of(21, seed=3)
     assert len({expected(number, prompt) for number in (None, 0, 1, 2, 3)}) == 5
@@ -200,7 +212,11 @@ def test_logprobs_and_scored_prompts_are_those_of_the_adapter() -> None:
     assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{"cpu_linears": "int8"}, {"dtype": "bfloat16"}], ids=["int8", "bf16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"cpu_linears": "int8"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}],
+    ids=["linears in int8", "bf16", "KV in int8"],
+)
 def test_eight_adapters_in_one_batch_equal_each_alone(settings: dict[str, Any]) -> None:
     loaded = load(max_loras=8, **settings)
     if loaded.engine.runner.backend.name != "cpu":  # type: ignore[attr-defined]

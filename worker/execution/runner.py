@@ -41,6 +41,7 @@ from blockyard.worker.sampling.divided_drawing import DividedDrawing
 from blockyard.worker.sampling.grammar_masks import GrammarMasks
 from blockyard.worker.sampling.logprobs import score
 from blockyard.worker.sampling.sampler import ApplyMasks, Drawing, Sampler
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.prompt_scoring import pieces
 from blockyard.worker.sequences.sequence import TokenLogprob
@@ -236,6 +237,12 @@ class TorchRunner(PartRunner):
         tokens = self._try(warm_up_row(-1, 1, self.block_size), warm_up_row(-2, num_tokens, self.block_size))
         if FAILED_TOKEN in tokens:
             raise ValueError(f"the model's logits are not finite in {self.dtype}; try another dtype")
+        if self.adapters is not None:
+            self._try(
+                warm_up_row(-1, 1, self.block_size),
+                warm_up_row(-2, num_tokens, self.block_size),
+                adapter=Adapter(fingerprint="", rank=1, num_bytes=0, weights={}),
+            )
         if self.backend.name == "triton":
             longest = self.config.max_position_embeddings
             self._try(*sharing_rows(longest, self.block_size))
@@ -253,9 +260,12 @@ class TorchRunner(PartRunner):
             *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
         )
 
-    def _try(self, *rows: ScheduledRow) -> list[int]:
+    def _try(self, *rows: ScheduledRow, adapter: Adapter | None = None) -> list[int]:
         """Run trial rows, forget their sequences, and return their tokens. What they wrote into blocks stays there."""
-        tokens = self.execute(StepPlan(step=0, rows=rows)).tokens
+        for row in rows:
+            row.sequence.adapter = adapter
+        adapters = () if adapter is None else ((0, adapter),)
+        tokens = self.execute(StepPlan(step=0, rows=rows, adapters=adapters)).tokens
         self._forget(row.sequence.sequence_id for row in rows)
         self._newest = NewestTokens.none()
         return tokens

@@ -188,22 +188,30 @@ class DecodeGraphs:
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
         self._lora_layers = lora_layers
         self._lora = StaticLora(sizes.rows[-1], device)
-        self._graphs: dict[tuple[int, bool, bool], StepGraph] = {}
+        self._graphs: dict[tuple[int, bool], StepGraph] = {}
+        self._lora_graphs: dict[tuple[int, bool], StepGraph] = {}
 
     def capture(self) -> None:
         """Capture the graphs of `at_start` and `shared_at_start`, the largest first: the others reuse its memory.
 
         All rows are padding: no block is written.
         """
-        with_adapters = (False,) if self._lora_layers is None else (True, False)
-        graphs = [(size, True, adds) for size in self._sizes.shared_at_start for adds in with_adapters]
-        graphs += [(size, False, adds) for size in self._sizes.at_start for adds in with_adapters]
-        with CaptureProgress(len(graphs)) as progress:
-            for key in sorted(graphs, reverse=True):
-                self._graphs[key] = self._captured(*key)
-                progress.advance()
+        graphs = [(size, True) for size in self._sizes.shared_at_start]
+        graphs += [(size, False) for size in self._sizes.at_start]
+        with_adapters = (False,) if self._lora_layers is None else (False, True)
+        with CaptureProgress(len(graphs) * len(with_adapters)) as progress:
+            for size, is_shared in sorted(graphs, reverse=True):
+                for has_adapters in with_adapters:
+                    self._graph(size, is_shared, has_adapters=has_adapters)
+                    progress.advance()
 
-    def _captured(self, size: int, is_shared: bool, has_adapters: bool) -> StepGraph:
+    def _graph(self, size: int, is_shared: bool, *, has_adapters: bool) -> StepGraph:
+        graphs = self._lora_graphs if has_adapters else self._graphs
+        if (size, is_shared) not in graphs:
+            graphs[size, is_shared] = self._captured(size, is_shared, has_adapters=has_adapters)
+        return graphs[size, is_shared]
+
+    def _captured(self, size: int, is_shared: bool, *, has_adapters: bool) -> StepGraph:
         tokens_T, plan = self._tokens_T[:size], self._static.plan(size, is_shared=is_shared)
         lora = None
         if has_adapters:
@@ -225,7 +233,5 @@ class DecodeGraphs:
         self._tokens_T[:num_rows].copy_(tokens_T)
         if lora is not None:
             self._lora.fill(lora.plan, size)
-        key = (size, len(plan.shared_items_Y5) > 0, lora is not None)
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(*key)
-        return self._graphs[key].replay()[:num_rows]
+        graph = self._graph(size, len(plan.shared_items_Y5) > 0, has_adapters=lora is not None)
+        return graph.replay()[:num_rows]

@@ -137,6 +137,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     logger.info("computes in %s", dtype)
     if config.max_loras and model.pooling is not None:
         raise ValueError("an embedding model serves no adapters: max_loras must be 0")
+    if config.max_loras and getattr(model, "mixture", None) is not None:
+        raise ValueError("a mixture of experts serves no adapters: max_loras must be 0")
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -179,13 +181,16 @@ def _adapter_reader(
 ) -> AdapterReader | None:
     if not config.max_loras or config.adapter_dir is None:
         return None
-    is_real = isinstance(runner, TorchRunner)
+    # A simulated engine does not compute with them.
+    dtype, on_gpu = torch.float32, False
+    if isinstance(runner, TorchRunner):
+        dtype, on_gpu = runner.dtype, runner.device.type == "cuda"
     return AdapterReader(
         folder=Path(config.adapter_dir),
         model=model,
         max_rank=config.max_lora_rank,
-        dtype=runner.dtype if is_real else torch.float32,
-        pins=is_real and runner.device.type == "cuda",
+        dtype=dtype,
+        pins=on_gpu,
     )
 
 

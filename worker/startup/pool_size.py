@@ -36,7 +36,8 @@ def measured_budget(
     if not config.enforce_eager:
         # All graphs share one memory for their tensors. The largest one decides its size.
         rows = ladder(num_sequences)
-        later += GRAPH_BYTES * (len(rows) + len(shared_sizes(rows))) + use.step * num_sequences // num_tokens
+        num_graphs = (len(rows) + len(shared_sizes(rows))) * (2 if config.max_loras else 1)
+        later += GRAPH_BYTES * num_graphs + use.step * num_sequences // num_tokens
     logger.info("memory: %s", use.describe(later))
     return use.for_pool(config.gpu_memory_utilization, later=later)
 
