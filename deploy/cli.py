@@ -26,7 +26,7 @@ COMMANDS = {
     **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
     "scale": "commands.administer.scale",
     "status": "commands.status.status",
-    **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush", "pull")},
+    **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush", "pull", "lora")},
     **{name: f"commands.inspect.{name}" for name in ("workers", "blocks", "index")},
     "logs": "commands.logs.logs",
     "top": "commands.watch.top",

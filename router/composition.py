@@ -14,6 +14,8 @@ from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
 from blockyard.proto.naming.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
 from blockyard.proto.security.tls import session_channels
+from blockyard.router.adapters.keeper import AdapterKeeper
+from blockyard.router.adapters.log import AdapterLog
 from blockyard.router.admission.ledger import AdmissionLedger
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import CHANNEL_OPTIONS
@@ -85,6 +87,12 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         max_queue_seconds=config.max_queue_seconds,
         tenant_weights=config.tenant_weights,
     )
+    adapters = AdapterKeeper(
+        fleet,
+        AdapterLog(clients, cluster=config.cluster, secret=config.cluster_secret)
+        if clients and config.cluster_secret
+        else None,
+    )
     grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
     fleet.on_change(lambda address: grammar_quota.hand_out())
     parts = RouterParts(
@@ -94,7 +102,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         tokenizing=tokenizing,
         fleet=fleet,
         placer=placer,
-        relay=Relay(fleet, placer, max_migrations=config.max_migrations),
+        relay=Relay(fleet, placer, max_migrations=config.max_migrations, adapters=adapters),
         ledger=AdmissionLedger(
             max_requests=config.max_requests,
             max_tokens=config.max_tokens_admitted,
@@ -103,6 +111,7 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         registry=RequestRegistry(),
         limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
         grammar_quota=grammar_quota,
+        adapters=adapters,
         records=(
             SealedRecords(clients, cluster=config.cluster, secret=config.cluster_secret)
             if clients and config.cluster_secret

@@ -10,6 +10,7 @@
     ├── Forbidden                   PERMISSION_DENIED     PERMISSION_DENIED
     ├── NotFound
     │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND (+ field violation)
+    │   ├── UnknownAdapter          NOT_FOUND             ADAPTER_NOT_FOUND (+ field violation)
     │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND (+ field violation)
     │   ├── UnknownResponse         NOT_FOUND             RESPONSE_NOT_FOUND (+ field violation)
     │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND (+ field violation)
@@ -17,6 +18,7 @@
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
     ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
     ├── PullImpossible              FAILED_PRECONDITION   PULL_IMPOSSIBLE
+    ├── AdapterImpossible           FAILED_PRECONDITION   ADAPTER_IMPOSSIBLE
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
     │   └── RateLimited             RESOURCE_EXHAUSTED    RATE_LIMITED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
@@ -28,6 +30,7 @@
     │   ├── WorkerLost              UNAVAILABLE           WORKER_LOST (+ tokens_emitted)
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
     │   ├── PullFailed              UNAVAILABLE           PULL_FAILED
+    │   ├── AdapterUnavailable      UNAVAILABLE           ADAPTER_UNAVAILABLE
     │   ├── StoreUnavailable        UNAVAILABLE           STORE_UNAVAILABLE
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
@@ -124,6 +127,12 @@ class UnknownModel(NotFound):
     reason = "MODEL_NOT_FOUND"
 
 
+class UnknownAdapter(NotFound):
+    """No LoRA adapter has this name."""
+
+    reason = "ADAPTER_NOT_FOUND"
+
+
 class UnknownRequest(NotFound):
     """No request of this id runs on this router, or it belongs to another tenant."""
 
@@ -166,6 +175,12 @@ class PullImpossible(RouterError):
     elsewhere."""
 
     reason = "PULL_IMPOSSIBLE"
+
+
+class AdapterImpossible(RouterError):
+    """No worker has slots for adapters, a worker has no room for one more, or their folders differ."""
+
+    reason = "ADAPTER_IMPOSSIBLE"
 
 
 class Overloaded(RouterError):
@@ -231,6 +246,12 @@ class PullFailed(Unavailable):
     """The pull that an admin ordered has not brought all blocks. Those that arrived are kept."""
 
     reason = "PULL_FAILED"
+
+
+class AdapterUnavailable(Unavailable):
+    """No worker can load the adapter of the request, as it was added."""
+
+    reason = "ADAPTER_UNAVAILABLE"
 
 
 class StoreUnavailable(Unavailable):

@@ -9,9 +9,10 @@ import asyncio
 import hmac
 import logging
 import os
+import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +39,8 @@ CALLS_AT_ONCE = 8
 NONCE_BYTES = 12
 _SEAL_BYTES = 32
 _NAME_BYTES = 16
+_TAG_BYTES = 16
+_LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -102,6 +105,28 @@ class Place:
             return self._seal.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], None)
         except (InvalidTag, ValueError):
             return None
+
+    def entry(self, value: bytes) -> bytes:
+        """Return a value sealed for this place, to be appended to others."""
+        sealed = self.sealed(value)
+        return _LENGTH.pack(len(sealed)) + sealed
+
+    @staticmethod
+    def entry_bytes(value: bytes) -> int:
+        """Return the length of a value's entry."""
+        return _LENGTH.size + NONCE_BYTES + len(value) + _TAG_BYTES
+
+    def entries(self, record: bytes) -> Iterator[bytes]:
+        """Yield the values of a record of entries, up to the first that this cluster has not sealed for this place."""
+        at = 0
+        while at + _LENGTH.size + NONCE_BYTES <= len(record):
+            start = at + _LENGTH.size
+            end = start + _LENGTH.unpack_from(record, at)[0]
+            value = self.opened(record[start:end])
+            if value is None:
+                return
+            yield value
+            at = end
 
 
 class SealedRecords:

@@ -186,6 +186,7 @@ class RouterServer:
                 slow_reader_seconds=config.slow_reader_seconds,
                 outputs_a_call=outputs_a_call(config.max_requests),
             )
+            await parts.adapters.refresh()
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),
@@ -195,6 +196,7 @@ class RouterServer:
                 self.http_address = http_address
                 duties = [
                     parts.fleet.run(),
+                    parts.adapters.follow(),
                     self._keep_health(parts, health_service),
                     self._keep_readings(parts),
                     self.loop_watch.run(),

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from blockyard.proto.naming.block_hash import chain, pack_tokens
 from blockyard.proto.v1 import session_pb2
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.admission.ledger import AdmissionLedger
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.fleet import Fleet
@@ -64,6 +65,7 @@ class Call:
     tenant: str = ""
     session_id: str = ""
     expected_pause_seconds: float = 0.0
+    adapter: RegisteredAdapter | None = None
 
 
 class Client(Protocol):
@@ -187,7 +189,8 @@ class RouterProcess:
     async def _generation(self, call: Call, deadline: float) -> Generation:
         identity = await self.placer.identity()
         prompt = pack_tokens(call.prompt)
-        root = identity.root(cluster_secret=SECRET, salt="")
+        fingerprint = "" if call.adapter is None else call.adapter.fingerprint
+        root = identity.root(cluster_secret=SECRET, salt="", adapter=fingerprint)
         return Generation(
             request_id=call.request_id,
             prompt=prompt,
@@ -199,4 +202,5 @@ class RouterProcess:
             client=call.tenant,
             session_id=call.session_id,
             expected_pause_seconds=call.expected_pause_seconds,
+            adapter=call.adapter,
         )

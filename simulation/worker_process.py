@@ -25,6 +25,7 @@ from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.draining import DrainTakenBack
 from blockyard.worker.session.session import SessionService
@@ -59,6 +60,8 @@ class WorkerSetup(Generic[RunnerT]):
     """How workers fetch blocks from one another. None: they do not."""
     memory_of: Callable[[RunnerT], TransferableMemory] | None = None
     """The bytes of a runner's blocks, for transfers. None: blocks have none."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters that each worker has in host memory from the start."""
     measures_rates: bool = False
     """Whether the engine runs a trial before the first request, as on a real worker. The trial takes no virtual
     time."""
@@ -97,6 +100,8 @@ class WorkerProcess(Generic[RunnerT]):
             swap_blocks_per_second=setup.swap_blocks_per_second,
             clock=self._clock,
         )
+        for adapter in setup.adapters:
+            self.engine.adapters.add(adapter)
         if setup.measures_rates:
             try_out(self.engine)
             self._clock.take()
@@ -217,6 +222,7 @@ class WorkerProcess(Generic[RunnerT]):
             transfer_port=TRANSFER_PORT if self._setup.transfers is not None else 0,
             block_bytes=self._setup.bytes_per_block,
             role=self._role,
+            max_loras=config.max_loras,
         )
 
     def _publish(self, result: StepResult) -> None:

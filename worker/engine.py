@@ -165,6 +165,7 @@ class Engine:
         now = self._clock()
         sampling = request.sampling
         adapter = self.adapters.find(request.adapter)
+        self.adapters.note_request(request.adapter, now)
         if request.continuations and (
             sampling.beam_width
             or len(request.token_ids) != request.prompt_length
@@ -520,7 +521,7 @@ class Engine:
             pulled_blocks=pulls.num_blocks,
             lent_blocks=self._num_lent_blocks,
             failed_pulls=pulls.num_failed,
-            adapters=self.adapters.resident(self.scheduler.running),
+            adapters=self.adapters.resident(self.scheduler.running, self._clock()),
             adapter_load_seconds=self.adapters.average_seconds,
             adapter_loads=self.adapters.num_loads,
             drafted_tokens=0 if speculation is None else speculation.num_drafted,

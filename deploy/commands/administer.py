@@ -1,4 +1,5 @@
-"""`blockyard drain`, `resume`, `flush`, `pull` and `scale` change which workers serve, and what they cache."""
+"""`blockyard drain`, `resume`, `flush`, `pull`, `scale` and `lora` change which workers serve, what they cache, and
+with which adapters."""
 
 import sys
 from dataclasses import asdict
@@ -19,9 +20,12 @@ from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
 from blockyard.deploy.settings.options import cluster_option, grace_option, output_option, router_option
 from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.views.adapters import adapter_line, adapters_table, workers_with
 
 PULL_SECONDS = 65.0
 """Deadline of a pull's call. The pull itself takes a minute at most."""
+READ_SECONDS = 65.0
+"""Deadline of a call that has workers read an adapter. They take a minute at most."""
 
 
 @click.command()
@@ -86,6 +90,9 @@ def flush(worker: str | None, cluster: str, routers: tuple[str, ...], output: st
 @click.option(
     "--public-prefix", is_flag=True, default=None, help="As in `generate`: share prefixes beyond the tenant."
 )
+@click.option(
+    "--lora-name", help="As in `generate`: the adapter of the requests that are to find the blocks."
+)
 @click.option("--tenant", help="Tenant of the requests that are to find the blocks.")
 @cluster_option
 @router_option
@@ -97,6 +104,7 @@ def pull(
     source: str | None,
     cache_salt: str | None,
     public_prefix: bool | None,
+    lora_name: str | None,
     tenant: str | None,
     cluster: str,
     routers: tuple[str, ...],
@@ -108,7 +116,12 @@ def pull(
     text = sys.stdin.read() if prompt == "-" else prompt
     with connected(cluster, routers, PULL_SECONDS, tenant) as client, naming_workers(client, worker):
         pulled = client.pull_prefix(
-            worker, text, source_id=source, cache_salt=cache_salt, public_prefix=public_prefix
+            worker,
+            text,
+            source_id=source,
+            cache_salt=cache_salt,
+            public_prefix=public_prefix,
+            lora_name=lora_name,
         )
     show(output, as_dict(pulled), administration.pulled_line(worker, pulled))
 
@@ -141,3 +154,52 @@ def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster
             report=progress.report,
         )
     show(output, asdict(scaled), scaled.line())
+
+
+@click.group()
+def lora() -> None:
+    """Add, remove and list the LoRA adapters that requests may name."""
+
+
+@lora.command()
+@click.argument("name")
+@click.argument("path")
+@click.option("--tenant", default="", help="Tenant that alone may use it. Default: everybody may.")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def add(name: str, path: str, tenant: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Let requests use the adapter in the folder PATH as NAME.
+
+    PATH lies within the adapter folder of each worker (--adapter-dir). All workers read it at once. If NAME exists, new
+    requests get the new content, and those that run keep the old one."""
+    with connected(cluster, routers, READ_SECONDS) as client:
+        adapter = client.add_adapter(name, path, tenant=tenant)
+    show(output, as_dict(adapter), f"added {adapter_line(adapter)}")
+
+
+@lora.command()
+@click.argument("name")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def remove(name: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """Forget the adapter NAME. Requests that use it go on to their end."""
+    with asking(cluster, routers) as client:
+        client.remove_adapter(name)
+    show(output, {"name": name, "removed": True}, f"removed {name}")
+
+
+@lora.command("list")
+@cluster_option
+@router_option
+@connection_options
+@output_option
+def list_adapters(cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """List the adapters, and the workers that have each in the memory of their device."""
+    with asking(cluster, routers) as client:
+        adapters, workers = client.list_adapters(), client.list_workers()
+    document = [{**as_dict(adapter), "workers": workers_with(adapter, workers)} for adapter in adapters]
+    show(output, document, adapters_table(adapters, workers))

@@ -89,6 +89,7 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
 @click.option(
     "--public-prefix", is_flag=True, default=None, help="As in `generate`: share prefixes beyond the tenant."
 )
+@click.option("--lora-name", help="As in `generate`: the adapter of the request.")
 @click.option("--tenant", help="Tenant of the request.")
 @cluster_option
 @router_option
@@ -99,6 +100,7 @@ def explain(
     session_id: str | None,
     cache_salt: str | None,
     public_prefix: bool | None,
+    lora_name: str | None,
     tenant: str | None,
     cluster: str,
     routers: tuple[str, ...],
@@ -108,6 +110,10 @@ def explain(
     text = sys.stdin.read() if prompt == "-" else prompt
     with asking(cluster, routers, tenant) as client:
         explained = client.explain_placement(
-            text, session_id=session_id, cache_salt=cache_salt, public_prefix=public_prefix
+            text,
+            session_id=session_id,
+            cache_salt=cache_salt,
+            public_prefix=public_prefix,
+            lora_name=lora_name,
         )
     show(output, as_dict(explained), explained_view(explained))

@@ -50,7 +50,7 @@ REFUSED = {
     "--trust-remote-code": "no code of a model's folder is ever run",
     "--quantization": _OWN_SCHEME,
     "-q": _OWN_SCHEME,
-    "--enable-lora": "--max-loras N and --adapter-dir FOLDER serve adapters, and an operator adds each to the cluster",
+    "--enable-lora": "--max-loras with --adapter-dir serves adapters; `blockyard lora add` names them",
     "--no-enable-prefix-caching": "the prefix cache is always on; `cache_salt` keeps a request's prefixes apart",
 }
 """Options that are refused, with the reason."""

@@ -21,6 +21,7 @@ _TERMS = {
     "pull_ms": "pull",
     "decode_ms": "decode",
     "memory_ms": "memory",
+    "adapter_ms": "adapter",
     "interference_ms": "interference",
     "total_ms": "total",
     "cost": "cost",
@@ -28,6 +29,8 @@ _TERMS = {
 """Fields of a candidate: the estimated times, their sum `total_ms`, and the `cost` that the policy compares."""
 _OF_PULLS = frozenset({"pulled_tokens", "pull_ms"})
 """Fields that are left out where nothing can be pulled."""
+_OF_ADAPTERS = frozenset({"adapter_ms"})
+"""Fields that are left out where no candidate has to load an adapter."""
 
 
 def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> RenderableType:
@@ -37,9 +40,10 @@ def explained_view(explained: cluster_pb2.ExplainPlacementResponse) -> Renderabl
     index = "" if explained.index_available else "; the prefix index does not answer"
     heading = Text(f"{explained.chosen_worker_id}, by policy {explained.policy}{index}", "bold")
     has_pulls = any(candidate.pull_options for candidate in explained.candidates)
+    loads_adapter = any(candidate.adapter_ms for candidate in explained.candidates)
+    hidden = (frozenset() if has_pulls else _OF_PULLS) | (frozenset() if loads_adapter else _OF_ADAPTERS)
     tokens, terms = (
-        {field: name for field, name in fields.items() if has_pulls or field not in _OF_PULLS}
-        for fields in (_TOKENS, _TERMS)
+        {field: name for field, name in fields.items() if field not in hidden} for fields in (_TOKENS, _TERMS)
     )
     rows = [
         (

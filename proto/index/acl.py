@@ -22,8 +22,9 @@ COMMANDS: dict[Role, tuple[str, ...]] = {
         *("hget", "hgetall", "hlen", "hmget", "zrangebyscore"),
         # The size of the index, for operators.
         *("memory|usage", "zcard", "zcount"),
-        # Sealed records and answers of sessions (router/sealed_records.py, router/generation/answer_store.py). Neither
-        # command changes a key that is no string, and the index has no strings.
+        # Sealed records, answers of sessions and the log of adapters (router/sealed_records.py,
+        # router/generation/answer_store.py, router/adapters/log.py). Neither command changes a key that is no string,
+        # and the index has no strings.
         *("append", "getex"),
     ),
     "worker": (

@@ -86,6 +86,11 @@ def answers_key(secret: str, cluster: str) -> bytes:
     return _derived(secret, cluster, b"answers of sessions")
 
 
+def adapters_key(secret: str, cluster: str) -> bytes:
+    """Return the key from which that of the log of adapters in Redis is derived."""
+    return _derived(secret, cluster, b"log of adapters")
+
+
 @lru_cache(maxsize=8)
 def _root_key(secret: str, cluster: str) -> bytes:
     salt = b"blockyard cluster identity 1\0" + cluster.encode()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from blockyard.proto.v1 import inference_pb2 as blockyard_dot_proto_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62lockyard/proto/v1/admin.proto\x12\x0c\x62lockyard.v1\x1a\"blockyard/proto/v1/inference.proto\"d\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\x10\n\x0e_grace_seconds\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05moved\x18\x01 \x01(\r\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x16\n\x14ResumeWorkerResponse\"9\n\x11\x46lushCacheRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"I\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\x12\x1b\n\x13\x66lushed_host_blocks\x18\x02 \x01(\x04\";\n\x13RebuildIndexRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"\'\n\x14RebuildIndexResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\x95\x02\n\x11PullPrefixRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.blockyard.v1.ChatH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.TokenIdsH\x00\x12\x17\n\ncache_salt\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rpublic_prefix\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x11\n\tworker_id\x18\x06 \x01(\t\x12\x16\n\tsource_id\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_cache_saltB\x10\n\x0e_public_prefixB\x0c\n\n_source_id\"\x90\x01\n\x12PullPrefixResponse\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\x12\x15\n\rblocks_before\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nelapsed_ms\x18\x06 \x01(\x01\"[\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"/\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x12\x41\x64\x64\x41\x64\x61pterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.blockyard.v1.Adapter\"$\n\x14RemoveAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15RemoveAdapterResponse\"\x15\n\x13ListAdaptersRequest\"?\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.blockyard.v1.Adapter2\xf4\x03\n\x0c\x41\x64minService\x12R\n\x0b\x44rainWorker\x12 .blockyard.v1.DrainWorkerRequest\x1a!.blockyard.v1.DrainWorkerResponse\x12U\n\x0cResumeWorker\x12!.blockyard.v1.ResumeWorkerRequest\x1a\".blockyard.v1.ResumeWorkerResponse\x12O\n\nFlushCache\x12\x1f.blockyard.v1.FlushCacheRequest\x1a .blockyard.v1.FlushCacheResponse\x12U\n\x0cRebuildIndex\x12!.blockyard.v1.RebuildIndexRequest\x1a\".blockyard.v1.RebuildIndexResponse\x12O\n\nPullPrefix\x12\x1f.blockyard.v1.PullPrefixRequest\x1a .blockyard.v1.PullPrefixResponse\x12@\n\x05\x41\x62ort\x12\x1a.blockyard.v1.AbortRequest\x1a\x1b.blockyard.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62lockyard/proto/v1/admin.proto\x12\x0c\x62lockyard.v1\x1a\"blockyard/proto/v1/inference.proto\"d\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1a\n\rgrace_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x42\x10\n\x0e_grace_seconds\"$\n\x13\x44rainWorkerResponse\x12\r\n\x05moved\x18\x01 \x01(\r\"(\n\x13ResumeWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x16\n\x14ResumeWorkerResponse\"9\n\x11\x46lushCacheRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"I\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\x04\x12\x1b\n\x13\x66lushed_host_blocks\x18\x02 \x01(\x04\";\n\x13RebuildIndexRequest\x12\x16\n\tworker_id\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x0c\n\n_worker_id\"\'\n\x14RebuildIndexResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\xbb\x02\n\x11PullPrefixRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.blockyard.v1.ChatH\x00\x12\x32\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x16.blockyard.v1.TokenIdsH\x00\x12\x17\n\ncache_salt\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rpublic_prefix\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x16\n\tlora_name\x18\x08 \x01(\tH\x03\x88\x01\x01\x12\x11\n\tworker_id\x18\x06 \x01(\t\x12\x16\n\tsource_id\x18\x07 \x01(\tH\x04\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_cache_saltB\x10\n\x0e_public_prefixB\x0c\n\n_lora_nameB\x0c\n\n_source_id\"\x90\x01\n\x12PullPrefixResponse\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x15\n\rprompt_blocks\x18\x02 \x01(\r\x12\x15\n\rblocks_before\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x12\n\nelapsed_ms\x18\x06 \x01(\x01\"k\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06tenant\x18\x06 \x01(\t\"?\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\"<\n\x12\x41\x64\x64\x41\x64\x61pterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.blockyard.v1.Adapter\"$\n\x14RemoveAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15RemoveAdapterResponse\"\x15\n\x13ListAdaptersRequest\"?\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.blockyard.v1.Adapter2\xf6\x05\n\x0c\x41\x64minService\x12R\n\x0b\x44rainWorker\x12 .blockyard.v1.DrainWorkerRequest\x1a!.blockyard.v1.DrainWorkerResponse\x12U\n\x0cResumeWorker\x12!.blockyard.v1.ResumeWorkerRequest\x1a\".blockyard.v1.ResumeWorkerResponse\x12O\n\nFlushCache\x12\x1f.blockyard.v1.FlushCacheRequest\x1a .blockyard.v1.FlushCacheResponse\x12U\n\x0cRebuildIndex\x12!.blockyard.v1.RebuildIndexRequest\x1a\".blockyard.v1.RebuildIndexResponse\x12O\n\nPullPrefix\x12\x1f.blockyard.v1.PullPrefixRequest\x1a .blockyard.v1.PullPrefixResponse\x12O\n\nAddAdapter\x12\x1f.blockyard.v1.AddAdapterRequest\x1a .blockyard.v1.AddAdapterResponse\x12X\n\rRemoveAdapter\x12\".blockyard.v1.RemoveAdapterRequest\x1a#.blockyard.v1.RemoveAdapterResponse\x12U\n\x0cListAdapters\x12!.blockyard.v1.ListAdaptersRequest\x1a\".blockyard.v1.ListAdaptersResponse\x12@\n\x05\x41\x62ort\x12\x1a.blockyard.v1.AbortRequest\x1a\x1b.blockyard.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,23 +49,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REBUILDINDEXRESPONSE']._serialized_start=485
   _globals['_REBUILDINDEXRESPONSE']._serialized_end=524
   _globals['_PULLPREFIXREQUEST']._serialized_start=527
-  _globals['_PULLPREFIXREQUEST']._serialized_end=804
-  _globals['_PULLPREFIXRESPONSE']._serialized_start=807
-  _globals['_PULLPREFIXRESPONSE']._serialized_end=951
-  _globals['_ADAPTER']._serialized_start=953
-  _globals['_ADAPTER']._serialized_end=1044
-  _globals['_ADDADAPTERREQUEST']._serialized_start=1046
-  _globals['_ADDADAPTERREQUEST']._serialized_end=1093
-  _globals['_ADDADAPTERRESPONSE']._serialized_start=1095
-  _globals['_ADDADAPTERRESPONSE']._serialized_end=1155
-  _globals['_REMOVEADAPTERREQUEST']._serialized_start=1157
-  _globals['_REMOVEADAPTERREQUEST']._serialized_end=1193
-  _globals['_REMOVEADAPTERRESPONSE']._serialized_start=1195
-  _globals['_REMOVEADAPTERRESPONSE']._serialized_end=1218
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1220
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1241
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1243
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1306
-  _globals['_ADMINSERVICE']._serialized_start=1309
-  _globals['_ADMINSERVICE']._serialized_end=1809
+  _globals['_PULLPREFIXREQUEST']._serialized_end=842
+  _globals['_PULLPREFIXRESPONSE']._serialized_start=845
+  _globals['_PULLPREFIXRESPONSE']._serialized_end=989
+  _globals['_ADAPTER']._serialized_start=991
+  _globals['_ADAPTER']._serialized_end=1098
+  _globals['_ADDADAPTERREQUEST']._serialized_start=1100
+  _globals['_ADDADAPTERREQUEST']._serialized_end=1163
+  _globals['_ADDADAPTERRESPONSE']._serialized_start=1165
+  _globals['_ADDADAPTERRESPONSE']._serialized_end=1225
+  _globals['_REMOVEADAPTERREQUEST']._serialized_start=1227
+  _globals['_REMOVEADAPTERREQUEST']._serialized_end=1263
+  _globals['_REMOVEADAPTERRESPONSE']._serialized_start=1265
+  _globals['_REMOVEADAPTERRESPONSE']._serialized_end=1288
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1290
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1311
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1313
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1376
+  _globals['_ADMINSERVICE']._serialized_start=1379
+  _globals['_ADMINSERVICE']._serialized_end=2137
 # @@protoc_insertion_point(module_scope)

@@ -60,12 +60,13 @@ class RebuildIndexResponse(_message.Message):
     def __init__(self, workers: _Optional[int] = ...) -> None: ...
 
 class PullPrefixRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "worker_id", "source_id")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "lora_name", "worker_id", "source_id")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     prompt: str
@@ -73,9 +74,10 @@ class PullPrefixRequest(_message.Message):
     prompt_token_ids: _inference_pb2.TokenIds
     cache_salt: str
     public_prefix: bool
+    lora_name: str
     worker_id: str
     source_id: str
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., worker_id: _Optional[str] = ..., source_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ..., worker_id: _Optional[str] = ..., source_id: _Optional[str] = ...) -> None: ...
 
 class PullPrefixResponse(_message.Message):
     __slots__ = ("source_id", "prompt_blocks", "blocks_before", "num_blocks", "num_bytes", "elapsed_ms")
@@ -94,26 +96,30 @@ class PullPrefixResponse(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., blocks_before: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., elapsed_ms: _Optional[float] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "fingerprint", "path", "rank", "num_bytes")
+    __slots__ = ("name", "fingerprint", "path", "rank", "num_bytes", "tenant")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     path: str
     rank: int
     num_bytes: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
-    __slots__ = ("name", "path")
+    __slots__ = ("name", "path", "tenant")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AddAdapterResponse(_message.Message):
     __slots__ = ("adapter",)

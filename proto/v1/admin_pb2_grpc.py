@@ -61,6 +61,21 @@ class AdminServiceStub:
                 request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.SerializeToString,
                 response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/blockyard.v1.AdminService/AddAdapter',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/blockyard.v1.AdminService/RemoveAdapter',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/blockyard.v1.AdminService/ListAdapters',
+                request_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/blockyard.v1.AdminService/Abort',
                 request_serializer=blockyard_dot_proto_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -113,6 +128,30 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Has every worker read a LoRA adapter from its folder, and gives it a name for requests. A name that exists stands for
+        the new content from then on; requests that run keep the old one. INVALID_ARGUMENT for a folder that cannot be
+        served. FAILED_PRECONDITION (ADAPTER_IMPOSSIBLE) if no worker has slots for adapters, if one has no room for it, or if
+        the folder differs between workers. The call takes at most 60 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """Forgets a name. Requests that use the adapter go on to their end. NOT_FOUND for an unknown name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters of the cluster, of all tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends a running request of any client. NOT_FOUND if this router has no such request.
         """
@@ -147,6 +186,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.PullPrefix,
                     request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.FromString,
                     response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -290,6 +344,87 @@ class AdminService:
             '/blockyard.v1.AdminService/PullPrefix',
             blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixRequest.SerializeToString,
             blockyard_dot_proto_dot_v1_dot_admin__pb2.PullPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.AdminService/AddAdapter',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.AddAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.AdminService/RemoveAdapter',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.RemoveAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/blockyard.v1.AdminService/ListAdapters',
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            blockyard_dot_proto_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

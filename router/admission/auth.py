@@ -88,7 +88,10 @@ METHOD_ROLES: Mapping[str, frozenset[Role] | None] = {
     ),
     **_methods(
         "blockyard.v1.AdminService",
-        ("DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex", "PullPrefix", "Abort"),
+        (
+            *("DrainWorker", "ResumeWorker", "FlushCache", "RebuildIndex", "PullPrefix", "Abort"),
+            *("AddAdapter", "RemoveAdapter", "ListAdapters"),
+        ),
         _ADMINS,
     ),
     **_methods("grpc.reflection.v1alpha.ServerReflection", ("ServerReflectionInfo",), _VIEWERS),

@@ -25,10 +25,10 @@ from blockyard.router.generation.generation import RouterParts, admit, generate,
 from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.generation.request_trace import RequestTrace
 from blockyard.router.parsing.formats import AnswerFormat
+from blockyard.router.request.adapter_names import check_model_or_adapter
 from blockyard.router.request.validation import (
     ValidGeneration,
     check_detokenize,
-    check_model,
     prompt_estimate,
     valid_prompt,
 )
@@ -98,7 +98,7 @@ class Calls:
             await self._arrivals.take()
             caller = self.bounds.caller(context)
             note.tenant = caller.tenant
-            valid = admit(parts, request)
+            valid = admit(parts, request, caller.tenant)
             REQUEST_ID.set(valid.request_id)  # for this call's task, until it ends
             if valid.policy is not None:
                 check_admin("policy")
@@ -126,9 +126,10 @@ class Calls:
     ) -> inference_pb2.TokenizeResponse:
         """Charge a prompt and return its token ids. Raises any RouterError."""
         parts = self.parts
-        check_model(request, parts.facts)
+        caller = self.bounds.caller(context)
+        check_model_or_adapter(request, parts.adapters.registry, parts.facts, caller.tenant)
         prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        client = self.bounds.caller(context).client
+        client = caller.client
         async with self.bounds.admitted(context, prompt_estimate(prompt)) as charge:
             prepared = await tokenise(parts, prompt, charge, root=None, block_size=1, client=client)
         return inference_pb2.TokenizeResponse(
@@ -140,6 +141,8 @@ class Calls:
     ) -> inference_pb2.DetokenizeResponse:
         """Charge tokens and return their text. Raises any RouterError."""
         parts = self.parts
+        tenant = self.bounds.caller(context).tenant
+        check_model_or_adapter(request, parts.adapters.registry, parts.facts, tenant)
         check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
         skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         async with self.bounds.admitted(context, len(request.token_ids)):

@@ -176,7 +176,10 @@ def _placement(attempt: AttemptTrace) -> Attributes:
     each attribute costs time."""
     choice = attempt.placed.choice
     assert choice is not None
-    terms = ("queue_ms", "prefill_ms", "host_load_ms", "pull_ms", "decode_ms", "memory_ms", "interference_ms")
+    terms = (
+        *("queue_ms", "prefill_ms", "host_load_ms", "pull_ms", "decode_ms", "memory_ms", "adapter_ms"),
+        "interference_ms",
+    )
     counts = ("cached_tokens", "host_cached_tokens", "pulled_tokens", "uncached_tokens")
     return {
         "blockyard.placement.policy": choice.policy,

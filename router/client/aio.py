@@ -278,6 +278,25 @@ class AsyncClient:
         call = requests.pull_prefix(worker_id, prompt, source_id, arguments)
         return await self._unary(call, timeout_seconds)
 
+    async def add_adapter(
+        self, name: str, path: str, *, tenant: str = "", timeout_seconds: float | None = None
+    ) -> admin_pb2.Adapter:
+        """Have all workers read a LoRA adapter from its folder, and let requests use it by this name. For admins.
+
+        A name that exists stands for the new content from then on. With a `tenant`, it exists for that tenant alone.
+        """
+        response = await self._unary(requests.add_adapter(name, path, tenant), timeout_seconds)
+        return response.adapter
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget the adapter of this name. Requests that use it go on to their end. For admins."""
+        await self._unary(requests.remove_adapter(name))
+
+    async def list_adapters(self) -> list[admin_pb2.Adapter]:
+        """Return the cluster's adapters, ordered by name. For admins."""
+        response = await self._unary(requests.list_adapters())
+        return list(response.adapters)
+
     async def abort_any(self, request_id: str) -> None:
         """End the running requests with this id, of whatever tenant. For admins. Otherwise like abort()."""
         await self._abort(requests.abort_any(request_id))

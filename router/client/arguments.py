@@ -22,8 +22,10 @@ Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _BESIDE_PROMPT = frozenset(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) - {
-    *("prompt", "chat", "prompt_token_ids", "sampling", "lora_name")
+    *("prompt", "chat", "prompt_token_ids", "sampling")
 }
+_NAMING_FIELDS = ("lora_name", "cache_salt", "public_prefix")
+"""Fields beside the prompt that decide the names of its blocks."""
 _SIMILARITY = 0.65
 """Least similarity at which a known name is suggested for an unknown one."""
 _STRUCTURED_FIELDS = ("json_schema", "regex", "json_object")
@@ -55,6 +57,7 @@ class GenerateArguments(ChatArguments, total=False):
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
     model: str | None
+    lora_name: Annotated[str | None, "Adapter to use (`blockyard lora list`). Default: the bare model."]
     max_tokens: Annotated[int | None, "Maximum tokens to generate."]
     min_tokens: Annotated[int | None, "Tokens before which no end of sequence and no stop token is sampled."]
     ignore_eos: Annotated[bool | None, "Continue past the end of the sequence."]
@@ -158,6 +161,7 @@ class PromptArguments(ChatArguments, total=False):
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
+    lora_name: str | None
     cache_salt: str | None
     public_prefix: bool | None
 
@@ -188,7 +192,7 @@ def embed_request(prompt: str | None, arguments: EmbedArguments) -> inference_pb
 def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
     """Build a LookupPrefixRequest from lookup_prefix()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
-    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
+    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, _NAMING_FIELDS)
 
 
 def placement_request(
@@ -197,7 +201,7 @@ def placement_request(
     """Build an ExplainPlacementRequest from explain_placement()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
-        cluster_pb2.ExplainPlacementRequest, prompt, given, ("cache_salt", "public_prefix", "session_id")
+        cluster_pb2.ExplainPlacementRequest, prompt, given, (*_NAMING_FIELDS, "session_id")
     )
 
 
@@ -206,7 +210,7 @@ def pull_request(
 ) -> admin_pb2.PullPrefixRequest:
     """Build a PullPrefixRequest from pull_prefix()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
-    request = _prompt_request(admin_pb2.PullPrefixRequest, prompt, given, ("cache_salt", "public_prefix"))
+    request = _prompt_request(admin_pb2.PullPrefixRequest, prompt, given, _NAMING_FIELDS)
     request.MergeFrom(message_of(admin_pb2.PullPrefixRequest, "worker_id", worker_id))
     if source_id is not None:
         request.MergeFrom(message_of(admin_pb2.PullPrefixRequest, "source_id", source_id))

@@ -181,6 +181,20 @@ def pull_prefix(
     return _admin("PullPrefix", request, admin_pb2.PullPrefixResponse)
 
 
+def add_adapter(name: str, path: str, tenant: str) -> Call[admin_pb2.AddAdapterResponse]:
+    request = admin_pb2.AddAdapterRequest(name=name, path=path, tenant=tenant)
+    return _admin("AddAdapter", request, admin_pb2.AddAdapterResponse)
+
+
+def remove_adapter(name: str) -> Call[admin_pb2.RemoveAdapterResponse]:
+    request = admin_pb2.RemoveAdapterRequest(name=name)
+    return _admin("RemoveAdapter", request, admin_pb2.RemoveAdapterResponse)
+
+
+def list_adapters() -> Call[admin_pb2.ListAdaptersResponse]:
+    return _admin("ListAdapters", admin_pb2.ListAdaptersRequest(), admin_pb2.ListAdaptersResponse)
+
+
 def abort_any(request_id: str) -> Call[inference_pb2.AbortResponse]:
     request = message_of(inference_pb2.AbortRequest, "request_id", request_id)
     return _admin("Abort", request, inference_pb2.AbortResponse)

@@ -47,6 +47,8 @@ class Placed:
     """Blocks that the worker is to fetch first. None: none, or the pull has ended."""
     is_split: bool = False
     """Whether another worker is to continue the request from its first tokens on."""
+    adapter: str = ""
+    """Fingerprint of the LoRA adapter that the worker needs for it. Empty: none."""
     sent: bool = False
     started: bool = False
     choice: Choice | None = None
@@ -124,6 +126,8 @@ class Bookings:
         self.unreported = Sums()
         """Sums over requests that the worker's last load report does not count, because they had not reached it."""
         self.prefixes = Speculation()
+        self.adapters = Counter[str]()
+        """Open requests by the fingerprint of their adapter. Those without one are left out."""
         self._open: set[Placed] = set()
         self._unreported: dict[Placed, None] = {}
         """The requests in `unreported`, in the order in which they were sent."""
@@ -137,6 +141,8 @@ class Bookings:
     def add(self, placed: Placed) -> None:
         self._open.add(placed)
         self.waiting.count(placed, 1)
+        if placed.adapter:
+            self.adapters[placed.adapter] += 1
         self.prefixes.expect(placed.names)
 
     def send(self, placed: Placed) -> None:
@@ -158,6 +164,8 @@ class Bookings:
             sums.count(placed, -1)
         self._open.remove(placed)
         self._unreported.pop(placed, None)
+        if placed.adapter:
+            self.adapters -= Counter((placed.adapter,))
         if not placed.started:
             self.prefixes.forget(placed.names)
 
@@ -181,6 +189,8 @@ class Bookings:
             for placed in requests:
                 expected.count(placed, 1)
             assert sums == expected, f"booked {sums}, but {expected} is open"
+        adapters = Counter(placed.adapter for placed in self._open if placed.adapter)
+        assert self.adapters == adapters, f"booked {self.adapters}, but {adapters} are open"
         self.prefixes.check_invariants(placed.names for placed in self._open if not placed.started)
 
     def _sums(self, placed: Placed) -> list[Sums]:

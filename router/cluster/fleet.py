@@ -54,13 +54,15 @@ class ModelIdentity:
             index_stride_blocks=max(1, hello.index_stride_blocks),
         )
 
-    def root(self, *, cluster_secret: str, salt: str, tenant: str = "") -> bytes:
-        """Return the root of a prompt's chain of block names: a tenant's own root, or the public one."""
+    def root(self, *, cluster_secret: str, salt: str, tenant: str = "", adapter: str = "") -> bytes:
+        """Return the root of a prompt's chain of block names: a tenant's own root, or the public one. `adapter` is the
+        fingerprint of the LoRA adapter that computes the blocks."""
         return root_name(
             cluster_secret=cluster_secret,
             model_fingerprint=self.model_fingerprint,
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
+            adapter=adapter,
             salt=salt,
             tenant=tenant,
         )

@@ -31,6 +31,9 @@ class LoadTable:
         self.slots: dict[str, int] = {}
         self._owners: dict[str, tuple[WorkerId, Incarnation]] = {}
         self._free: list[int] = []
+        self._adapters: dict[str, frozenset[str]] = {}
+        """Fingerprints of the LoRA adapters at hand, by address. Workers without any are left out."""
+        self._adapter_holders: dict[str, set[str]] = {}
         self._rows = np.zeros((_NUM_COLUMNS, FIRST_SLOTS))
         self._hashes = np.zeros(FIRST_SLOTS, np.uint64)
         self._by_worker: dict[WorkerId, list[int]] | None = None
@@ -47,8 +50,10 @@ class LoadTable:
         owner: tuple[WorkerId, Incarnation],
         heard_at: float,
         row: tuple[float, ...],
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
-        """Write a worker's row. A worker that must get no request was heard NEVER."""
+        """Write a worker's row, and the fingerprints of its LoRA adapters. A worker that must get no request was heard
+        NEVER."""
         slot = self.slots.get(address)
         if slot is None:
             slot = self._take(address)
@@ -58,6 +63,7 @@ class LoadTable:
             self._by_worker = None
             self._berths.clear()
         self._rows[:, slot] = (heard_at, *row)
+        self._set_adapters(address, adapters)
 
     def close(self, address: str) -> None:
         """Let a worker get no request until its next row."""
@@ -66,6 +72,7 @@ class LoadTable:
 
     def remove(self, address: str) -> None:
         if (slot := self.slots.pop(address, None)) is not None:
+            self._set_adapters(address, frozenset())
             self._rows[:, slot] = 0.0
             self._rows[_HEARD, slot] = NEVER
             self.addresses[slot] = ""
@@ -99,6 +106,25 @@ class LoadTable:
 
     def of_worker(self, worker_id: WorkerId) -> list[int]:
         return self._slots_by_worker().get(worker_id, [])
+
+    def with_adapter(self, fingerprint: str) -> set[str]:
+        """Return the addresses of the workers that have this adapter at hand."""
+        return self._adapter_holders.get(fingerprint, set())
+
+    def _set_adapters(self, address: str, adapters: frozenset[str]) -> None:
+        before = self._adapters.get(address, frozenset())
+        if adapters == before:
+            return
+        for fingerprint in before - adapters:
+            self._adapter_holders[fingerprint].discard(address)
+            if not self._adapter_holders[fingerprint]:
+                del self._adapter_holders[fingerprint]
+        for fingerprint in adapters - before:
+            self._adapter_holders.setdefault(fingerprint, set()).add(address)
+        if adapters:
+            self._adapters[address] = adapters
+        else:
+            del self._adapters[address]
 
     def ranks(self, key: bytes, slots: Numbers) -> NDArray[np.uint64]:
         """Return the place of each worker in the order that this key has on every router."""

@@ -13,6 +13,7 @@ from blockyard.proto.index.holders import Numbers
 from blockyard.proto.step_costs import StepCosts
 from blockyard.router.cluster.depths import CachedDepth
 from blockyard.router.cluster.loads import LoadTable
+from blockyard.router.placement.adapters import NOT_SERVED_MS, Adapter, load_ms
 from blockyard.router.placement.columns import Column, costs_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import PullSource
@@ -41,20 +42,30 @@ def shortlist(
     favourite: WorkerId | None,
     most: int,
     sources: Sequence[PullSource] = (),
+    adapter: Adapter | None = None,
+    lacking: Iterable[str] = (),
 ) -> list[str]:
     """Return the addresses of `most` of the workers at these slots, and of the `favourite`.
 
     The one of least cost is among them. If too many are near-equal, the `key` says which, on every router alike.
     `depths` holds what workers have cached according to the index, `arrived` what has just reached them. `expecting`
     are the workers that may expect some of these blocks, and `expected_blocks` says how many. All may fetch blocks from
-    one of the `sources`.
+    one of the `sources`. `lacking` are workers that cannot load the request's `adapter`.
     """
     on_gpu, anywhere = table.depths(depths)
     for address, blocks in arrived.items():
         if (slot := table.slots.get(address)) is not None:
             on_gpu[slot] = max(on_gpu[slot], blocks)
     on_gpu, anywhere = on_gpu[slots], anywhere[slots]
-    price = partial(costs_of, prompt_tokens, workers=table.columns(slots), costs=costs, config=config)
+    adapter_ms = None if adapter is None else _adapter_ms(adapter, lacking, table, slots)
+    price = partial(
+        costs_of,
+        prompt_tokens,
+        workers=table.columns(slots),
+        costs=costs,
+        config=config,
+        adapter_ms=adapter_ms,
+    )
     expects = np.zeros(len(table), np.bool_)
     expects[[table.slots[where] for where in expecting if where in table.slots]] = True
     positions = np.flatnonzero(expects[slots])
@@ -71,6 +82,19 @@ def shortlist(
     if favourite is not None:
         chosen.update(slot for slot in table.of_worker(favourite) if slot in slots)
     return [table.addresses[slot] for slot in sorted(chosen)]
+
+
+def _adapter_ms(adapter: Adapter, lacking: Iterable[str], table: LoadTable, slots: Numbers) -> Column:
+    """Return the cost of the adapter on each worker, as `adapter_ms` of placement/adapters.py does."""
+    workers = table.columns(slots)
+    guess_ms = load_ms(0.0, adapter.num_bytes)
+    cost_ms: Column = np.where(workers.adapter_load_ms > 0, workers.adapter_load_ms, guess_ms)
+    cost_ms = cost_ms + workers.adapter_eviction_ms
+    by_slot = np.zeros(len(table))
+    by_slot[slots] = cost_ms
+    by_slot[[table.slots[address] for address in table.with_adapter(adapter.fingerprint)]] = 0.0
+    by_slot[[table.slots[address] for address in lacking if address in table.slots]] = NOT_SERVED_MS
+    return by_slot[slots]
 
 
 def _cheapest(

@@ -27,9 +27,11 @@ from blockyard.router.cluster.worker_view import (
     ReadyWorkers,
     WorkerState,
     WorkerView,
+    able_to_serve,
     candidate_of,
     queued_prefill,
 )
+from blockyard.router.placement.adapters import Adapter, AdapterPrices, adapter_ms
 from blockyard.router.placement.columns import row_of
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import Holder, PullPlan, PullSource
@@ -163,6 +165,7 @@ class ClusterView:
         promised_blocks: int = 0,
         pull: PullPlan | None = None,
         is_split: bool = False,
+        adapter: str = "",
     ) -> Placed:
         worker = self._workers[address]
         placed = Placed(
@@ -174,6 +177,7 @@ class ClusterView:
             promised_blocks=promised_blocks,
             pull=pull,
             is_split=is_split,
+            adapter=adapter,
         )
         worker.booked.add(placed)
         self._pulls.count(placed, 1)
@@ -354,15 +358,17 @@ class ClusterView:
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
         arrived: Mapping[str, int] = MappingProxyType({}),
+        adapter: Adapter | None = None,
     ) -> list[Candidate]:
         """Return the ready workers, with their load and what they have cached of a prompt with these block names.
 
         Those of role `prefill` are left out, unless there are no others. `depths` holds what they have cached according
-        to the index, `arrived` the result of `arrived_depths`.
+        to the index, `arrived` the result of `arrived_depths`. Workers that cannot serve the `adapter` are left out.
         """
         now = self._clock()
         self._compare_speeds(now)
-        return self._candidates(self._listed().serving, names, prompt_tokens, depths, arrived, now)
+        serving = able_to_serve(self._listed().serving, adapter)
+        return self._candidates(serving, names, prompt_tokens, depths, arrived, now, adapter)
 
     def beginners(
         self,
@@ -370,11 +376,13 @@ class ClusterView:
         prompt_tokens: int,
         depths: Mapping[WorkerId, CachedDepth],
         arrived: Mapping[str, int] = MappingProxyType({}),
+        adapter: Adapter | None = None,
     ) -> list[Beginner]:
         """Return the ready workers of role `prefill`, unless there are no others. Of many, return those with the
         shortest queues."""
-        workers = nsmallest(SHORTLIST, self._listed().beginning, key=queued_prefill)
-        candidates = self._candidates(workers, names, prompt_tokens, depths, arrived, self._clock())
+        beginning = able_to_serve(self._listed().beginning, adapter)
+        workers = nsmallest(SHORTLIST, beginning, key=queued_prefill)
+        candidates = self._candidates(workers, names, prompt_tokens, depths, arrived, self._clock(), adapter)
         found = []
         for worker, candidate in zip(workers, candidates, strict=True):
             source = self.pull_source(worker, prompt_tokens // candidate.block_size, prompt_tokens + 1)
@@ -402,18 +410,19 @@ class ClusterView:
         favourite: WorkerId | None = None,
         most: int = SHORTLIST,
         sources: Sequence[PullSource] = (),
+        adapter: Adapter | None = None,
     ) -> list[Candidate]:
         """Return the workers that may be the best for a prompt: `most` of the `candidates`, and the `favourite`.
 
         Fewer than twice as many workers are all returned. All may fetch blocks from one of the `sources`.
         """
         if len(self._workers) <= 2 * most:
-            return self.candidates(names, prompt_tokens, depths, arrived)
+            return self.candidates(names, prompt_tokens, depths, arrived, adapter)
         now, table = self._clock(), self._load_table()
         self._compare_speeds(now)
         slots = table.heard_since(now - self._suspect_seconds)
         if len(slots) <= most:
-            return self.candidates(names, prompt_tokens, depths, arrived)
+            return self.candidates(names, prompt_tokens, depths, arrived, adapter)
         found = shortlist(
             names,
             prompt_tokens,
@@ -429,9 +438,14 @@ class ClusterView:
             key=key,
             favourite=favourite,
             most=most,
+            adapter=adapter,
+            lacking=[] if adapter is None else self._lacking(adapter),
         )
-        workers = [self._workers[address] for address in found]
-        return self._candidates(workers, names, prompt_tokens, depths, arrived, now)
+        workers = able_to_serve([self._workers[address] for address in found], adapter)
+        return self._candidates(workers, names, prompt_tokens, depths, arrived, now, adapter)
+
+    def _lacking(self, adapter: Adapter) -> list[str]:
+        return [worker.address for worker in self._workers.values() if adapter.fingerprint in worker.lacking]
 
     def _expects(self, name: bytes, address: str) -> bool:
         worker = self._workers.get(address)
@@ -456,12 +470,14 @@ class ClusterView:
         if not is_open or worker.last_heard is None:
             self._table.close(worker.address)
             return
+        adapters = worker.adapter_slots
         (bare,) = self._candidates([worker], (), 1, {}, {}, worker.last_heard)
         self._table.put(
             worker.address,
             (worker.worker_id, worker.incarnation),
             worker.last_heard,
-            row_of(bare, worker.speed.slowness),
+            row_of(bare, worker.speed.slowness, AdapterPrices.of(adapters, self._config)),
+            adapters.at_hand,
         )
 
     def _candidates(
@@ -472,6 +488,7 @@ class ClusterView:
         depths: Mapping[WorkerId, CachedDepth],
         arrived: Mapping[str, int],
         now: float,
+        adapter: Adapter | None = None,
     ) -> list[Candidate]:
         costs = self.speeds.costs
         return [
@@ -484,6 +501,9 @@ class ClusterView:
                 arrived.get(worker.address, 0),
                 costs=costs,
                 link=self._pulls.link(worker),
+                adapter_ms=0.0
+                if adapter is None
+                else adapter_ms(adapter, worker.adapter_slots, self._config),
             )
             for worker in workers
         ]

@@ -15,6 +15,12 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Bookings
 from blockyard.router.cluster.depths import CachedDepth, usable_cached_tokens
 from blockyard.router.cluster.gate import WorkerGate
+from blockyard.router.placement.adapters import (
+    NO_SLOTS,
+    Adapter,
+    AdapterSlots,
+    Resident,
+)
 from blockyard.router.placement.pulls import Link
 from blockyard.router.placement.rates import WorkerSpeed
 from blockyard.router.placement.scoring import Candidate
@@ -64,6 +70,8 @@ class WorkerView:
     longest_step_ms: float = 0.0
     """Time of the longest recent step: an older one counts less."""
     gate: WorkerGate = field(default_factory=WorkerGate)
+    lacking: set[str] = field(default_factory=set)
+    """Fingerprints of LoRA adapters that this incarnation cannot load."""
     booked: Bookings = field(default_factory=Bookings)
     role: Role = field(init=False)
     worker_id: WorkerId = field(init=False)
@@ -95,6 +103,22 @@ class WorkerView:
         return booked.waiting.blocks + max(
             self.load.used_blocks + booked.unreported.blocks, booked.sent.blocks
         )
+
+    @property
+    def adapter_slots(self) -> AdapterSlots:
+        hello, load = self.hello, self.load
+        if hello is None or not hello.max_loras:
+            return NO_SLOTS
+        residents = tuple(
+            Resident(one.fingerprint, 1000 * one.load_seconds, one.requests_per_second, one.running > 0)
+            for one in load.adapters
+        )
+        coming = frozenset(self.booked.adapters)
+        return AdapterSlots(hello.max_loras, residents, coming, 1000 * load.adapter_load_seconds)
+
+    def may_serve(self, adapter: Adapter) -> bool:
+        has_slots = self.hello is not None and self.hello.max_loras > 0
+        return has_slots and adapter.fingerprint not in self.lacking
 
     def has_room(self, now: float, max_unstarted: int) -> bool:
         """Return True if one more request should find a position in the worker's own queue."""
@@ -140,6 +164,11 @@ class ReadyWorkers:
         """When the first of them becomes suspect, unless it is heard again."""
 
 
+def able_to_serve(workers: Sequence[WorkerView], adapter: Adapter | None) -> Sequence[WorkerView]:
+    """Return the workers that may serve requests for an adapter. None: requests for the bare model."""
+    return workers if adapter is None else [worker for worker in workers if worker.may_serve(adapter)]
+
+
 def candidate_of(
     worker: WorkerView,
     names: Sequence[bytes],
@@ -150,6 +179,7 @@ def candidate_of(
     *,
     costs: StepCosts,
     link: Link,
+    adapter_ms: float = 0.0,
 ) -> Candidate:
     """Return what placement sees of a worker for a prompt with these block names.
 
@@ -191,6 +221,7 @@ def candidate_of(
         host_tokens_per_second=load.host_tokens_per_second,
         link=link,
         role=worker.role,
+        adapter_ms=adapter_ms,
     )
 
 

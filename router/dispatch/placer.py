@@ -18,11 +18,12 @@ from blockyard.router.cluster.fleet import Fleet, ModelIdentity
 from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
-from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
+from blockyard.router.errors import AdapterUnavailable, DeadlinePassed, DeadlineUnreachable, NoWorkers
+from blockyard.router.placement.adapters import Adapter
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import Placement, PlacementRequest, place
 from blockyard.router.placement.pulls import Holder, PullOption, PullSource
-from blockyard.router.placement.scoring import pull_options
+from blockyard.router.placement.scoring import Candidate, pull_options
 from blockyard.router.placement.sessions import SessionMemory
 
 RETRY_AFTER_SECONDS = 1.0
@@ -39,6 +40,7 @@ class _Prompt:
     policy: PolicyName
     holder: Holder | None = None
     may_split: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +143,29 @@ class Placer:
         policy: PolicyName | None = None,
         holder: Holder | None = None,
         may_split: bool = False,
+        adapter: Adapter | None = None,
     ) -> Placed:
         """Choose a worker, book the request on it, and wait until it has room.
 
         `names` are those of the prompt's full blocks. `prompt_tokens` include the generated tokens that a replay
         repeats. The worker may fetch blocks of both from the `holder`. A request that `may_split` may go to a worker
-        that only begins it (`Placed.is_split`).
+        that only begins it (`Placed.is_split`). One for an `adapter` goes to a worker that can load it.
 
         While it waits, its load and its prefix count for the chosen worker. It moves to another worker as soon as that
         is cheaper. Sending it to any worker with room would spread requests with a common prefix just when memory is
         short.
 
         Raises NoWorkers after `no_worker_seconds` without a ready worker, and Overloaded after `max_queue_seconds` in
-        line. Raises DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected
-        long after it.
+        line. Raises AdapterUnavailable if workers are ready and none of them can load the adapter. Raises
+        DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected long after it.
         """
-        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder, may_split)
+        prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder, may_split, adapter)
         found = await self._find(names)
         while True:
             placement = self._choose(prompt, found)
             if placement is None:
+                if adapter is not None and self._fleet.view.ready():
+                    raise AdapterUnavailable("no worker that is ready can load this adapter")
                 await self._some_worker(ticket)
                 found = await self._find(names)
                 continue
@@ -266,12 +271,17 @@ class Placer:
             line.notify()
 
     async def explain(
-        self, names: Sequence[bytes], prompt_tokens: int, *, session_id: str = ""
+        self,
+        names: Sequence[bytes],
+        prompt_tokens: int,
+        *,
+        session_id: str = "",
+        adapter: Adapter | None = None,
     ) -> tuple[Placement | None, bool]:
         """Return the placement that a prompt would get now, or None if no worker is ready, and whether the index
         answered."""
         found = await self._find(names)
-        prompt = _Prompt(names, prompt_tokens, session_id, self._policy, may_split=True)
+        prompt = _Prompt(names, prompt_tokens, session_id, self._policy, may_split=True, adapter=adapter)
         return self._choose(prompt, found, scores_all=True), found.result.available
 
     def pull_options(self, placement: Placement, prompt_tokens: int) -> dict[str, list[PullOption]]:
@@ -305,16 +315,18 @@ class Placer:
         seen = prompt.names, prompt.tokens, result.depth_by_worker, arrived
         sources = self._sources(prompt, result)
         if scores_all or prompt.policy != "prefix" or not result.available:
-            candidates = view.candidates(*seen)
+            candidates = view.candidates(*seen, prompt.adapter)
         else:
             key = session_id.encode() or prefix_key or self._rng.randbytes(8)
-            candidates = view.shortlist(*seen, key=key, favourite=session_worker, sources=sources)
+            candidates = view.shortlist(
+                *seen, key=key, favourite=session_worker, sources=sources, adapter=prompt.adapter
+            )
         if not candidates:
             return None
         request = PlacementRequest(
             prompt_tokens=prompt.tokens,
             prefix_key=prefix_key,
-            fresh_key=self._key(prompt.names, max(c.cached_tokens for c in candidates) // block_size),
+            fresh_key=self._fresh_key(prompt, candidates),
             index_available=result.available,
             num_placements=self._num_placements,
             session_key=session_id.encode(),
@@ -322,7 +334,7 @@ class Placer:
             is_continued=prompt.holder is not None,
         )
         may_split = self._pulls and prompt.may_split and prompt.policy == "prefix"
-        beginners = view.beginners(*seen) if may_split else []
+        beginners = view.beginners(*seen, prompt.adapter) if may_split else []
         return place(request, candidates, prompt.policy, self._rng, self._config, sources, beginners)
 
     def _sources(self, prompt: _Prompt, result: LookupResult) -> list[PullSource]:
@@ -369,6 +381,7 @@ class Placer:
             promised_blocks=promised_tokens // block_size,
             pull=chosen.pull,
             is_split=placement.is_split,
+            adapter=prompt.adapter.fingerprint if prompt.adapter is not None else "",
         )
         placed.choice = Choice(self._clock(), prompt.policy, chosen, len(placement.considered))
         return placed
@@ -389,6 +402,13 @@ class Placer:
         prompt."""
         num_blocks = after_blocks + max(self._config.rendezvous_tokens // self._block_size, 1)
         return names[min(num_blocks, len(names)) - 1] if names else b""
+
+    def _fresh_key(self, prompt: _Prompt, candidates: Sequence[Candidate]) -> bytes:
+        """Return what all routers must send to the same worker: an adapter that no candidate has at hand, or the first
+        blocks that none has cached."""
+        if prompt.adapter is not None and all(candidate.adapter_ms for candidate in candidates):
+            return prompt.adapter.fingerprint.encode()
+        return self._key(prompt.names, max(c.cached_tokens for c in candidates) // self._block_size)
 
     def _check_worker_wait(self, arrival: float) -> None:
         """Raise NoWorkers if no worker has been ready for `no_worker_seconds`, counted from the request's arrival at

@@ -10,10 +10,9 @@ change no key of the prefix index, so a router that was taken over cannot harm i
 
 import asyncio
 import logging
-import struct
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from blockyard.proto.index.contract import ErrorKind
@@ -21,7 +20,7 @@ from blockyard.proto.index.redis import error_kind
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.security.cluster_identity import answers_key
 from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig, patient_timeout
-from blockyard.router.sealed_records import NONCE_BYTES, Place
+from blockyard.router.sealed_records import Place
 from redis.asyncio import Redis
 
 MAX_RECORD_BYTES = 256 * 1024
@@ -29,7 +28,6 @@ MAX_RECORD_BYTES = 256 * 1024
 blocks of all later ones build on theirs."""
 REMEMBERED_FULL = 4096
 """Sessions with a full record that a router remembers, to append nothing without having read."""
-_LENGTH = struct.Struct("<I")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class AnswerStore:
         record = await self._asked(session, lambda: client.getex(session.key, ex=self._keep_seconds))
         record = record if isinstance(record, bytes) else b""
         self._note_size(session, len(record))
-        return b"".join(_opened(record, session))
+        return b"".join(session.entries(record))
 
     async def add(self, name: bytes, answers: bytes, *, is_first: bool = False) -> None:
         """Append packed answers to a session's record, unless it is full. `is_first`: none was read before, so the
@@ -86,8 +84,7 @@ class AnswerStore:
         if session.key in self._full:
             return
         client = self._clients[session.shard]
-        sealed = session.sealed(answers)
-        entry = _LENGTH.pack(len(sealed)) + sealed
+        entry = session.entry(answers)
         if len(entry) > MAX_RECORD_BYTES:
             return
 
@@ -144,16 +141,3 @@ class AnswerStore:
             return None
         breaker.succeeded()
         return reply
-
-
-def _opened(record: bytes, session: Place) -> Iterator[bytes]:
-    """Yield the answers of a record, up to the first that this cluster has not sealed for this session."""
-    at = 0
-    while at + _LENGTH.size + NONCE_BYTES <= len(record):
-        start = at + _LENGTH.size
-        end = start + _LENGTH.unpack_from(record, at)[0]
-        answer = session.opened(record[start:end])
-        if answer is None:
-            return
-        yield answer
-        at = end

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from blockyard.proto.naming.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from blockyard.proto.v1 import inference_pb2
+from blockyard.router.adapters.keeper import AdapterKeeper
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.admission.ledger import AdmissionLedger, Charge
 from blockyard.router.cluster.fleet import Fleet, ModelIdentity
 from blockyard.router.dispatch.placer import Placer
@@ -29,6 +31,7 @@ from blockyard.router.generation.metrics import FINISHES, RequestMeter, RouterMe
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
+from blockyard.router.request.adapter_names import named_adapter, refuse_adapter
 from blockyard.router.request.sampling_checks import SamplingLimits, ban_words
 from blockyard.router.request.validation import (
     ValidGeneration,
@@ -73,6 +76,7 @@ class RouterParts:
     registry: RequestRegistry
     limits: SamplingLimits
     grammar_quota: GrammarQuota
+    adapters: AdapterKeeper
     clock: Callable[[], float] = time.monotonic
     metrics: RouterMetrics = field(default_factory=RouterMetrics)
     answers: AnswerFormat = NO_FORMAT
@@ -88,11 +92,23 @@ class RouterParts:
         identity = self.fleet.identity
         return identity.max_model_len if identity else self.facts.max_position_embeddings
 
-    def root(self, identity: ModelIdentity, salt: str, *, realm: str, is_public: bool) -> bytes:
+    def root(
+        self,
+        identity: ModelIdentity,
+        salt: str,
+        *,
+        realm: str,
+        is_public: bool,
+        adapter: RegisteredAdapter | None = None,
+    ) -> bytes:
         """Return the root of a prompt's chain of block names. Callers of one realm (calls/bounds.py) share cached
-        prefixes, and all callers share public ones."""
-        tenant = "" if is_public else realm
-        return identity.root(cluster_secret=self.cluster_secret, salt=salt, tenant=tenant)
+        prefixes, and all callers share public ones. What one adapter has computed serves no other, nor the model."""
+        return identity.root(
+            cluster_secret=self.cluster_secret,
+            salt=salt,
+            tenant="" if is_public else realm,
+            adapter="" if adapter is None else adapter.fingerprint,
+        )
 
 
 def scoped_session(session_id: str, realm: str) -> str:
@@ -147,17 +163,21 @@ async def tokenise(
 
 
 def admit(
-    parts: RouterParts, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest
+    parts: RouterParts, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, tenant: str
 ) -> ValidGeneration:
-    """Add the tokens of `bad_words` to the message, and return the checked request.
+    """Add the tokens of `bad_words` to the message, and return the checked request. It may name adapters of the tenant.
 
     Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported.
     """
     if isinstance(message, inference_pb2.EmbedRequest):
+        refuse_adapter(message, parts.adapters.registry, tenant)
         return valid_embedding(message, parts.facts, max_model_len=parts.max_model_len)
+    adapter = named_adapter(message, parts.adapters.registry, parts.facts, tenant)
     tokenizer = parts.tokenizing.tokenizer
     ban_words(message.sampling, lambda word: tokenizer.encode(word, add_special_tokens=False))
-    return valid_generation(message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits)
+    return valid_generation(
+        message, parts.facts, max_model_len=parts.max_model_len, limits=parts.limits, adapter=adapter
+    )
 
 
 async def generate(
@@ -176,7 +196,13 @@ async def generate(
     format in which the caller parses the outputs.
     """
     identity = await parts.placer.identity()
-    root = parts.root(identity, valid.cache_salt, realm=record.realm, is_public=valid.public_prefix)
+    root = parts.root(
+        identity,
+        valid.cache_salt,
+        realm=record.realm,
+        is_public=valid.public_prefix,
+        adapter=valid.adapter,
+    )
     session = _KeptSession.of(parts, valid, record, root)
     trace = record.progress.trace
     tokenising_at = 0.0 if trace is None else parts.clock()
@@ -214,6 +240,7 @@ async def generate(
         session_id=scoped_session(valid.session_id, record.realm),
         policy=valid.policy,
         expected_pause_seconds=valid.expected_pause_seconds,
+        adapter=valid.adapter,
     )
     assembly = Assembly(
         parts.tokenizing.tokenizer,
@@ -265,7 +292,7 @@ class _KeptSession:
         has_answers = valid.session_id and not valid.sampling.embeds
         if parts.answer_store is None or not has_answers or isinstance(valid.prompt, TokenPrompt):
             return None
-        # The root differs by model and salt.
+        # The root differs by model, adapter and salt.
         name = b"\0".join((root, record.tenant.encode(), valid.session_id.encode()))
         return cls(parts.answer_store, name, valid.prompt)
 

@@ -21,12 +21,15 @@ from hashlib import sha256
 from blockyard.proto.index.contract import Incarnation
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
 from blockyard.proto.v1 import session_pb2
+from blockyard.router.adapters.keeper import AdapterKeeper
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.cluster.bookings import Placed
 from blockyard.router.cluster.events import Event, Lost, PhaseEnded, Pulled, Refused, Tokens
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.errors import (
+    AdapterUnavailable,
     DeadlinePassed,
     EngineFailed,
     InvalidRequest,
@@ -55,6 +58,9 @@ A request that went to the second worker would be blamed for both deaths.
 
 MAX_PREEMPTIONS = 4
 """How often workers may preempt one request and give it back. Then it stays where it is."""
+
+MAX_BROUGHT = 8
+"""How often workers may be told to read the adapter of one request."""
 
 FAILURE_JITTER_SECONDS = 0.5
 """Longest wait after a failed step. The wait is random, so that the request at fault ends up in a batch of its own."""
@@ -88,6 +94,8 @@ class Generation:
     """Placement policy of the request. None: the router's own."""
     expected_pause_seconds: float = 0.0
     """Time from its end until its session is expected to come back. 0: unknown."""
+    adapter: RegisteredAdapter | None = None
+    """None: the bare model."""
 
     @property
     def identity(self) -> bytes:
@@ -135,11 +143,13 @@ class Relay:
         placer: Placer,
         *,
         max_migrations: int,
+        adapters: AdapterKeeper | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self._fleet = fleet
         self._placer = placer
+        self._adapters = adapters or AdapterKeeper(fleet)
         self._max_migrations = max_migrations
         self._clock = clock
         self._quarantine = Quarantine(clock)
@@ -162,13 +172,15 @@ class Relay:
         and the others continue.
 
         Raises InvalidRequest (a bad grammar, or no token left to choose), NoWorkers, Overloaded, PoisonRequest,
-        WorkerLost (all migrations used), RequestTooLarge, DeadlinePassed or EngineFailed. Raises what `take` raises.
+        WorkerLost (all migrations used), AdapterUnavailable, RequestTooLarge, DeadlinePassed or EngineFailed. Raises
+        what `take` raises.
         """
         self._quarantine.check(generation.identity)
         losses = Losses(max_migrations=self._max_migrations)
         outputs = Outputs(generation.sampling)
         names = split_names(generation.block_names)[1:]
         holder: Holder | None = None
+        adapter, num_brought = generation.adapter, 0
         ticket = self._placer.ticket(
             generation.priority, tenant=generation.client, cost_tokens=generation.cost_tokens
         )
@@ -186,6 +198,7 @@ class Relay:
                 policy=generation.policy,
                 holder=holder,
                 may_split=outputs.may_split,
+                adapter=None if adapter is None else adapter.to_place,
             )
             with self._submitted(generation, outputs, placed, progress, take) as attempt:
                 await attempt.until_over()
@@ -203,6 +216,11 @@ class Relay:
                 progress.num_migrations = losses.num
                 self.num_migrations += 1
                 await asyncio.sleep(self._rng.uniform(0, FAILURE_JITTER_SECONDS))
+            elif attempt.lacked_adapter and adapter is not None:
+                num_brought += 1
+                if num_brought > MAX_BROUGHT:
+                    raise AdapterUnavailable("workers do not keep the adapter of this request")
+                await self._adapters.bring(placed.address, adapter)
 
     @contextmanager
     def _submitted(
@@ -292,6 +310,8 @@ class Relay:
             pull=None if pull is None else _pull_message(pull),
             hands_over=placed.is_split,
             expected_pause_seconds=generation.expected_pause_seconds,
+            lora_name=generation.adapter.name if generation.adapter is not None else "",
+            lora_fingerprint=generation.adapter.fingerprint if generation.adapter is not None else "",
         )
         if not outputs.wants_prompt_logprobs:
             submit.sampling.ClearField("prompt_logprobs")
@@ -339,6 +359,7 @@ class _Attempt:
         self.was_split = False
         """True if it did so because its placement was a split."""
         self.brought_tokens = False
+        self.lacked_adapter = False
         self.trace: AttemptTrace | None = None
         self._end: asyncio.Future[Event | Exception | None] = asyncio.get_running_loop().create_future()
         """Why the attempt is over. None if no output runs any more."""
@@ -373,6 +394,8 @@ class _Attempt:
             return "split"
         if self.was_drained:
             return "draining"
+        if self.lacked_adapter:
+            return "no adapter"
         if self.found_busy:
             return "busy"
         if not self._outputs.running:
@@ -462,6 +485,8 @@ class _Attempt:
                 self.has_failed = not self.brought_tokens
             case session_pb2.REJECT_REASON_INTERNAL:
                 self.has_failed = True
+            case session_pb2.REJECT_REASON_ADAPTER:
+                self.lacked_adapter = True
             case session_pb2.REJECT_REASON_TOO_LARGE:
                 raise RequestTooLarge(
                     "prompt and max_tokens, for all outputs or beams, can never fit a worker"

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from blockyard.router.generation.registry import RequestRecord
 
 AttemptEnd = Literal[
-    "finished", "lost", "failed", "preempted", "split", "draining", "busy", "unreachable", "stopped"
+    "finished",
+    "lost",
+    "failed",
+    "preempted",
+    "split",
+    "draining",
+    "busy",
+    "unreachable",
+    "no adapter",
+    "stopped",
 ]
 """Why a request left a worker. `stopped`: the request itself ended, by an error or by its client."""
 MAX_PHASES = 256

@@ -7,9 +7,9 @@ from typing import Any
 from aiohttp.web import BaseRequest, Response
 from blockyard.proto.metrics.prometheus import CONTENT_TYPE
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.generation import RouterParts
+from blockyard.router.calls.generating import Calls
 from blockyard.router.openai.chat_page import chat_page
-from blockyard.router.openai.http.call import CallNotes
+from blockyard.router.openai.http.call import CallNotes, http_call
 from blockyard.router.openai.http.json_response import encoded, json_response
 from blockyard.router.openai.openapi import MODELS, PAGE_HEADERS, document, page
 from blockyard.router.request.validation import check_model_name
@@ -30,19 +30,27 @@ class AboutRouter:
 class AboutRoutes:
     """Handlers of the GET routes."""
 
-    def __init__(self, parts: RouterParts, about: AboutRouter) -> None:
-        self._parts, self._about = parts, about
+    def __init__(self, calls: Calls, about: AboutRouter) -> None:
+        self._parts, self._bounds, self._about = calls.parts, calls.bounds, about
         self._document = encoded(document(about.version))
         self._page = page(about.version).encode()
         self._chat_page, self._chat_headers = chat_page()
 
     async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
-        models = [self._model_object(model) for model in model_messages(self._parts)]
+        models = [self._model_object(model) for model in model_messages(self._parts, self._tenant(request))]
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
-        check_model_name(request.path.removeprefix(f"{MODELS}/"), self._parts.facts)
-        return json_response(self._model_object(model_message(self._parts)))
+        name = request.path.removeprefix(f"{MODELS}/")
+        message = model_message(self._parts)
+        if self._parts.adapters.registry.find(name, self._tenant(request)) is None:
+            check_model_name(name, self._parts.facts)
+        else:
+            message.parent, message.id = message.id, name
+        return json_response(self._model_object(message))
+
+    def _tenant(self, request: BaseRequest) -> str:
+        return self._bounds.caller(http_call(request, default_timeout_seconds=1.0)).tenant
 
     async def health(self, request: BaseRequest, notes: CallNotes) -> Response:
         if self._parts.registry.is_draining:
@@ -68,13 +76,14 @@ class AboutRoutes:
         return Response(body=self._chat_page, headers=self._chat_headers)
 
     def _model_object(self, model: inference_pb2.Model) -> dict[str, Any]:
-        """Return a model as OpenAI's JSON, with `max_model_len` as vLLM adds it, and the size of its embeddings if it
-        has any. `created` is the router's start."""
+        """Return a model as OpenAI's JSON, with `max_model_len` and an adapter's `parent` as vLLM adds them, and the
+        size of its embeddings if it has any. `created` is the router's start."""
         return {
             "id": model.id,
             "object": "model",
             "created": self._about.started,
             "owned_by": "blockyard",
             "max_model_len": model.max_model_len,
+            **({"parent": model.parent} if model.HasField("parent") else {}),
             **({"embedding_size": model.embedding_size} if model.embedding_size else {}),
         }

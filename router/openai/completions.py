@@ -53,7 +53,9 @@ class Completions:
         asked.wanted.named(request_id)
         # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
-        model = self._calls.parts.facts.name
+        facts, named = self._calls.parts.facts, asked.wanted.requests[0].model
+        # An answer has the model's id under all its names, and an adapter's own name. Other names are refused.
+        model = facts.name if not named or named in facts.names else named
         return asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
 
     async def _stream(

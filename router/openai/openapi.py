@@ -99,8 +99,8 @@ PATHS: Mapping[str, Described] = {
         required=("messages",),
         error="AnthropicError",
     ),
-    MODELS: Described(verb="GET", says="The model that is served."),
-    f"{MODELS}/{{model}}": Described(verb="GET", says="One model, by its name."),
+    MODELS: Described(verb="GET", says="The model that is served, and its adapters."),
+    f"{MODELS}/{{model}}": Described(verb="GET", says="One model or adapter, by its name."),
     batch_paths.FILES: Described(
         verb="GET",
         says="The tenant's files, newest first. Query: purpose, after, limit, order.",

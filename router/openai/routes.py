@@ -93,7 +93,7 @@ class Routes:
         texts = TokenTexts(calls.parts.tokenizing.tokenizer)
         responses = Responses(calls)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
-        about_routes = AboutRoutes(calls.parts, about)
+        about_routes = AboutRoutes(calls, about)
         generates, embeds, lists, tokenizes, detokenizes = (
             f"/blockyard.v1.InferenceService/{name}"
             for name in ("GenerateStream", "Embed", "ListModels", "Tokenize", "Detokenize")

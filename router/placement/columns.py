@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from blockyard.proto.step_costs import EXCESS_FROM_TOKENS, StepCosts
+from blockyard.router.placement.adapters import NO_PRICES, AdapterPrices
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.pulls import LEAST_GAIN, PullSource
 from blockyard.router.placement.rates import LEAST_TOKENS_PER_SECOND, MOST_TOKENS_PER_SECOND
@@ -22,7 +23,8 @@ Column = NDArray[np.float64]
 class Columns(NamedTuple):
     """Facts of all workers that no prompt changes, one array for each fact, with an entry for each worker.
 
-    The fields have the meaning of Candidate's and its Link's, and `slowness` that of WorkerSpeed's.
+    The fields have the meaning of Candidate's and its Link's, and `slowness` that of WorkerSpeed's. Those of adapters
+    are the parts of AdapterPrices.
     """
 
     queued_prefill_tokens: Column
@@ -38,10 +40,12 @@ class Columns(NamedTuple):
     token_bytes: Column
     pulling_bytes: Column
     step_ms: Column
+    adapter_load_ms: Column
+    adapter_eviction_ms: Column
     slowness: Column
 
 
-def row_of(candidate: Candidate, slowness: float) -> tuple[float, ...]:
+def row_of(candidate: Candidate, slowness: float, prices: AdapterPrices = NO_PRICES) -> tuple[float, ...]:
     """Return a worker's entries of the columns."""
     return (
         candidate.queued_prefill_tokens,
@@ -53,6 +57,7 @@ def row_of(candidate: Candidate, slowness: float) -> tuple[float, ...]:
         candidate.block_size,
         candidate.host_tokens_per_second,
         *candidate.link,
+        *prices,
         slowness,
     )
 
@@ -71,11 +76,13 @@ def costs_of(
     costs: StepCosts,
     config: PlacementConfig,
     sources: Sequence[PullSource] = (),
+    adapter_ms: Column | None = None,
 ) -> Column:
     """Return total_ms of a prompt on each worker, by the blocks of it that each has cached.
 
     `costs` are those of a machine whose slowness is 1. Each worker fetches what it lacks from one of the `sources`, if
-    its link is measured and that pays (PullPlan.pays).
+    its link is measured and that pays (PullPlan.pays). `adapter_ms` is that of each worker, if the request names an
+    adapter.
     """
 
     block_size = workers.block_size
@@ -101,6 +108,8 @@ def costs_of(
         + computed_ms
         + 1000 * host_tokens / np.where(has_host, host_rate, 1)
     )
+    if adapter_ms is not None:
+        total_ms += adapter_ms
     if not sources:
         return total_ms
     most_ms = np.zeros_like(total_ms)

@@ -1,6 +1,6 @@
 """Scores: the estimated cost of a request on each worker, by arithmetic over a snapshot.
 
-    total_ms = queue_ms + prefill_ms + host_load_ms + pull_ms + decode_ms + memory_ms + interference_ms
+    total_ms = queue_ms + prefill_ms + host_load_ms + pull_ms + decode_ms + memory_ms + adapter_ms + interference_ms
 
 All terms but the last estimate parts of the time to the first token, in milliseconds. So they add up, and operators can
 check each of them (ExplainPlacement shows them). The last term is the delay that this prefill causes to the sequences
@@ -12,8 +12,8 @@ A worker may fetch a prefix from another one that has more of it, where that pay
 cached, and its context slows their steps. Otherwise long prompts would be pulled to the worker that has most short
 ones. A worker whose memory is short fetches nothing, since the copy would make others wait for room.
 
-Does not own the time of a pull (pulls.py), the choice among the costs (policies.py) or the state of workers
-(cluster/view.py).
+Does not own the time of a pull (pulls.py) or the cost of an adapter (adapters.py). Nor does it own the choice among the
+costs (policies.py) or the state of workers (cluster/view.py).
 """
 
 from collections.abc import Sequence
@@ -70,6 +70,8 @@ class Candidate(NamedTuple):
     """How blocks reach it from other workers."""
     role: Role = "both"
     """The part of a request that it is meant for (splits.py)."""
+    adapter_ms: float = 0.0
+    """Cost of loading the request's LoRA adapter there (adapters.py). 0: it has it, or the request names none."""
 
 
 class Score(NamedTuple):
@@ -107,6 +109,8 @@ class Score(NamedTuple):
     """Prompt tokens to fetch from another worker. They count neither as host-cached nor as uncached."""
     pull: PullPlan | None = None
     """None: nothing is fetched."""
+    adapter_ms: float = 0.0
+    """Time to load the request's LoRA adapter, and the price of what it evicts."""
 
     @property
     def load_ms(self) -> float:
@@ -116,7 +120,8 @@ class Score(NamedTuple):
 
     @property
     def total_ms(self) -> float:
-        return self.load_ms + self.prefill_ms + self.host_load_ms + self.pull_ms + self.interference_ms
+        bare_ms = self.load_ms + self.prefill_ms + self.host_load_ms + self.pull_ms + self.interference_ms
+        return bare_ms + self.adapter_ms
 
     @property
     def needed_tokens(self) -> int:
@@ -245,6 +250,7 @@ def _score(
     if source is not None:
         pull = _plan(candidate, source, pulled_tokens)
         pull_ms = max(pull.time_ms - queue_ms, 0.0)
+    cost = queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + pull_ms + interference_ms
     return Score(
         address=candidate.address,
         worker_id=candidate.worker_id,
@@ -258,9 +264,10 @@ def _score(
         memory_ms=memory_ms,
         interference_ms=interference_ms,
         pull_ms=pull_ms,
-        cost=queue_ms + decode_ms + memory_ms + prefill_ms + host_load_ms + pull_ms + interference_ms,
+        cost=cost + candidate.adapter_ms,
         pulled_tokens=pulled_tokens,
         pull=pull,
+        adapter_ms=candidate.adapter_ms,
     )
 
 

@@ -16,6 +16,7 @@ from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_model_name, is_variable
 from blockyard.proto.naming.identifiers import is_name as is_name
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.admission.ledger import estimate_tokens, text_bytes
 from blockyard.router.errors import (
     ContextLengthExceeded,
@@ -90,6 +91,8 @@ class ValidGeneration:
     """Time from its end until its session is expected to come back. 0: unknown."""
     prefetch: bool = False
     """Compute the prompt alone."""
+    adapter: RegisteredAdapter | None = None
+    """None: the bare model."""
 
     @property
     def least_room_tokens(self) -> int:
@@ -98,17 +101,21 @@ class ValidGeneration:
 
 
 def valid_generation(
-    message: inference_pb2.GenerateRequest, facts: ModelFacts, *, max_model_len: int, limits: SamplingLimits
+    message: inference_pb2.GenerateRequest,
+    facts: ModelFacts,
+    *,
+    max_model_len: int,
+    limits: SamplingLimits,
+    adapter: RegisteredAdapter | None = None,
 ) -> ValidGeneration:
-    """Check a request and return it with its defaults.
+    """Check a request and return it with its defaults. `adapter` is what it names (adapter_names.py).
 
     Raises InvalidRequest with all violations, ContextLengthExceeded, UnknownModel or Unsupported.
     """
-    check_model(message, facts)
+    if adapter is None:
+        check_model(message, facts)
     if facts.pooling is not None:
         raise Unsupported.of("model", "is an embedding model, which generates no text")
-    if message.HasField("lora_name"):
-        raise Unsupported.of("lora_name", "is not supported yet")
     violations = sampling_violations(message.sampling, facts, limits)
     violations += _field_violations(message) + _hint_violations(message)
     prompt = _valid_beside(violations, message, facts, max_model_len=max_model_len)
@@ -123,6 +130,7 @@ def valid_generation(
         return_prompt_token_ids=message.return_prompt_token_ids,
         expected_pause_seconds=message.expected_pause_seconds,
         prefetch=message.prefetch,
+        adapter=adapter,
     )
 
 
@@ -291,8 +299,7 @@ def _check_text(*texts: str, facts: ModelFacts, max_model_len: int) -> None:
 def check_detokenize(
     message: inference_pb2.DetokenizeRequest, facts: ModelFacts, *, max_model_len: int
 ) -> None:
-    """Check a detokenize request. Raises InvalidRequest or UnknownModel."""
-    check_model(message, facts)
+    """Check a detokenize request, but for its model. Raises InvalidRequest."""
     if len(message.token_ids) > max_model_len:
         raise InvalidRequest.of("token_ids", f"at most {max_model_len} are allowed")
     if message.token_ids and max(message.token_ids) >= facts.vocab_size:

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import grpc
-from blockyard.proto.naming.identifiers import NAME_RULE, is_id
+from blockyard.proto.naming.identifiers import NAME_RULE, is_id, is_name
 from blockyard.proto.runtime.grace import GRACE_RULE, MAX_GRACE_SECONDS, grace_seconds_of
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
+from blockyard.router.adapters.keeper import READ_SECONDS
 from blockyard.router.admission.auth import principal_name
 from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.cluster.link import EngineLink
@@ -30,6 +31,7 @@ from blockyard.router.errors import (
 )
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.services.interceptor import Context
+from blockyard.router.services.messages import adapter_message
 from blockyard.router.services.named_prompts import named
 from blockyard.router.services.ordered_pulls import MAX_PULL_SECONDS, chosen_pull, ordered_pull
 
@@ -42,6 +44,7 @@ HAND_OVER_SECONDS = 60.0
 DRAIN_KNOWN_SECONDS = 0.5
 """Time after which all routers know of a drain. A worker tells all of them at once, and again with each pong."""
 LOOK_SECONDS = 0.02
+MAX_PATH_CHARS = 1024
 PULL_SHARE = 0.9
 """Share of a call's time that its pull may take. The rest is for the answer."""
 T = TypeVar("T")
@@ -128,6 +131,43 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             account = "" if request.public_prefix else tenant
             seconds = min(PULL_SHARE * self._bounds.seconds_left(context), MAX_PULL_SECONDS)
             return await ordered_pull(self._parts, wanted, names, link, tenant=account, seconds=seconds)
+
+    async def AddAdapter(
+        self, request: admin_pb2.AddAdapterRequest, context: Context
+    ) -> admin_pb2.AddAdapterResponse:
+        if not is_id(request.name):
+            raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
+        if request.name in self._parts.facts.names:
+            raise InvalidRequest.of("name", "is a name of the model")
+        if not is_name(request.tenant):
+            raise InvalidRequest.of("tenant", f"must be {NAME_RULE}")
+        if not request.path or len(request.path) > MAX_PATH_CHARS:
+            raise InvalidRequest.of("path", f"must have 1 to {MAX_PATH_CHARS} characters")
+        self._audit("AddAdapter", f"{request.name} tenant={request.tenant}")
+        left_seconds = context.time_remaining()
+        adapter = await self._parts.adapters.add(
+            request.name,
+            request.path,
+            request.tenant,
+            READ_SECONDS if left_seconds is None else left_seconds,
+        )
+        return admin_pb2.AddAdapterResponse(adapter=adapter_message(adapter))
+
+    async def RemoveAdapter(
+        self, request: admin_pb2.RemoveAdapterRequest, context: Context
+    ) -> admin_pb2.RemoveAdapterResponse:
+        if not is_id(request.name):
+            raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
+        self._audit("RemoveAdapter", request.name)
+        await self._parts.adapters.remove(request.name)
+        return admin_pb2.RemoveAdapterResponse()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Context
+    ) -> admin_pb2.ListAdaptersResponse:
+        await self._parts.adapters.refresh()
+        adapters = self._parts.adapters.registry.listed()
+        return admin_pb2.ListAdaptersResponse(adapters=[adapter_message(adapter) for adapter in adapters])
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context

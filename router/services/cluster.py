@@ -18,6 +18,7 @@ from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.index_report import current_condition, index_info
 from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
 from blockyard.router.generation.generation import RouterParts, scoped_session
+from blockyard.router.request.adapter_names import named_adapter
 from blockyard.router.services.inference import model_message
 from blockyard.router.services.interceptor import Context, write
 from blockyard.router.services.messages import (
@@ -174,9 +175,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
         async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
-            session_id = scoped_session(request.session_id, self._bounds.caller(context).realm)
+            caller = self._bounds.caller(context)
+            adapter = named_adapter(request, self._parts.adapters.registry, self._parts.facts, caller.tenant)
             placement, index_available = await self._parts.placer.explain(
-                names, prompt_tokens, session_id=session_id
+                names,
+                prompt_tokens,
+                session_id=scoped_session(request.session_id, caller.realm),
+                adapter=None if adapter is None else adapter.to_place,
             )
         options = self._parts.placer.pull_options(placement, prompt_tokens) if placement else {}
         return cluster_pb2.ExplainPlacementResponse(

@@ -56,7 +56,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=model_messages(self._parts))
+        tenant = self._bounds.caller(context).tenant
+        return inference_pb2.ListModelsResponse(models=model_messages(self._parts, tenant))
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
@@ -67,9 +68,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.AbortResponse()
 
 
-def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
-    """Return the cluster's one model under each of its names, its id first."""
+def model_messages(parts: RouterParts, tenant: str) -> list[inference_pb2.Model]:
+    """Return the cluster's one model under each of its names, its id first, and the adapters that a tenant sees."""
     model = model_message(parts)
+    adapters = parts.adapters.registry.listed(tenant)
+    names = [(name, None) for name in parts.facts.names] + [(adapter.name, model.id) for adapter in adapters]
     return [
         inference_pb2.Model(
             id=name,
@@ -77,8 +80,9 @@ def model_messages(parts: RouterParts) -> list[inference_pb2.Model]:
             vocab_size=model.vocab_size,
             block_size=model.block_size,
             embedding_size=model.embedding_size,
+            parent=parent,
         )
-        for name in parts.facts.names
+        for name, parent in names
     ]
 
 

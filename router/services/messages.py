@@ -6,7 +6,8 @@ Pure. Does not own the calls that return them (cluster.py).
 from collections.abc import Iterable
 
 from blockyard.proto.metrics.readings import Histogram
-from blockyard.proto.v1 import cluster_pb2
+from blockyard.proto.v1 import admin_pb2, cluster_pb2
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.worker_view import WorkerState, WorkerView
 from blockyard.router.generation.pulls import Pull
@@ -64,6 +65,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         message.num_ranks = worker.hello.num_ranks
         message.engine = worker.hello.engine
         message.role = worker.role
+        message.max_loras = worker.hello.max_loras
         message.seconds_since_heard = fleet.view.silence_seconds(worker)
     return message
 
@@ -93,6 +95,7 @@ def candidate_message(score: Score, options: Iterable[PullOption] = ()) -> clust
         decode_ms=score.decode_ms,
         memory_ms=score.memory_ms,
         interference_ms=score.interference_ms,
+        adapter_ms=score.adapter_ms,
         pulled_tokens=score.pulled_tokens,
         pull_ms=score.pull_ms,
         pulled_from=score.pull.source.worker_id if score.pull is not None else "",
@@ -149,6 +152,17 @@ def pull_message(pull: Pull, now: float) -> cluster_pb2.RecentPull:
         elapsed_ms=1000 * pull.seconds(now),
         saved_ms=pull.saved_ms,
         ended_seconds=0.0 if pull.ended_at is None else now - pull.ended_at,
+    )
+
+
+def adapter_message(adapter: RegisteredAdapter) -> admin_pb2.Adapter:
+    return admin_pb2.Adapter(
+        name=adapter.name,
+        fingerprint=adapter.fingerprint,
+        path=adapter.path,
+        rank=adapter.rank,
+        num_bytes=adapter.num_bytes,
+        tenant=adapter.tenant,
     )
 
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from blockyard.proto.naming.block_hash import split_names
 from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.generation.generation import RouterParts, tokenise
+from blockyard.router.request.adapter_names import named_adapter
 from blockyard.router.request.validation import PrefixQuestion, check_context, prompt_estimate, valid_question
 from blockyard.router.services.interceptor import Context
 
@@ -20,13 +21,16 @@ async def named(
     """
     prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
     salt, caller = request.cache_salt, bounds.caller(context)
+    adapter = named_adapter(request, parts.adapters.registry, parts.facts, caller.tenant)
     async with bounds.admitted(context, prompt_estimate(prompt)) as charge:
         identity = await parts.placer.identity()
         prepared = await tokenise(
             parts,
             prompt,
             charge,
-            root=parts.root(identity, salt, realm=caller.realm, is_public=request.public_prefix),
+            root=parts.root(
+                identity, salt, realm=caller.realm, is_public=request.public_prefix, adapter=adapter
+            ),
             block_size=identity.block_size,
             client=caller.client,
         )

@@ -169,9 +169,15 @@ IDS = (
             reason="UNSUPPORTED",
         )
         for name, request in (
-            ("lora_name", {"prompt": "x", "lora_name": CANARY}),
             ("chat.messages.media", {"chat": {"messages": [{"role": "user", "media": [CANARY.encode()]}]}}),
         )
+    ),
+    Row(
+        name="another adapter",
+        request={"prompt": "x", "lora_name": CANARY},
+        code=grpc.StatusCode.NOT_FOUND,
+        reason="MODEL_NOT_FOUND",
+        fields=("lora_name",),
     ),
     Row(
         name="another model",

@@ -141,6 +141,10 @@ class FakeWorker(EngineServiceServicer):
         """Requests of AdminService that came here."""
         self.admin_failure: grpc.StatusCode | None = None
         """Status with which each admin call fails; None: it succeeds."""
+        self.folders: dict[str, str] = {}
+        """Fingerprints of the adapters in its adapter folder, by path."""
+        self.adapters: dict[str, str] = {}
+        """Fingerprints of the adapters that it has read, by name."""
         self.drain_ends: asyncio.Event | None = None
         """Drains last until it is set; None: no time at all."""
         self.cancelled_drains = 0
@@ -289,6 +293,26 @@ class FakeWorker(EngineServiceServicer):
         await self._administered(request, context)
         return admin_pb2.RebuildIndexResponse(workers=1)
 
+    async def AddAdapter(
+        self, request: admin_pb2.AddAdapterRequest, context: Any
+    ) -> admin_pb2.AddAdapterResponse:
+        await self._administered(request, context)
+        if request.path not in self.folders:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.path} is no folder here")
+        fingerprint = self.folders[request.path]
+        self.adapters[request.name] = fingerprint
+        adapter = admin_pb2.Adapter(
+            name=request.name, fingerprint=fingerprint, path=request.path, rank=8, num_bytes=1_000_000
+        )
+        return admin_pb2.AddAdapterResponse(adapter=adapter)
+
+    async def RemoveAdapter(
+        self, request: admin_pb2.RemoveAdapterRequest, context: Any
+    ) -> admin_pb2.RemoveAdapterResponse:
+        await self._administered(request, context)
+        self.adapters.pop(request.name, None)
+        return admin_pb2.RemoveAdapterResponse()
+
     async def _administered(self, request: Message, context: Any) -> None:
         self.admin_calls.append(request)
         if self.admin_failure is not None:
@@ -318,6 +342,8 @@ class FakeWorker(EngineServiceServicer):
         self.submits.append(submit)
         script = self.script(submit)
         reject = script.reject
+        if submit.lora_fingerprint and submit.lora_fingerprint not in self.adapters.values():
+            reject = session_pb2.REJECT_REASON_ADAPTER
         if self.is_full:
             reject = session_pb2.REJECT_REASON_BUSY
         if reject is not None:

@@ -46,6 +46,7 @@ CANDIDATE = st.builds(
         step_ms=st.floats(0, 60_000),
     ),
     role=st.just("both"),
+    adapter_ms=st.just(0.0) | st.floats(0, 1e12),
 )
 SOURCES = st.lists(
     st.builds(

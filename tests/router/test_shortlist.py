@@ -227,6 +227,7 @@ WORKERS = st.lists(
                 st.just(1000.0),
                 st.integers(0, 10**8),
             ),
+            adapter_ms=st.floats(0, 1e5),
         ),
         st.floats(0.1, 10.0),
     ),
@@ -258,8 +259,15 @@ def test_costs_of_columns_are_those_of_scores(
     ]
     on_gpu = np.array([candidate.cached_tokens / 16 for candidate in candidates])
     host = np.array([candidate.host_cached_tokens / 16 for candidate in candidates])
+    adapter_ms = np.array([candidate.adapter_ms for candidate in candidates])
     costs = costs_of(
-        prompt_tokens, on_gpu, on_gpu + host, workers=Columns(*rows.T), costs=step_costs, config=CONFIG
+        prompt_tokens,
+        on_gpu,
+        on_gpu + host,
+        workers=Columns(*rows.T),
+        costs=step_costs,
+        config=CONFIG,
+        adapter_ms=adapter_ms,
     )
     scores = score_all(prompt_tokens, candidates, CONFIG)
     assert costs.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)
@@ -275,6 +283,7 @@ def test_costs_of_columns_are_those_of_scores(
         costs=step_costs,
         config=CONFIG,
         sources=sources,
+        adapter_ms=adapter_ms,
     )
     scores = score_all(prompt_tokens, candidates, CONFIG, sources)
     assert pulling.tolist() == pytest.approx([score.total_ms for score in scores], rel=1e-9)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from blockyard.worker.cache.adapter_book import AdapterBook, UnknownAdapter
-from blockyard.worker.cache.adapter_slots import AdapterSlots
+from blockyard.worker.cache.adapter_slots import RATE_SECONDS, AdapterSlots
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.identifiers import BlockName
@@ -156,7 +156,10 @@ def test_the_book_serves_content_that_was_added_and_measures_loads() -> None:
     book.note_loads({a.fingerprint: 0.1})
     book.note_loads({a.fingerprint: 0.2})
     assert (book.num_loads, book.average_seconds) == (2, pytest.approx(0.13))
-    (resident,) = book.resident([with_adapter(make_sequence(0, [1]), a), make_sequence(1, [1])])
+    book.note_request(a.fingerprint, now=30.0)
+    running = [with_adapter(make_sequence(0, [1]), a), make_sequence(1, [1])]
+    (resident,) = book.resident(running, now=30.0)
+    assert resident.requests_per_second == pytest.approx(1 / RATE_SECONDS)
     assert (resident.load_seconds, resident.running, resident.rank) == (0.2, 1, 4)
     book.remove(a.fingerprint)
     with pytest.raises(UnknownAdapter):

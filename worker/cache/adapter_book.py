@@ -36,6 +36,12 @@ class AdapterBook:
         """Take no more requests for an adapter. Those that run keep it, and its slot is reused in time."""
         self._known.pop(fingerprint, None)
         self._seconds.pop(fingerprint, None)
+        self._slots.rates.forget(fingerprint)
+
+    def note_request(self, fingerprint: str, now: float) -> None:
+        """Count a request for an adapter. Empty: it is for the bare model."""
+        if fingerprint:
+            self._slots.rates.note(fingerprint, now)
 
     def find(self, fingerprint: str) -> Adapter | None:
         """Return the adapter of a request, or None for the bare model. Raises UnknownAdapter."""
@@ -53,7 +59,7 @@ class AdapterBook:
             share = SHARE_OF_LAST if self.average_seconds else 1.0
             self.average_seconds += share * (taken - self.average_seconds)
 
-    def resident(self, running: Iterable[Sequence]) -> tuple[ResidentAdapter, ...]:
+    def resident(self, running: Iterable[Sequence], now: float) -> tuple[ResidentAdapter, ...]:
         """Return the adapters in slots, and how many of the running sequences use each."""
         held = self._slots.resident
         used = Counter(one.adapter.fingerprint for one in running if one.adapter is not None) if held else {}
@@ -64,6 +70,7 @@ class AdapterBook:
                 num_bytes=adapter.num_bytes,
                 load_seconds=self._seconds.get(adapter.fingerprint, 0.0),
                 running=used.get(adapter.fingerprint, 0),
+                requests_per_second=self._slots.rates.per_second(adapter.fingerprint, now),
             )
             for adapter in held
         )

@@ -2,7 +2,7 @@
 
 A device has a fixed number of slots. Each running sequence with an adapter needs its adapter in one of them. So the
 running sequences together use at most as many adapters as there are slots. An adapter that no running sequence uses
-stays until its slot is needed: the least recently used one goes first.
+stays until its slot is needed: the one that requests name least often goes first (AdapterRates).
 
 A waiting sequence whose adapter finds no slot is passed by others. So that it is not passed for ever, one adapter in
 use gets no more sequences from behind it. That is the adapter whose last sequence is nearest to its end. This distance
@@ -10,9 +10,39 @@ falls with every token, and nothing behind the waiting sequence adds to it, so a
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from math import exp, inf, log
 
 from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.sequence import Sequence
+
+RATE_SECONDS = 60.0
+"""Time constant of the averages."""
+
+
+class AdapterRates:
+    """Rates of the requests of one engine, by the fingerprint of their adapter: averages that decay.
+
+    All decay alike, so their order changes with requests alone. An adapter's score is the logarithm of its rate at time
+    0 of the clock: one number, whose order is that of the rates at any time.
+    """
+
+    def __init__(self) -> None:
+        self._scores: dict[str, float] = {}
+
+    def note(self, fingerprint: str, now: float) -> None:
+        """Count a request."""
+        age = now / RATE_SECONDS
+        self._scores[fingerprint] = age + log(exp(self.score(fingerprint) - age) + 1)
+
+    def score(self, fingerprint: str) -> float:
+        """Return a number that is higher for a higher rate."""
+        return self._scores.get(fingerprint, -inf)
+
+    def per_second(self, fingerprint: str, now: float) -> float:
+        return exp(min(self.score(fingerprint) - now / RATE_SECONDS, 100.0)) / RATE_SECONDS
+
+    def forget(self, fingerprint: str) -> None:
+        self._scores.pop(fingerprint, None)
 
 
 class AdapterSlots:
@@ -20,6 +50,7 @@ class AdapterSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.rates = AdapterRates()
         self._held: dict[str, tuple[int, Adapter]] = {}
         """Slot and adapter by fingerprint, the least recently used first."""
 
@@ -47,8 +78,9 @@ class AdapterSlots:
     def _free_slot(self, kept: set[str]) -> int:
         if len(self._held) < self.num_slots:
             return next(iter(set(range(self.num_slots)) - {slot for slot, _ in self._held.values()}))
-        oldest = next(key for key in self._held if key not in kept)
-        return self._held.pop(oldest)[0]
+        # Of several with one rate, the least recently used.
+        rarest = min((key for key in self._held if key not in kept), key=self.rates.score)
+        return self._held.pop(rarest)[0]
 
 
 class AdapterGate:

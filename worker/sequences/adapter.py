@@ -27,3 +27,5 @@ class ResidentAdapter:
     """Time that its last load took. 0 until it was measured."""
     running: int
     """Running sequences that use it."""
+    requests_per_second: float = 0.0
+    """Rate at which requests name it, an average that decays."""

@@ -63,6 +63,8 @@ class HardwareProfile:
     """Rate of a worker's link to the others: TCP over a fast network."""
     link_setup_seconds: float = 0.0005
     """Time until another worker hears of a pull, and until its answer is back."""
+    adapter_load_seconds: float = 0.1
+    """Time to load a LoRA adapter into a slot of the GPU. Steps wait for it."""
     mixed_step_seconds: float | None = 0.1
     """Maximum time of prompts in a step that also decodes. None means that only the token budget limits them."""
 
@@ -176,6 +178,9 @@ class RooflineRunner:
         self._slowness = slowness
         self._step_seconds: Callable[[StepPlan], float] = profile.step_seconds
         self._load_seconds: Callable[[int], float] = profile.load_seconds
+        self._adapter_seconds = profile.adapter_load_seconds
+        self._slots: dict[int, str] = {}
+        """Fingerprint of the adapter in each slot."""
         self._clock = clock
 
     def warm_up(self) -> None:
@@ -183,8 +188,18 @@ class RooflineRunner:
 
     def execute(self, plan: StepPlan) -> StepTokens:
         seconds = self._load_seconds(len(plan.from_host)) if plan.from_host else 0.0
+        loads = self._load(plan)
+        seconds += sum(loads.values())
         self._clock.spend(seconds + (self._slowness * self._step_seconds(plan) if plan.rows else 0.0))
-        return StepTokens(tokens=[_next_token(row) if row.samples else NO_TOKEN for row in plan.rows])
+        tokens = [_next_token(row) if row.samples else NO_TOKEN for row in plan.rows]
+        return StepTokens(tokens=tokens, adapter_seconds=loads)
+
+    def _load(self, plan: StepPlan) -> dict[str, float]:
+        """Put adapters into their slots, and return the seconds of each that was not there."""
+        new = {slot: adapter.fingerprint for slot, adapter in plan.adapters}
+        loads = {key: self._adapter_seconds for slot, key in new.items() if self._slots.get(slot) != key}
+        self._slots |= new
+        return loads
 
 
 def _next_token(row: ScheduledRow) -> int:

@@ -17,6 +17,7 @@ from blockyard.deploy.bench.workloads.requests import MAX_TOKEN, PlannedRequest,
 from blockyard.proto.naming.block_hash import chain
 from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import EngineSampling
+from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.cluster.depths import usable_cached_tokens
 from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.relay import Progress
@@ -24,6 +25,7 @@ from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
+from blockyard.worker.sequences.adapter import Adapter
 
 from bench.placement.simulation.late_index import LateTwin
 from bench.placement.simulation.profile import HardwareProfile, RooflineRunner
@@ -49,6 +51,8 @@ SAMPLES_A_WINDOW = 10
 """Samples in a window of one second. Placement must not leave one worker idle and another crowded for a window."""
 CROWDED_SEQUENCES = 8
 """Running sequences from which a worker counts as crowded. It also does if any sequence waits."""
+ADAPTER_BYTES = 87_000_000
+"""Bytes of an adapter of rank 16 on all linears of Qwen3-8B, in bf16."""
 ROOT = bytes(16)
 """Start of the chains of block names in `ideal_reuse`."""
 
@@ -77,6 +81,10 @@ class Setup:
     """How many of the workers, the first ones, have the role `prefill`."""
     role: Role = "both"
     """Role of the other workers."""
+    num_adapters: int = 0
+    """LoRA adapters that requests may name. Each worker has all of them in host memory."""
+    max_loras: int = 0
+    """Adapters that each worker's device holds at once."""
     has_uniform_speeds: bool = False
     """Whether routers take all workers to be equally fast, for comparison."""
 
@@ -118,6 +126,8 @@ class Result:
     pause_p99: float = 0.0
     num_splits: int = 0
     """Requests that one worker began and another continued."""
+    adapter_loads: int = 0
+    """Loads of LoRA adapters, over all workers."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -186,7 +196,7 @@ class Simulation:
         self._workers = [
             WorkerProcess(
                 f"worker-{number}", 1, f"worker-{number}:1",
-                _worker_setup(setup.profile, slowness[number], transfers), self._loop, connections, index,
+                _worker_setup(setup, slowness[number], transfers), self._loop, connections, index,
                 Random(f"worker {number} {setup.seed}"),
                 role="prefill" if number < setup.num_prefill_workers else setup.role,
             )
@@ -305,6 +315,7 @@ class Simulation:
             pause_p50=percentile([record.longest_pause for record in records], 0.5),
             pause_p99=percentile([record.longest_pause for record in records], 0.99),
             num_splits=sum(router.relay.num_splits for router in self._routers),
+            adapter_loads=sum(worker.engine.adapters.num_loads for worker in self._workers),
         )
 
 
@@ -346,8 +357,9 @@ def _transfer_network(profile: HardwareProfile) -> TransferNetwork:
 
 
 def _worker_setup(
-    profile: HardwareProfile, slowness: float, transfers: TransferNetwork | None
+    setup: Setup, slowness: float, transfers: TransferNetwork | None
 ) -> WorkerSetup[RooflineRunner]:
+    profile = setup.profile
     return WorkerSetup(
         scheduler=SchedulerConfig(
             block_size=profile.block_size,
@@ -355,6 +367,7 @@ def _worker_setup(
             max_num_batched_tokens=profile.max_num_batched_tokens,
             max_model_len=profile.max_model_len,
             host_cache_blocks=profile.host_cache_blocks,
+            max_loras=setup.max_loras,
             most_lent_blocks=int(EngineConfig(model="none").lend_share * profile.num_blocks),
         ),
         bytes_per_block=profile.block_bytes,
@@ -368,6 +381,10 @@ def _worker_setup(
         max_waiting=WorkerConfig(engine=EngineConfig(model="none")).max_waiting,
         mixed_step_seconds=profile.mixed_step_seconds,
         measures_rates=True,
+        adapters=tuple(
+            Adapter(fingerprint=adapter.fingerprint, rank=adapter.rank, num_bytes=adapter.num_bytes)
+            for adapter in map(_adapter, range(setup.num_adapters))
+        ),
     )
 
 
@@ -386,6 +403,13 @@ def _call(request: PlannedRequest) -> Call:
         deadline_seconds=DEADLINE_SECONDS,
         session_id=request.session,
         expected_pause_seconds=request.expected_pause_seconds,
+        adapter=None if request.adapter is None else _adapter(request.adapter),
+    )
+
+
+def _adapter(number: int) -> RegisteredAdapter:
+    return RegisteredAdapter(
+        name=f"adapter-{number}", fingerprint=f"{number:032x}", path="", rank=16, num_bytes=ADAPTER_BYTES
     )
 
 

@@ -283,6 +283,29 @@ def tool_agents(rate: float, seconds: float, seed: int) -> Workload:
     return Workload(name="tool-agents", about=about, requests=requests)
 
 
+NUM_ADAPTERS = 100
+
+
+def adapters(
+    rate: float, seconds: float, seed: int, *, prompt_tokens: int = 256, output_tokens: int = 1
+) -> Workload:
+    """Make requests for LoRA adapters of Zipf popularity with exponent 1. They share no prefix."""
+    chance, tokens = Random(f"adapters {seed}"), Tokens()
+    weights = [1 / rank for rank in range(1, NUM_ADAPTERS + 1)]
+    requests = tuple(
+        PlannedRequest(
+            number=number,
+            arrival_seconds=arrival,
+            prompt=(tokens.run(prompt_tokens),),
+            output=tokens.run(output_tokens),
+            adapter=chance.choices(range(NUM_ADAPTERS), weights)[0],
+        )
+        for number, arrival in enumerate(poisson(rate, seconds, chance))
+    )
+    about = f"{NUM_ADAPTERS} adapters, {prompt_tokens} in, {output_tokens} out, {rate:.3g}/s"
+    return Workload(name="adapters", about=about, requests=requests)
+
+
 GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
@@ -300,5 +323,6 @@ GENERATORS: dict[str, Callable[[float, float, int], Workload]] = {
     "hot-set": hot_set,
     "document-questions": document_questions,
     "tool-agents": tool_agents,
+    "adapters": adapters,
 }
 """Generators by name. Arguments: rate per second, seconds, seed."""

@@ -32,6 +32,8 @@ class PlannedRequest:
     """Number of the request before this one in its conversation. None for the first."""
     expected_pause_seconds: float = 0.0
     """Time until the next request, as the client expects it. 0: the client does not say."""
+    adapter: int | None = None
+    """Number of the LoRA adapter that it names. None: the bare model."""
 
     @property
     def prompt_tokens(self) -> int:

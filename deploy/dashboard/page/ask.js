@@ -7,7 +7,7 @@ const HEADER_CHARS = 7000;
 const MOST_HEADERS = 24;
 const TERMS = [
   ["queue", "queue_ms"], ["prefill", "prefill_ms"], ["from host", "host_load_ms"], ["pull", "pull_ms"], ["decode", "decode_ms"],
-  ["memory", "memory_ms"], ["interference", "interference_ms"], ["total ms", "total_ms"], ["cost", "cost"],
+  ["memory", "memory_ms"], ["adapter", "adapter_ms"], ["interference", "interference_ms"], ["total ms", "total_ms"], ["cost", "cost"],
 ];
 
 export function startAsking(parameters, mark) {

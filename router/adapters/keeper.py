@@ -1,0 +1,189 @@
+"""Adapter keeper: adds and removes the adapters of a cluster, and follows what other routers change.
+
+An adapter is added once every connected worker has read it with the same content. A worker that comes later reads it
+when the first request for it arrives (`bring`). All changes go through the log in Redis, if there is one. If Redis has
+lost it, the routers write it again.
+
+Does not own the names (registry.py), the log (log.py), or permissions (services/admin.py).
+"""
+
+import asyncio
+import logging
+
+import grpc
+from blockyard.proto.v1 import admin_pb2
+from blockyard.router.adapters.log import MAX_LOG_BYTES, AdapterLog
+from blockyard.router.adapters.registry import AdapterRegistry, Change, RegisteredAdapter
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.cluster.link import EngineLink
+from blockyard.router.errors import (
+    AdapterImpossible,
+    DeadlinePassed,
+    InvalidRequest,
+    RouterError,
+    StoreUnavailable,
+    UnknownAdapter,
+    WorkerUnreachable,
+)
+
+logger = logging.getLogger(__name__)
+
+FOLLOW_SECONDS = 1.0
+"""Interval at which a router looks for changes of other routers."""
+READ_SECONDS = 60.0
+"""Time for a worker to read an adapter from its folder."""
+MAX_DETAIL_CHARS = 300
+
+
+class AdapterKeeper:
+    """Adapters of one router's cluster. `log` is None where there is no Redis: this router alone knows them then."""
+
+    def __init__(self, fleet: Fleet, log: AdapterLog | None = None) -> None:
+        self.registry = AdapterRegistry()
+        self._fleet = fleet
+        self._log = log
+        self._record = b""
+        """The log when it was last read."""
+        self._turn = asyncio.Lock()
+
+    async def follow(self) -> None:
+        """Take the changes of other routers, for ever."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(FOLLOW_SECONDS)
+
+    async def refresh(self) -> None:
+        """Take the changes of other routers. Redis may be away: then keep what is known."""
+        if self._log is None:
+            return
+        try:
+            async with self._turn:
+                await self._read(self._log)
+        except StoreUnavailable:
+            return
+
+    async def add(self, name: str, path: str, tenant: str, timeout_seconds: float) -> RegisteredAdapter:
+        """Have all workers read an adapter, and give it a name. A name that exists stands for the new content.
+
+        Raises InvalidRequest for a folder that cannot be served, AdapterImpossible, WorkerUnreachable, DeadlinePassed
+        or StoreUnavailable. The name is then as before.
+        """
+        links = self._links()
+        if not links:
+            raise AdapterImpossible("no worker has slots for adapters (--max-loras)")
+        asked = [_read_by(link, name, path, min(timeout_seconds, READ_SECONDS)) for link in links]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        failures = [answer for answer in found if isinstance(answer, BaseException)]
+        if failures:
+            raise failures[0]
+        read = [answer for answer in found if isinstance(answer, admin_pb2.Adapter)]
+        if len({adapter.fingerprint for adapter in read}) > 1:
+            raise AdapterImpossible("the folder has another content on some workers")
+        adapter = RegisteredAdapter(
+            name=name,
+            fingerprint=read[0].fingerprint,
+            path=path,
+            rank=read[0].rank,
+            num_bytes=read[0].num_bytes,
+            tenant=tenant,
+        )
+        await self._change(Change(name, adapter))
+        for worker in self._fleet.view.workers():
+            worker.lacking.discard(adapter.fingerprint)
+        return adapter
+
+    async def remove(self, name: str) -> None:
+        """Forget a name. Requests that run go on. Raises UnknownAdapter or StoreUnavailable."""
+        await self.refresh()
+        if self.registry.find(name) is None:
+            raise UnknownAdapter.of("name", "no adapter of this name is known")
+        await self._change(Change(name, None))
+        request = admin_pb2.RemoveAdapterRequest(name=name)
+        # A worker that does not hear of it keeps the weights in host memory until it ends, and serves them to nobody.
+        await asyncio.gather(
+            *(link.call("RemoveAdapter", request, READ_SECONDS) for link in self._links()),
+            return_exceptions=True,
+        )
+
+    async def bring(self, address: str, adapter: RegisteredAdapter) -> None:
+        """Have a worker read an adapter that a request needs there. A worker that cannot is left out from then on."""
+        worker, link = self._fleet.view.at(address), self._fleet.links.get(address)
+        if worker is None or link is None:
+            return
+        try:
+            read = await _read_by(link, adapter.name, adapter.path, READ_SECONDS)
+        except (WorkerUnreachable, DeadlinePassed):
+            return  # The request is placed again.
+        except RouterError as error:
+            logger.error(
+                "worker %s cannot load adapter %s: %s", worker.worker_id, adapter.name, error.message
+            )
+        else:
+            if read.fingerprint == adapter.fingerprint:
+                return
+            logger.error(
+                "worker %s has another content in the folder of adapter %s than when it was added",
+                worker.worker_id,
+                adapter.name,
+            )
+        worker.lacking.add(adapter.fingerprint)
+
+    async def _change(self, change: Change) -> None:
+        """Make a change known, here and to all routers. Raises StoreUnavailable."""
+        async with self._turn:
+            if self._log is not None:
+                await self._read(self._log)
+                changes, anew = [change], self._is_to_be_written_anew(self._log)
+                if anew:
+                    changes = [*self.registry.changes(), change]
+                await self._log.append(changes, anew=anew)
+            self.registry.apply(change)
+
+    async def _read(self, log: AdapterLog) -> None:
+        record = await log.read()
+        if not record and (known := self.registry.changes()):
+            logger.warning("Redis has lost the adapters: they are written again")
+            await log.append(known)
+            return
+        if record != self._record:
+            self._record = record
+            self.registry.replay(log.changes(record))
+
+    def _is_to_be_written_anew(self, log: AdapterLog) -> bool:
+        return len(self._record) > MAX_LOG_BYTES or not log.is_whole(self._record)
+
+    def _links(self) -> list[EngineLink]:
+        return [
+            self._fleet.links[worker.address]
+            for worker in self._fleet.view.workers()
+            if worker.hello is not None and worker.hello.max_loras and self._fleet.links[worker.address].is_up
+        ]
+
+
+async def _read_by(link: EngineLink, name: str, path: str, timeout_seconds: float) -> admin_pb2.Adapter:
+    """Have a worker read an adapter, and return what it has read.
+
+    Raises InvalidRequest, AdapterImpossible, DeadlinePassed or WorkerUnreachable.
+    """
+    request = admin_pb2.AddAdapterRequest(name=name, path=path)
+    try:
+        response: admin_pb2.AddAdapterResponse = await link.call("AddAdapter", request, timeout_seconds)
+    except ConnectionError:
+        raise WorkerUnreachable("a worker is not connected") from None
+    except grpc.aio.AioRpcError as error:
+        raise _as_answer(error) from None
+    return response.adapter
+
+
+def _as_answer(error: grpc.aio.AioRpcError) -> RouterError:
+    detail = (error.details() or "")[:MAX_DETAIL_CHARS]
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest.of("path", detail or "has no adapter that can be served")
+        case grpc.StatusCode.NOT_FOUND:
+            return InvalidRequest.of("path", detail or "is no folder on some worker")
+        case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return AdapterImpossible(detail or "a worker has no room for the adapter")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlinePassed("a worker did not read the adapter in time")
+    return WorkerUnreachable(f"a worker did not answer: {error.code().name}")

@@ -1,0 +1,70 @@
+"""Adapter log: the changes of a cluster's adapters in Redis, sealed with the cluster secret, for all routers.
+
+A router may only append and delete (proto/index/acl.py), so the log is a string of sealed changes, in order. Once it is
+long, it is written anew with the adapters that are left. Does not own the changes (registry.py).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from blockyard.proto.index.schema import key_prefix
+from blockyard.proto.security.cluster_identity import adapters_key
+from blockyard.router.adapters.registry import Change
+from blockyard.router.errors import StoreUnavailable
+from blockyard.router.sealed_records import TIMEOUT_SECONDS, Place
+from redis.asyncio import Redis
+
+MAX_LOG_BYTES = 256 * 1024
+"""A longer log is written anew. It holds about a thousand changes."""
+_NAME = b"adapters"
+
+T = TypeVar("T")
+
+
+class AdapterLog:
+    """Log of one cluster, on one server of its index."""
+
+    def __init__(self, clients: Sequence[Redis], *, cluster: str, secret: str) -> None:
+        self._place = Place.of(
+            _NAME,
+            secret=adapters_key(secret, cluster),
+            prefix=f"{key_prefix(cluster)}adapters:",
+            num_shards=len(clients),
+        )
+        self._client = clients[self._place.shard]
+
+    async def read(self) -> bytes:
+        """Return the log as it stands in Redis, empty if there is none. Raises StoreUnavailable."""
+        record = await self._call(lambda: self._client.getex(self._place.key))
+        return record if isinstance(record, bytes) else b""
+
+    def changes(self, record: bytes) -> list[Change]:
+        """Return the changes of a log, up to the first that this cluster has not sealed."""
+        return [Change.unpacked(packed) for packed in self._place.entries(record)]
+
+    def is_whole(self, record: bytes) -> bool:
+        """Return False where a part of the log cannot be read. What is appended behind it would be lost."""
+        entries = self._place.entries(record)
+        return sum(self._place.entry_bytes(value) for value in entries) == len(record)
+
+    async def append(self, changes: Sequence[Change], *, anew: bool = False) -> None:
+        """Append changes to the log, or write it `anew` with them. Raises StoreUnavailable."""
+        entries = b"".join(self._place.entry(change.packed()) for change in changes)
+
+        async def write() -> Any:
+            async with self._client.pipeline(transaction=False) as pipe:
+                if anew:
+                    # A time that has passed deletes at once.
+                    pipe.getex(self._place.key, exat=1)
+                pipe.append(self._place.key, entries)
+                return await pipe.execute()
+
+        await self._call(write)
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                return await call()
+        except Exception:  # the server may be no Redis, or under foreign control
+            raise StoreUnavailable("Redis, which keeps the adapters, does not answer") from None

@@ -1,0 +1,168 @@
+"""LoRA adapters on real workers and routers: tokens equal those of merged weights, whatever is killed or restarted."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from blockyard.deploy.cli import main
+from blockyard.router.client import AsyncClient, NotFoundError
+from click.testing import CliRunner
+from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..faults.load import until, until_ready  # noqa: TID252
+from ..faults.processes import (  # noqa: TID252
+    MODEL,
+    Processes,
+    free_port,
+    processes,
+)
+from ..worker.adapters import make_adapter, merge  # noqa: TID252
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = "".join(f"value_{line} = {line}\n" for line in range(12))
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the folders `model`, `adapters/sql`, `adapters/law`, and `merged-sql` and `merged-law` for comparison."""
+    folder = tmp_path_factory.mktemp("adapters")
+    shutil.copytree(MODEL, folder / "model")
+    for seed, name in enumerate(("sql", "law")):
+        make_adapter(folder / "adapters" / name, folder / "model", seed=seed)
+        merge(folder / "model", folder / "adapters" / name, folder / f"merged-{name}")
+    return folder
+
+
+def expected(checkpoint: Path, count: int = NUM_TOKENS) -> list[int]:
+    """Return the greedy tokens of transformers."""
+    tokens = AutoTokenizer.from_pretrained(checkpoint)(PROMPT, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        output = model.generate(**tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    found: list[int] = output[0, tokens["input_ids"].shape[1] :].tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def http_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, http_port: int) -> Iterator[Processes]:
+    memory = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", str(24 * 2**20))
+    loras = ("--max-loras", "2", "--adapter-dir", str(folder / "adapters"))
+    with processes(tmp_path_factory.mktemp("cluster"), with_redis=True) as cluster:
+        workers = [cluster.add_worker(name, *memory, *loras, model=folder / "model") for name in ("w0", "w1")]
+        router = cluster.add_router("r0", "--http-port", str(http_port), model=folder / "model")
+        cluster.start(*workers, router)
+        yield cluster
+
+
+def lora(cluster: Processes, *words: str) -> object:
+    """Run `blockyard lora` and return what it prints as JSON."""
+    address = cluster.routers["r0"].address
+    result = CliRunner().invoke(main, ["lora", *words, "--router", address, "--output", "json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+async def greedy(client: AsyncClient, adapter: str | None, count: int = NUM_TOKENS) -> list[int]:
+    done = await client.generate(
+        PROMPT, lora_name=adapter, max_tokens=count, ignore_eos=True, temperature=0.0
+    )
+    return list(done.token_ids)
+
+
+async def test_tokens_are_those_of_merged_weights_over_both_apis_and_after_a_restart_of_the_router(
+    cluster: Processes, folder: Path, http_port: int
+) -> None:
+    async with AsyncClient(cluster.routers["r0"].address) as client:
+        await until_ready(client, "w0", "w1")
+        for name in ("sql", "law"):
+            added = await asyncio.to_thread(lora, cluster, "add", name, name)
+            assert isinstance(added, dict)
+            assert (added["name"], added["rank"]) == (name, 4)
+        wanted = {name: expected(folder / f"merged-{name}") for name in ("sql", "law")}
+        wanted |= {None: expected(folder / "model")}
+        assert len({tuple(tokens) for tokens in wanted.values()}) == 3, "the adapters change nothing"
+        for _ in range(2):  # the second time with cached prefixes
+            found = await asyncio.gather(*(greedy(client, name) for name in wanted))
+            assert dict(zip(wanted, found, strict=True)) == wanted
+        async with AsyncOpenAI(base_url=f"http://127.0.0.1:{http_port}/v1", api_key="none") as openai:
+            for name in ("sql", "law"):
+                answer = await openai.completions.create(
+                    model=name,
+                    prompt=PROMPT,
+                    max_tokens=NUM_TOKENS,
+                    temperature=0.0,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )
+                assert answer.choices[0].model_dump()["token_ids"] == wanted[name]
+        listed = await asyncio.to_thread(lora, cluster, "list")
+        assert isinstance(listed, list)
+        assert [(one["name"], bool(one["workers"])) for one in listed] == [("law", True), ("sql", True)]
+    router = cluster.routers["r0"]
+    router.kill()
+    cluster.start(router)
+    async with AsyncClient(router.address) as client:
+        await until_ready(client, "w0", "w1")
+        assert await greedy(client, "sql") == wanted["sql"]
+
+
+async def test_a_worker_that_is_killed_in_the_middle_changes_no_token_and_comes_back_without_being_told(
+    cluster: Processes, folder: Path
+) -> None:
+    async with AsyncClient(cluster.routers["r0"].address) as client:
+        await until_ready(client, "w0", "w1")
+        many = 300
+        running = asyncio.create_task(greedy(client, "law", many))
+
+        async def has_begun() -> bool:
+            return any(request.generated_tokens > 5 for request in await client.list_requests())
+
+        await until(has_begun, "the request has tokens", every=0.002)
+        (request,) = await client.list_requests()
+        victim = cluster.workers[request.worker_id]
+        victim.kill()
+        assert not running.done()
+        assert await running == expected(folder / "merged-law", many)
+        cluster.start(victim)
+        await until_ready(client, "w0", "w1")
+        wanted = {name: expected(folder / f"merged-{name}") for name in ("sql", "law")}
+        for policy in ("round_robin",) * 4:
+            done = await client.generate(
+                PROMPT,
+                lora_name="sql",
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+                temperature=0.0,
+                policy=policy,
+            )
+            assert list(done.token_ids) == wanted["sql"]
+
+
+async def test_a_removed_adapter_is_unknown_and_another_content_under_its_name_gives_other_tokens(
+    cluster: Processes, folder: Path
+) -> None:
+    async with AsyncClient(cluster.routers["r0"].address) as client:
+        await until_ready(client, "w0", "w1")
+        await client.add_adapter("changing", "sql")
+        assert await greedy(client, "changing") == expected(folder / "merged-sql")
+        await client.add_adapter("changing", "law")
+        assert await greedy(client, "changing") == expected(folder / "merged-law")
+        await asyncio.to_thread(lora, cluster, "remove", "changing")
+        with pytest.raises(NotFoundError):
+            await greedy(client, "changing")
+        result = CliRunner().invoke(
+            main, ["lora", "add", "outside", "../model", "--router", cluster.routers["r0"].address]
+        )
+        assert result.exit_code == 1
+        assert "path" in result.output

@@ -1,0 +1,167 @@
+"""Adapters in a real Redis: all routers and later ones know them, sealed, whatever Redis loses or others write."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis
+from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
+from blockyard.proto.index.redis import connect
+from blockyard.router.adapters import log as adapter_log
+from blockyard.router.adapters.keeper import AdapterKeeper
+from blockyard.router.adapters.log import AdapterLog
+from blockyard.router.adapters.registry import AdapterRegistry, Change, RegisteredAdapter
+from blockyard.router.cluster.fleet import Fleet
+from blockyard.router.errors import StoreUnavailable, UnknownAdapter
+from hypothesis import given
+from hypothesis import strategies as st
+
+SECRET = "correct-horse-of-the-adapters"
+NAMES = st.sampled_from(["a", "b", "c"])
+ADAPTERS = st.builds(
+    RegisteredAdapter,
+    name=NAMES,
+    fingerprint=st.text("0123456789abcdef", min_size=1, max_size=4),
+    path=st.text(max_size=8),
+    rank=st.integers(0, 64),
+    num_bytes=st.integers(0, 2**40),
+    tenant=st.sampled_from(["", "acme"]),
+)
+CHANGES = st.lists(
+    ADAPTERS.map(lambda adapter: Change(adapter.name, adapter)) | NAMES.map(lambda name: Change(name, None)),
+    max_size=8,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    started = start_private_redis(tmp_path_factory.mktemp("redis"), password="of-the-admin")
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def operator(server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest_asyncio.fixture
+async def client(server: RedisProcess) -> AsyncIterator[redis.asyncio.Redis]:
+    made = connect(server.url, timeout_seconds=5.0, has_deadlines=True)
+    yield made
+    await made.aclose()
+
+
+def keeper_of(client: Any, *, secret: str = SECRET) -> AdapterKeeper:
+    fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=1.0, lost_seconds=2.0)
+    return AdapterKeeper(fleet, AdapterLog([client], cluster="default", secret=secret))
+
+
+def adapter(name: str, content: str = "1", tenant: str = "") -> RegisteredAdapter:
+    return RegisteredAdapter(name=name, fingerprint=content, path=f"folder/{name}", rank=8, tenant=tenant)
+
+
+async def give(keeper: AdapterKeeper, *adapters: RegisteredAdapter) -> None:
+    """Without workers nothing can be added through `add`, which would write the same changes."""
+    for one in adapters:
+        await keeper._change(Change(one.name, one))
+
+
+@given(CHANGES)
+def test_the_changes_that_a_registry_gives_lead_to_the_same_registry(changes: list[Change]) -> None:
+    one, other = AdapterRegistry(), AdapterRegistry()
+    one.replay(changes)
+    other.replay([Change.unpacked(change.packed()) for change in one.changes()])
+    assert one.listed() == other.listed()
+    for tenant in (None, "", "acme", "other"):
+        visible = one.listed(tenant)
+        assert [found for found in one.listed() if one.find(found.name, tenant) is not None] == visible
+
+
+async def test_other_routers_and_later_ones_know_what_one_has_changed(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    one, other = keeper_of(client), keeper_of(client)
+    await give(one, adapter("sql"), adapter("law", tenant="acme"))
+    await other.refresh()
+    assert other.registry.listed() == one.registry.listed()
+    await other.remove("sql")
+    await give(one, adapter("law", "2"))
+    later = keeper_of(client)
+    await later.refresh()
+    assert later.registry.listed() == [adapter("law", "2")]
+    (key,) = operator.keys("*")
+    assert operator.ttl(key) == -1, "it does not expire"
+    with pytest.raises(UnknownAdapter):
+        await one.remove("sql")
+
+
+async def test_redis_holds_neither_names_nor_folders_and_another_cluster_reads_nothing(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    await give(keeper_of(client), adapter("canary"))
+    (key,) = operator.keys("*")
+    assert b"canary" not in key + operator.get(key)
+    stranger = keeper_of(client, secret="another" * 4)
+    await stranger.refresh()
+    assert stranger.registry.listed() == []
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+async def test_what_is_not_sealed_hides_nothing_that_is_added_later(
+    operator: "redis.Redis", client: redis.asyncio.Redis, is_behind: bool
+) -> None:
+    one, other = keeper_of(client), keeper_of(client)
+    await give(one, adapter("sql"))
+    (key,) = operator.keys("*")
+    forged = b"\x30\0\0\0" + b"x" * 48
+    operator.set(key, operator.get(key) + forged if is_behind else forged)
+    await give(one, adapter("law"))
+    await other.refresh()
+    assert adapter("law") in other.registry.listed()
+    assert (adapter("sql") in other.registry.listed()) is is_behind
+
+
+async def test_a_redis_that_has_lost_them_gets_them_again(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    one = keeper_of(client)
+    await give(one, adapter("sql"))
+    operator.flushall()
+    await one.refresh()
+    other = keeper_of(client)
+    await other.refresh()
+    assert other.registry.listed() == one.registry.listed() == [adapter("sql")]
+
+
+async def test_a_long_log_is_written_anew(
+    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockyard.router.adapters.keeper.MAX_LOG_BYTES", 2000)
+    assert adapter_log.MAX_LOG_BYTES > 2000
+    one, longest = keeper_of(client), 0
+    for number in range(40):
+        await give(one, adapter("sql", str(number)))
+        (key,) = operator.keys("*")
+        longest = max(longest, operator.strlen(key))
+    assert longest < 2600
+    later = keeper_of(client)
+    await later.refresh()
+    assert later.registry.listed() == [adapter("sql", "39")]
+
+
+async def test_without_redis_nothing_changes_and_what_is_known_stays(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    one = keeper_of(client)
+    await give(one, adapter("sql"))
+    nobody = connect("redis://127.0.0.1:1", timeout_seconds=0.2, has_deadlines=True)
+    one._log = AdapterLog([nobody], cluster="default", secret=SECRET)
+    await one.refresh()
+    with pytest.raises(StoreUnavailable):
+        await one.remove("sql")
+    assert one.registry.listed() == [adapter("sql")]
+    await nobody.aclose()
