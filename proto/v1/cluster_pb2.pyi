@@ -87,7 +87,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls", "splits")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls", "splits", "models")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class ClusterInfo(_message.Message):
     INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
     SPLITS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -122,7 +123,8 @@ class ClusterInfo(_message.Message):
     inter_token: Latencies
     pulls: _containers.RepeatedCompositeFieldContainer[RecentPull]
     splits: int
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ..., splits: _Optional[int] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Model]
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ..., splits: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_inference_pb2.Model, _Mapping]]] = ...) -> None: ...
 
 class RecentPull(_message.Message):
     __slots__ = ("number", "worker_id", "source_id", "end", "planned_bytes", "planned_ms", "num_blocks", "num_bytes", "elapsed_ms", "saved_ms", "ended_seconds")
@@ -253,7 +255,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., host_tokens_per_second: _Optional[float] = ..., context_tokens: _Optional[int] = ..., queued_pairs: _Optional[int] = ..., step_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., prompt_steps: _Optional[int] = ..., step_prompt_tokens: _Optional[int] = ..., step_excess_tokens: _Optional[int] = ..., step_decodes: _Optional[int] = ..., step_context_tokens: _Optional[int] = ..., step_pairs: _Optional[int] = ..., pull_setup_seconds: _Optional[float] = ..., pull_bytes_per_second: _Optional[float] = ..., pulling_bytes: _Optional[int] = ..., lending_bytes: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., failed_pulls: _Optional[int] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks", "role")
+    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks", "role", "model")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +270,7 @@ class Worker(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -282,7 +285,8 @@ class Worker(_message.Message):
     index: WorkerIndex
     num_ranks: int
     role: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -443,18 +447,20 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class LookupPrefixRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "model")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: _inference_pb2.Chat
     prompt_token_ids: _inference_pb2.TokenIds
     cache_salt: str
     public_prefix: bool
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("worker_id", "cached_blocks", "host_cached_blocks")
@@ -481,20 +487,22 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., index_available: _Optional[bool] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainPlacementRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id", "public_prefix")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id", "public_prefix", "model")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: _inference_pb2.Chat
     prompt_token_ids: _inference_pb2.TokenIds
     cache_salt: str
     session_id: str
     public_prefix: bool
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
     __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms", "pulled_tokens", "pull_ms", "pulled_from", "pull_options")
@@ -579,7 +587,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens", "pulled_blocks", "pulled_from")
+    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens", "pulled_blocks", "pulled_from", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -590,6 +598,7 @@ class RequestInfo(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PULLED_FROM_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     worker_id: str
@@ -600,7 +609,8 @@ class RequestInfo(_message.Message):
     cached_tokens: int
     pulled_blocks: int
     pulled_from: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., pulled_from: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., pulled_from: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)
@@ -609,8 +619,10 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ...) -> None: ...
 
 class GetIndexInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class IndexInfo(_message.Message):
     __slots__ = ("state", "state_reason", "names", "bytes", "live_berths", "dead_berths", "stride_blocks", "lookups", "failed_lookups", "skipped_lookups", "lookup_p50_seconds", "lookup_p99_seconds", "promised_blocks", "stale_blocks", "workers")

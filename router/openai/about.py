@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp.web import BaseRequest, Response
 from blockyard.proto.metrics.prometheus import CONTENT_TYPE
 from blockyard.proto.v1 import inference_pb2
-from blockyard.router.generation.generation import RouterParts
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.openai.chat_page import chat_page
 from blockyard.router.openai.http.call import CallNotes
 from blockyard.router.openai.http.json_response import encoded, json_response
@@ -30,24 +30,25 @@ class AboutRouter:
 class AboutRoutes:
     """Handlers of the GET routes."""
 
-    def __init__(self, parts: RouterParts, about: AboutRouter) -> None:
-        self._parts, self._about = parts, about
+    def __init__(self, groups: ModelGroups, about: AboutRouter) -> None:
+        self._groups, self._about = groups, about
         self._document = encoded(document(about.version))
         self._page = page(about.version).encode()
         self._chat_page, self._chat_headers = chat_page()
 
     async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
-        models = [self._model_object(model) for model in model_messages(self._parts)]
+        models = [self._model_object(model) for model in model_messages(self._groups)]
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
-        check_model_name(request.path.removeprefix(f"{MODELS}/"), self._parts.facts)
-        return json_response(self._model_object(model_message(self._parts)))
+        name = request.path.removeprefix(f"{MODELS}/")
+        check_model_name(name, self._groups.names)
+        return json_response(self._model_object(model_message(self._groups.of(name).parts)))
 
     async def health(self, request: BaseRequest, notes: CallNotes) -> Response:
-        if self._parts.registry.is_draining:
+        if self._groups.registry.is_draining:
             return json_response({"status": "draining"}, status=503)
-        is_ready = bool(self._parts.fleet.view.ready())
+        is_ready = self._groups.num_ready_workers > 0
         return json_response(
             {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
         )

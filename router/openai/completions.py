@@ -53,7 +53,7 @@ class Completions:
         asked.wanted.named(request_id)
         # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
-        model = self._calls.parts.facts.name
+        model = self._calls.groups.of(asked.wanted.requests[0].model).parts.facts.name
         return asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
 
     async def _stream(
@@ -103,8 +103,10 @@ class Completions:
                 return
             skip_special = not shows_special(wanted)
 
+            tokenizing = self._calls.groups.of(wanted.requests[0].model).parts.tokenizing
+
             def text_of(token_ids: Sequence[int]) -> str:
-                return self._calls.parts.tokenizing.detokenize(token_ids, skip_special=skip_special)
+                return tokenizing.detokenize(token_ids, skip_special=skip_special)
 
             yield echoed(run, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 
