@@ -241,7 +241,7 @@ class RouterConfig(RouterLimits):
         is_repeated=True,
     )
     index: str = field(default="", repr=False)
-    """As in ServedModel, for the first model."""
+    """Name of the first model's index, as in ServedModel."""
     further_models: tuple[ServedModel, ...] = field(
         default=(),
         metadata=described(

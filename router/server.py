@@ -232,7 +232,7 @@ class RouterServer:
                     duties.append(token_file.follow())
                 background = [tasks.create_task(self._background(duty)) for duty in duties]
                 started.set_result(address)
-                logger.info("router serving %s on %s", ", ".join(self.model_ids), address)
+                logger.info("router serving %s on %s", ",".join(self.model_ids), address)
                 _warn_of_openness(self._config)
                 await self._stopping.wait()
                 await self._drain(groups.registry, health_service)

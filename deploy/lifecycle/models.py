@@ -59,9 +59,9 @@ def add(
 ) -> Model:
     """Serve one more model. Return once all routers send its requests to all of its workers.
 
-    It has the cluster's settings. Raise ValueError, before anything is changed, for a model that is not found or that
-    the engine cannot run, for a name that is taken, or if the nodes have no room and `waits_for_nodes` is not set.
-    Raise RuntimeError if a worker does not start.
+    It has the cluster's settings. Raise ValueError, before anything is changed, for a model that cannot be served, a
+    name that is taken, or nodes without room, unless `waits_for_nodes` is set. Raise RuntimeError if a worker does not
+    start.
     """
     if cluster.head is not None or Path(model.model).is_dir():
         hub.download_all(model.model, model.tokenizer, report)

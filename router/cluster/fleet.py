@@ -106,7 +106,7 @@ class Fleet(LinkEvents):
         self.links: dict[str, EngineLink] = {}
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._model = model
-        """As in Hello: the name of a further model of the cluster. Empty: the one that it began with."""
+        """Name of the model, as in Hello. Empty: the one that the cluster began with."""
         self._lost_seconds = lost_seconds
         self._stall_seconds = stall_seconds
         self._clock = clock
