@@ -79,7 +79,7 @@ class RouterActor:
         return await asyncio.shield(self._starting)
 
     async def set_workers(self, addresses: Mapping[str, Sequence[str]], models: Sequence[ServedModel]) -> int:
-        """Set the supervisor's models, and the addresses of their workers by the model's id ("": the first one).
+        """Set the supervisor's models, and the addresses of their workers by the models' indexes ("": the first one's).
 
         Models that come or go do so soon after. Return how many workers are ready in this router now.
         """

@@ -176,7 +176,10 @@ class ModelGroups:
             try:
                 group = await self._build(model, stack)
             except Exception as error:
-                built.set_exception(error)
+                if not built.cancelled():
+                    built.set_exception(error)
+                return
+            if built.cancelled():
                 return
             life = self._lives[model.id] = _Life(group=group)
             self._share_limits()

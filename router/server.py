@@ -176,6 +176,7 @@ class RouterServer:
             if groups is None:
                 return
             served = {group.model.id for group in groups}
+            self._supervised = {model.id: self._supervised.get(model.id, ()) for model in models}
             added = [model for model in models if model.id not in served]
             gone = served - {model.id for model in models}
             # First what is new, because a router without any model could answer nothing.

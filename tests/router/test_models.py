@@ -9,9 +9,12 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
+import pytest_asyncio
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.router.config import RouterConfig, ServedModel
+from blockyard.router.generation.registry import RequestRecord
+from blockyard.router.model_groups import ModelGroups
 
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import FOREVER, MODEL, Router, refused, request, running_router, until, worker_of_model
@@ -41,76 +44,96 @@ def worker_of(model: ServedModel, **settings: Any) -> FakeWorker:
     return worker_of_model(f"{model.id}-worker", model=model.index, model_fingerprint=model.id, **settings)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
+    """One router of both models, for tests that leave it as it is."""
+    async with served(OTHER) as both:
+        yield both
+
+
+Pair = tuple[Router, dict[str, FakeWorker]]
+
+
 async def ask(router: Router, model: str | None, **fields: Any) -> inference_pb2.GenerateResponse:
     named = {} if model is None else {"model": model}
     response: inference_pb2.GenerateResponse = await router.inference.Generate(request(**named, **fields))
     return response
 
 
-async def test_a_request_goes_to_the_workers_of_its_model() -> None:
-    async with served(OTHER) as (router, workers):
-        for name, model in ((None, "demo"), ("demo", "demo"), ("other", "other"), ("alias", "other")):
-            before = {each: len(worker.submits) for each, worker in workers.items()}
-            answer = await ask(router, name)
-            assert list(answer.token_ids) == expected_tokens(1, 20)
-            assert {each: len(worker.submits) - before[each] for each, worker in workers.items()} == {
-                each: int(each == model) for each in workers
-            }
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_goes_to_the_workers_of_its_model(pair: Pair) -> None:
+    router, workers = pair
+    for name, model in ((None, "demo"), ("demo", "demo"), ("other", "other"), ("alias", "other")):
+        before = {each: len(worker.submits) for each, worker in workers.items()}
+        answer = await ask(router, name)
+        assert list(answer.token_ids) == expected_tokens(1, 20)
+        assert {each: len(worker.submits) - before[each] for each, worker in workers.items()} == {
+            each: int(each == model) for each in workers
+        }
 
 
-async def test_a_model_that_is_not_served_is_not_found_and_the_answer_names_all_that_are() -> None:
-    async with served(OTHER) as (router, _):
-        error = await refused(ask(router, "nothing"))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert "`demo`, `other`, `alias`" in (error.details() or "")
-        for question in (
-            router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x", model="nothing")),
-            router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x", model="nothing")),
-            router.cluster.GetIndexInfo(cluster_pb2.GetIndexInfoRequest(model="nothing")),
-            router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="nothing")),
-            router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nothing")),
-        ):
-            assert (await refused(question)).code() is grpc.StatusCode.NOT_FOUND
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_is_not_served_is_not_found_and_the_answer_names_all_that_are(pair: Pair) -> None:
+    router, _ = pair
+    error = await refused(ask(router, "nothing"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert "`demo`, `other`, `alias`" in (error.details() or "")
+    for question in (
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x", model="nothing")),
+        router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x", model="nothing")),
+        router.cluster.GetIndexInfo(cluster_pb2.GetIndexInfoRequest(model="nothing")),
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="nothing")),
+        router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nothing")),
+    ):
+        assert (await refused(question)).code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_the_gateway_lists_and_serves_all_models() -> None:
-    async with served(OTHER) as (router, workers), aiohttp.ClientSession() as session:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_gateway_lists_and_serves_all_models(pair: Pair) -> None:
+    router, workers = pair
+    async with aiohttp.ClientSession() as session:
         url = f"http://{router.server.http_address}/v1"
+        before = {each: len(worker.submits) for each, worker in workers.items()}
         listed = await (await session.get(f"{url}/models")).json()
         assert [model["id"] for model in listed["data"]] == ["demo", "other", "alias"]
         assert (await (await session.get(f"{url}/models/alias")).json())["id"] == "other"
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "model": "other"}
         async with session.post(f"{url}/chat/completions", json=body) as answer:
             assert (answer.status, (await answer.json())["model"]) == (200, "other")
-        assert [len(worker.submits) for worker in workers.values()] == [0, 1]
+        assert [len(worker.submits) for worker in workers.values()] == [before["demo"], before["other"] + 1]
         async with session.post(f"{url}/chat/completions", json=body | {"model": "nothing"}) as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]["code"] == "model_not_found"
 
 
-async def test_operators_see_the_model_of_workers_requests_and_metrics() -> None:
-    async with served(OTHER) as (router, _):
-        listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
-        assert {worker.worker_id: worker.model for worker in listed.workers} == {
-            "demo-worker": "demo",
-            "other-worker": "other",
-        }
-        running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
-        await until(router.requests)
-        assert [one.model for one in await router.requests()] == ["other"]
-        info = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
-        assert (info.model.id, [model.id for model in info.models]) == ("demo", ["demo", "other"])
-        assert info.workers_ready == 2
-        await running
-        await until(
-            lambda: (
-                [
-                    (labels["model_name"], sum(readings["requests"].values()))
-                    for labels, readings in router.server.model_readings
-                ]
-                == [("demo", 0), ("other", 1)]
-            )
+@pytest.mark.asyncio(loop_scope="module")
+async def test_operators_see_the_model_of_workers_requests_and_metrics(pair: Pair) -> None:
+    router, _ = pair
+    before = {
+        group.model.id: sum(group.parts.metrics.readings()["requests"].values()) for group in groups(router)
+    }
+    listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+    assert {worker.worker_id: worker.model for worker in listed.workers} == {
+        "demo-worker": "demo",
+        "other-worker": "other",
+    }
+    running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
+    await until(router.requests)
+    assert [one.model for one in await router.requests()] == ["other"]
+    info = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
+    assert (info.model.id, [model.id for model in info.models]) == ("demo", ["demo", "other"])
+    assert info.workers_ready == 2
+    await running
+    expected = {"demo": before["demo"], "other": before["other"] + 1}
+    await until(
+        lambda: (
+            expected
+            == {
+                labels["model_name"]: sum(readings["requests"].values())
+                for labels, readings in router.server.model_readings
+            }
         )
+    )
 
 
 async def test_workers_of_one_model_dead_leave_the_other_alone() -> None:
@@ -196,11 +219,12 @@ async def test_a_burst_for_one_model_leaves_the_other_its_part_of_the_limits() -
         await asyncio.gather(*burst, return_exceptions=True)
 
 
-async def test_a_drain_is_refused_for_the_last_worker_of_a_model() -> None:
-    async with served(OTHER) as (router, _):
-        admin = AdminServiceStub(router.channel)
-        error = await refused(admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="other-worker")))
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_drain_is_refused_for_the_last_worker_of_a_model(pair: Pair) -> None:
+    router, _ = pair
+    admin = AdminServiceStub(router.channel)
+    error = await refused(admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="other-worker")))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_two_models_cannot_share_a_name_or_an_index() -> None:
@@ -217,7 +241,10 @@ def test_the_config_keeps_its_models_in_order() -> None:
     assert config.with_models(config.models[::-1]).models == config.models[::-1]
 
 
-def records(router: Router) -> list[Any]:
-    groups = router.server._groups
-    assert groups is not None
-    return groups.registry.records()
+def groups(router: Router) -> ModelGroups:
+    assert router.server._groups is not None
+    return router.server._groups
+
+
+def records(router: Router) -> list[RequestRecord]:
+    return groups(router).registry.records()
