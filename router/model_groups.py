@@ -160,6 +160,7 @@ class ModelGroups:
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 await life.group.is_idle.wait()
+        life.group.parts.placer.give_up()
         life.stops.set()
 
     def stop(self) -> None:

@@ -390,6 +390,10 @@ class Placer:
         num_blocks = after_blocks + max(self._config.rendezvous_tokens // self._block_size, 1)
         return names[min(num_blocks, len(names)) - 1] if names else b""
 
+    def give_up(self) -> None:
+        """Wait for no worker any more: a request that finds none ready fails within RECHECK_SECONDS."""
+        self._no_worker_seconds = 0.0
+
     def _check_worker_wait(self, arrival: float) -> None:
         """Raise NoWorkers if no worker has been ready for `no_worker_seconds`, counted from the request's arrival at
         least.
