@@ -24,7 +24,7 @@ from blockyard.router.client.connection import TOKEN_VARIABLE
 
 COMMANDS = {
     **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
-    "scale": "commands.administer.scale",
+    **{name: f"commands.administer.{name}" for name in ("scale", "model")},
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush", "pull", "lora")},
     **{name: f"commands.inspect.{name}" for name in ("workers", "blocks", "index")},

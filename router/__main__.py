@@ -171,7 +171,7 @@ def _metrics(server: RouterServer, host: str, arguments: argparse.Namespace) -> 
         return
     with ExitStack() as stack:
         try:
-            endpoint = metrics_endpoint(host, port, server.metric_source, lambda: server.readings)
+            endpoint = metrics_endpoint(host, port, server.metric_source, lambda: server.model_readings)
             logger.info("metrics at %s", stack.enter_context(endpoint))
         except (OSError, ValueError) as error:
             raise StartError(f"--metrics-port {port}: {error}") from None

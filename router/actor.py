@@ -6,20 +6,24 @@ Clients speak gRPC to the router itself. No request passes through Ray.
 """
 
 import asyncio
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
 from blockyard.proto.metrics.ray import keep_reporting
 from blockyard.proto.naming.code_version import code_version
+from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_every_interface
-from blockyard.router.config import RouterConfig
+from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.supervision import SupervisorWatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,8 @@ class RouterActor:
         self._starting: asyncio.Task[StartedRouter] | None = None
         self._watch = SupervisorWatch(lambda: asyncio.to_thread(_end_supervisor, supervisor))
         self._watching: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
+        """Serves the models that the supervisor has named last."""
 
     def __repr__(self) -> str:
         return self._router_id
@@ -72,11 +78,29 @@ class RouterActor:
             self._starting = self._tasks.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
 
-    async def set_workers(self, addresses: Sequence[str]) -> int:
-        """Set the addresses of the supervisor's workers. Return how many workers are ready in this router now."""
+    async def set_workers(self, addresses: Mapping[str, Sequence[str]], models: Sequence[ServedModel]) -> int:
+        """Set the supervisor's models, and the addresses of their workers by the models' indexes ("": the first one's).
+
+        Models that come or go do so soon after. Return how many workers are ready in this router now.
+        """
         self._watch.heard()
-        self._server.set_workers(addresses)
+        for model in models:
+            self._server.set_workers(addresses.get(model.index, ()), model.id)
+        if {model.id for model in models} != set(self._server.model_ids) and self._changing is None:
+            self._changing = self._tasks.start(self._change_models(models), name="models")
         return self._server.num_ready_workers
+
+    async def set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
+        """Serve these models and no others. Return once calls for others have ended."""
+        await self._server.set_models(models, grace_seconds=grace_seconds)
+
+    async def _change_models(self, models: Sequence[ServedModel]) -> None:
+        try:
+            await self.set_models(models, DEFAULT_GRACE_SECONDS)
+        except Exception as error:
+            logger.error("a model cannot be served, and is tried again: %s", error)
+        finally:
+            self._changing = None
 
     async def ready_incarnations(self) -> tuple[str, ...]:
         """Return the incarnations of the workers that this router may send requests to."""
@@ -99,7 +123,7 @@ class RouterActor:
 
     async def _start(self) -> StartedRouter:
         address = await self._server.start()
-        reporting = keep_reporting(self._server.metric_source, lambda: self._server.readings)
+        reporting = keep_reporting(self._server.metric_source, lambda: self._server.model_readings)
         self._tasks.start(reporting, name="metrics")
         self._watching = self._tasks.start(self._watch.run(), name="supervisor watch")
         return StartedRouter(

@@ -1,25 +1,26 @@
-"""Parts of a router, built from its config.
+"""Parts of a router, built from its config: those that all models share, and those of one model.
 
-Owns the dependencies between parts. Does not own their lifetimes or what serves them (server.py).
+Owns the dependencies between parts. Does not own their lifetimes or what serves them (server.py, model_groups.py).
 """
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from blockyard.proto.index.contract import PrefixIndex
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.shards import split_urls
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.fingerprint import tokenizer_fingerprint
-from blockyard.proto.naming.model_files import TOKENIZER_FILES, model_names, resolve_model, resolve_tokenizer
+from blockyard.proto.naming.model_files import TOKENIZER_FILES, resolve_model, resolve_tokenizer
 from blockyard.proto.security.tls import session_channels
 from blockyard.router.adapters.keeper import AdapterKeeper
 from blockyard.router.adapters.log import AdapterLog
 from blockyard.router.admission.ledger import AdmissionLedger
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import CHANNEL_OPTIONS
-from blockyard.router.config import RouterConfig
+from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.generation.answer_store import AnswerStore
@@ -27,39 +28,113 @@ from blockyard.router.generation.generation import RouterParts
 from blockyard.router.generation.grammar_quota import GrammarQuota
 from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.generation.relay import Relay
+from blockyard.router.model_group import DIRECTORY_SECONDS, ModelGroup
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.request.sampling_checks import SamplingLimits
 from blockyard.router.sealed_records import SealedRecords
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
+from blockyard.router.tokenizing.token_texts import TokenTexts
 from redis.asyncio import Redis
 
-DIRECTORY_SECONDS = 1.0
-"""Interval and timeout of reading the index's directory of workers."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """Parts of a router that all its models share."""
+
+    config: RouterConfig
+    placement_clients: Sequence[Redis]
+    """Connections to the servers of the index, for look-ups."""
+    clients: Sequence[Redis]
+    """Connections for the rest: the directories, the sealed records and the sessions' answers."""
+    registry: RequestRegistry
+    adapter_log: AdapterLog | None
+    """None: changes of adapters stay in this router."""
+    records: SealedRecords | None
+    answer_store: AnswerStore | None
 
 
-async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[RouterParts, list[PrefixIndex]]:
-    """Build the parts, which live as long as the stack. Return them, and the index on each of its servers.
+def build_shared(config: RouterConfig, stack: AsyncExitStack) -> SharedParts:
+    """Build the parts that all models share. They live as long as the stack."""
+    placement_clients, clients = _clients(config, stack), _clients(config, stack)
+    secret = config.cluster_secret
+    keeps_answers = clients and secret and config.keep_answers_seconds
+    return SharedParts(
+        config=config,
+        placement_clients=placement_clients,
+        clients=clients,
+        registry=RequestRegistry(),
+        adapter_log=(
+            AdapterLog(clients, cluster=config.cluster, secret=secret) if clients and secret else None
+        ),
+        records=(
+            SealedRecords(clients, cluster=config.cluster, secret=secret) if clients and secret else None
+        ),
+        answer_store=(
+            AnswerStore(
+                clients, cluster=config.cluster, secret=secret, keep_seconds=config.keep_answers_seconds
+            )
+            if keeps_answers
+            else None
+        ),
+    )
+
+
+async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitStack) -> ModelGroup:
+    """Build one model's group, which lives as long as the stack.
 
     Raises OSError, ValueError or TokenizingError for a model folder that cannot be used.
     """
-    folder = await asyncio.to_thread(resolve_model, config.model, patterns=TOKENIZER_FILES)
-    tokenizer_folder = await asyncio.to_thread(resolve_tokenizer, config.tokenizer, folder)
+    config = shared.config
+    folder = await asyncio.to_thread(resolve_model, model.model, patterns=TOKENIZER_FILES)
+    tokenizer_folder = await asyncio.to_thread(resolve_tokenizer, model.tokenizer, folder)
     tokenizing = await stack.enter_async_context(
         TokenizerService(
             tokenizer_folder,
-            chat_template=config.chat_template,
+            chat_template=model.chat_template,
             num_processes=config.tokenizer_processes,
         )
     )
     facts = read_facts(
         folder,
-        names=model_names(config.model, config.model_names),
+        names=model.names,
         tokenizer=tokenizing.tokenizer,
         generation_config=config.generation_config,
     )
-    fleet = Fleet(
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer_folder),
+    fleet = _fleet(config, tokenizer_fingerprint(tokenizer_folder), model)
+    shards = _index(config, shared.placement_clients, model)
+    placer = _placer(config, fleet, PrefixLookup(*shards) if shards else None)
+    adapters = AdapterKeeper(fleet, shared.adapter_log if model == config.models[0] else None)
+    grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
+    fleet.on_change(lambda address: grammar_quota.hand_out())
+    parts = RouterParts(
+        answers=answer_format(tokenizing.tokenizer, config.tool_parser, config.reasoning_parser),
+        facts=facts,
+        cluster_secret=config.cluster_secret,
+        tokenizing=tokenizing,
+        texts=TokenTexts(tokenizing.tokenizer),
+        fleet=fleet,
+        placer=placer,
+        relay=Relay(fleet, placer, max_migrations=config.max_migrations, adapters=adapters),
+        ledger=AdmissionLedger(
+            max_requests=config.max_requests,
+            max_tokens=config.max_tokens_admitted,
+            tenant_weights=config.tenant_weights,
+        ),
+        registry=shared.registry,
+        limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
+        grammar_quota=grammar_quota,
+        adapters=adapters,
+        records=shared.records,
+        answer_store=shared.answer_store,
+    )
+    return ModelGroup(model, parts, _index(config, shared.clients, model), config)
+
+
+def _fleet(config: RouterConfig, fingerprint: str, model: ServedModel) -> Fleet:
+    return Fleet(
+        model=model.index,
+        tokenizer_fingerprint=fingerprint,
         suspect_seconds=config.suspect_seconds,
         lost_seconds=config.lost_seconds,
         stall_seconds=config.stall_seconds,
@@ -73,10 +148,10 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         ),
         code=code_version(),
     )
-    shards = _index(config, _clients(config, stack))
-    lookup = PrefixLookup(*shards) if shards else None
-    clients = _clients(config, stack)
-    placer = Placer(
+
+
+def _placer(config: RouterConfig, fleet: Fleet, lookup: PrefixLookup | None) -> Placer:
+    return Placer(
         fleet,
         lookup,
         policy=config.policy,
@@ -87,52 +162,10 @@ async def build_parts(config: RouterConfig, stack: AsyncExitStack) -> tuple[Rout
         max_queue_seconds=config.max_queue_seconds,
         tenant_weights=config.tenant_weights,
     )
-    adapters = AdapterKeeper(
-        fleet,
-        AdapterLog(clients, cluster=config.cluster, secret=config.cluster_secret)
-        if clients and config.cluster_secret
-        else None,
-    )
-    grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
-    fleet.on_change(lambda address: grammar_quota.hand_out())
-    parts = RouterParts(
-        answers=answer_format(tokenizing.tokenizer, config.tool_parser, config.reasoning_parser),
-        facts=facts,
-        cluster_secret=config.cluster_secret,
-        tokenizing=tokenizing,
-        fleet=fleet,
-        placer=placer,
-        relay=Relay(fleet, placer, max_migrations=config.max_migrations, adapters=adapters),
-        ledger=AdmissionLedger(
-            max_requests=config.max_requests,
-            max_tokens=config.max_tokens_admitted,
-            tenant_weights=config.tenant_weights,
-        ),
-        registry=RequestRegistry(),
-        limits=SamplingLimits(max_outputs=config.max_outputs, max_beam_width=config.max_beam_width),
-        grammar_quota=grammar_quota,
-        adapters=adapters,
-        records=(
-            SealedRecords(clients, cluster=config.cluster, secret=config.cluster_secret)
-            if clients and config.cluster_secret
-            else None
-        ),
-        answer_store=(
-            AnswerStore(
-                clients,
-                cluster=config.cluster,
-                secret=config.cluster_secret,
-                keep_seconds=config.keep_answers_seconds,
-            )
-            if clients and config.cluster_secret and config.keep_answers_seconds
-            else None
-        ),
-    )
-    return parts, _index(config, clients)
 
 
 def _clients(config: RouterConfig, stack: AsyncExitStack) -> list[Redis]:
-    """Connect to each server of the index. Placement has a connection of its own; the directory shares one with the
+    """Connect to each server of the index. Placement has a connection of its own; the directories share one with the
     sealed records and the sessions' answers, because its timeout is as long."""
     urls = split_urls(config.redis_url) if config.redis_url is not None else ()
     clients = [connect(url, timeout_seconds=DIRECTORY_SECONDS, has_deadlines=True) for url in urls]
@@ -141,8 +174,8 @@ def _clients(config: RouterConfig, stack: AsyncExitStack) -> list[Redis]:
     return clients
 
 
-def _index(config: RouterConfig, clients: Sequence[Redis]) -> list[PrefixIndex]:
+def _index(config: RouterConfig, clients: Sequence[Redis], model: ServedModel) -> list[PrefixIndex]:
     return [
-        RedisPrefixIndex(client, config.cluster, shard=shard, is_reader=True)
+        RedisPrefixIndex(client, config.cluster, shard=shard, model=model.index, is_reader=True)
         for shard, client in enumerate(clients)
     ]

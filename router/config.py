@@ -5,13 +5,14 @@ A field with a help text is an option of `python -m blockyard.router`; those of 
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from os.path import isabs
 from typing import Any
 
 from blockyard.proto.limits import MAX_PORT
 from blockyard.proto.metrics.readings import MetricNames
+from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.runtime.logs import LogConfig
 from blockyard.proto.runtime.settings import Group, check_settings, described, setting
 from blockyard.proto.security.tls_files import ServerTls, SessionTls
@@ -52,6 +53,48 @@ def checked_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
         if not host or not is_port:
             raise ValueError(f"--worker must be HOST:PORT, such as 127.0.0.1:50061, not {address!r}")
     return checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One of the models that a router serves, and where its workers are known."""
+
+    model: str
+    """A local folder, or a hub name with or without `@REVISION`."""
+    names: tuple[str, ...]
+    """Names for clients. The first is the model's id."""
+    tokenizer: str | None = None
+    chat_template: str | None = field(default=None, repr=False)
+    index: str = ""
+    """Name of the model's own part of the prefix index. Empty: the part of the model that its cluster began with."""
+
+    @property
+    def id(self) -> str:
+        return self.names[0]
+
+
+def further_models(models: Iterable[str]) -> tuple[ServedModel, ...]:
+    """Return the models that a router serves beside its first one. Each has an index by its own name."""
+    found = []
+    for model in models:
+        names = model_names(model)
+        found.append(ServedModel(model=model, names=names, index=names[0]))
+    return tuple(found)
+
+
+def check_models(models: Iterable[ServedModel]) -> None:
+    """Raise ValueError if two models have a name or an index in common."""
+    seen: set[str] = set()
+    indexes: set[str] = set()
+    for model in models:
+        if shared := seen.intersection(model.names):
+            raise ValueError(
+                f"two models are called {min(shared)!r}: each name must mean one model (--model-name)"
+            )
+        if model.index in indexes:
+            raise ValueError(f"{model.id}: another model has its index {model.index!r}")
+        seen.update(model.names)
+        indexes.add(model.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +240,19 @@ class RouterConfig(RouterLimits):
         metavar="NAME",
         is_repeated=True,
     )
+    index: str = field(default="", repr=False)
+    """Name of the first model's index, as in ServedModel."""
+    further_models: tuple[ServedModel, ...] = field(
+        default=(),
+        metadata=described(
+            "Another model behind the same address. May be given more than once. Its workers are found through Redis, "
+            "and have --index-model.",
+            flag="--further-model",
+            metavar="MODEL",
+            parse=further_models,
+            is_repeated=True,
+        ),
+    )
     generation_config: GenerationConfig = setting(
         "auto",
         help="Defaults of sampling parameters that a request omits. `auto` takes those of the model's "
@@ -296,3 +352,29 @@ class RouterConfig(RouterLimits):
             raise ValueError(
                 f"priority_ageing_seconds must not be negative, not {self.priority_ageing_seconds:g}"
             )
+        check_models(self.models)
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """All models, the default one first."""
+        first = ServedModel(
+            model=self.model,
+            names=model_names(self.model, self.model_names),
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+            index=self.index,
+        )
+        return (first, *self.further_models)
+
+    def with_models(self, models: Sequence[ServedModel]) -> "RouterConfig":
+        """Return the config with these models in place of its own."""
+        first, *others = models
+        return replace(
+            self,
+            model=first.model,
+            model_names=first.names,
+            tokenizer=first.tokenizer,
+            chat_template=first.chat_template,
+            index=first.index,
+            further_models=tuple(others),
+        )

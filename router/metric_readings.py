@@ -6,52 +6,71 @@ Owns where each value is found. Does not own request metrics (generation/metrics
 
 from collections import Counter
 
-from blockyard.proto.metrics.readings import Histogram, Readings, Source, labels_of
+from blockyard.proto.metrics.readings import (
+    MODEL_LABEL,
+    Histogram,
+    LabelledReadings,
+    Readings,
+    Source,
+    labels_of,
+)
 from blockyard.proto.metrics.table import ROUTER_METRICS
-from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.config import RouterConfig
 from blockyard.router.dispatch.index_report import current_condition
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
 from blockyard.router.generation.answer_store import AnswerStore
 from blockyard.router.generation.generation import RouterParts
+from blockyard.router.model_groups import ModelGroups
 
 
 def router_source(config: RouterConfig, router_id: str) -> Source:
     """Describe a router's metrics and their labels for the exporters."""
-    model = model_names(config.model, config.model_names)[0]
-    labels = labels_of("router", router_id, cluster=config.cluster, model=model)
+    labels = labels_of("router", router_id, cluster=config.cluster, model=config.models[0].id)
     return Source(table=ROUTER_METRICS, labels=labels, names=config.metrics_names)
 
 
-async def router_readings(parts: RouterParts, config: RouterConfig, loop_lag: Histogram) -> Readings:
-    """Return all readings of now. The index is asked for its state, unless its last answer is fresh."""
+async def router_readings(groups: ModelGroups, loop_lag: Histogram) -> LabelledReadings:
+    """Return all readings of now, with a label for each model. What is the whole router's has the default model's.
+
+    The indexes are asked for their state, unless their last answers are fresh.
+    """
+    found = [({MODEL_LABEL: group.model.id}, await _model_readings(group.parts)) for group in groups]
+    labels, first = found[0]
+    of_router = {
+        **_answers(groups.default.parts.answer_store),
+        "router_draining": int(groups.registry.is_draining),
+        "loop_lag_seconds": loop_lag.read(),
+    }
+    return ((labels, {**first, **of_router}), *found[1:])
+
+
+async def _model_readings(parts: RouterParts) -> Readings:
     condition = await current_condition(parts.placer.prefix_lookup, parts.fleet.view)
     if parts.placer.prefix_lookup is not None:
         parts.placer.index_watch.is_cut_off()  # logs a change also while no request comes
     return {
         **parts.metrics.readings(),
         **parts.relay.pulls.readings(),
-        **_requests(parts, config),
+        **_requests(parts),
         **_fleet(parts),
         **_index(parts.placer.prefix_lookup, condition.state),
-        **_answers(parts.answer_store),
-        "loop_lag_seconds": loop_lag.read(),
     }
 
 
-def _requests(parts: RouterParts, config: RouterConfig) -> Readings:
-    num_waiting = parts.registry.num_waiting()
+def _requests(parts: RouterParts) -> Readings:
+    model = parts.facts.name
+    num_waiting = parts.registry.num_waiting(model)
+    max_requests, max_tokens = parts.ledger.limits
     return {
-        "router_running": len(parts.registry.records()) - num_waiting,
+        "router_running": parts.registry.num_held(model) - num_waiting,
         "router_waiting": num_waiting,
         "requests_admitted": parts.ledger.requests,
-        "requests_limit": config.max_requests,
+        "requests_limit": max_requests,
         "prompt_tokens_admitted": parts.ledger.tokens,
-        "prompt_tokens_limit": config.max_tokens_admitted,
+        "prompt_tokens_limit": max_tokens,
         "migrations": parts.relay.num_migrations,
         "router_splits": parts.relay.num_splits,
-        "router_draining": int(parts.registry.is_draining),
     }
 
 

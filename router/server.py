@@ -1,22 +1,21 @@
-"""Router server: one router process with its parts, its gRPC server, its background work, and its end.
+"""Router server: one router process with its models, its gRPC server, its background work, and its end.
 
-Owns lifetimes, and where worker addresses come from. Those are the config, the supervisor (`set_workers`) and, without
-a supervisor, records in the index that workers have signed with the cluster secret. Everything else is in the parts
-(composition.py). Runs inside any asyncio loop.
+Owns lifetimes, and the models and worker addresses that the supervisor sets. Everything else is in the groups of the
+models (model_groups.py) and in their parts (composition.py). Runs inside any asyncio loop.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import grpc
-from blockyard.proto.index.contract import PrefixIndex, PrefixIndexError
 from blockyard.proto.metrics.prometheus import exposition
-from blockyard.proto.metrics.readings import Readings
+from blockyard.proto.metrics.readings import LabelledReadings, Readings
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_loopback
@@ -32,13 +31,12 @@ from blockyard.router.calls.exporting import tracing_of
 from blockyard.router.calls.gate import CallGate
 from blockyard.router.calls.generating import Calls, outputs_a_call
 from blockyard.router.calls.intake import Intake
-from blockyard.router.cluster.directory import Directory
-from blockyard.router.cluster.fleet import Fleet
-from blockyard.router.composition import DIRECTORY_SECONDS, build_parts
-from blockyard.router.config import RouterConfig
-from blockyard.router.generation.generation import RouterParts
+from blockyard.router.composition import build_group, build_shared
+from blockyard.router.config import RouterConfig, ServedModel
+from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.metric_readings import router_readings, router_source
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.openai.about import AboutRouter
 from blockyard.router.openai.gateway import gateway
 from blockyard.router.services.admin import AdminService
@@ -55,13 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 0.2
-MAX_DISCOVERED_WORKERS = 1024
-"""Most workers found through Redis. A link takes memory and keeps trying to connect, even to a dead address."""
-PAGES_A_LOOK = 4
-"""Pages of 256 records, as many as the most discovered workers.
-
-Forged records for all 65,535 berths take 64 rounds, and about 40 ms of each second.
-"""
 READINGS_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """Time for calls that outlive the grace period to receive their error."""
@@ -106,13 +97,13 @@ class RouterServer:
         """Address of the gateway once it serves. Empty: none."""
         self.intake = Intake()
         """Bounds requests that have not arrived completely."""
-        self._supervised: tuple[str, ...] = ()
-        self._listed: dict[PrefixIndex, frozenset[str]] = {}
-        """Addresses of the workers that each server of the index lists."""
-        self._forged: dict[PrefixIndex, int] = {}
-        self.readings: Readings = {}
+        self._supervised: Mapping[str, tuple[str, ...]] = {}
+        """Addresses of the supervisor's workers, by the id of their model."""
+        self._changing = asyncio.Lock()
+        """Held while models come and go."""
+        self.model_readings: LabelledReadings = ()
         """Metrics, at most a second old. Empty until the server serves."""
-        self._fleet: Fleet | None = None
+        self._groups: ModelGroups | None = None
         self._stopping = asyncio.Event()
         self._grace_seconds = 0.0
         # Has the one task that `start` begins and `stop` awaits.
@@ -145,18 +136,56 @@ class RouterServer:
                 raise error
 
     @property
+    def readings(self) -> Readings:
+        """Return the metrics of the default model, and those of the whole router."""
+        return self.model_readings[0][1] if self.model_readings else {}
+
+    @property
     def num_ready_workers(self) -> int:
-        return len(self._fleet.view.ready()) if self._fleet is not None else 0
+        return self._groups.num_ready_workers if self._groups is not None else 0
 
     @property
     def ready_incarnations(self) -> tuple[str, ...]:
         """Return the incarnations of the workers that this router may send requests to."""
-        return tuple(worker.incarnation for worker in self._fleet.view.ready()) if self._fleet else ()
+        groups = self._groups or ()
+        return tuple(worker.incarnation for group in groups for worker in group.parts.fleet.view.ready())
 
-    def set_workers(self, addresses: Sequence[str]) -> None:
-        """Set the supervisor's list of addresses "host:port". The config's and discovered workers stay."""
-        self._supervised = tuple(addresses)
-        self._tell_fleet()
+    @property
+    def model_ids(self) -> tuple[str, ...]:
+        """Return the ids of the models that are served now, the default one first."""
+        return tuple(group.model.id for group in self._groups or ())
+
+    def set_workers(self, addresses: Sequence[str], model: str | None = None) -> None:
+        """Set the supervisor's list of addresses "host:port" for a model. The config's and discovered workers stay.
+
+        Without `model` the default one is meant.
+        """
+        model = self._config.models[0].id if model is None else model
+        self._supervised = {**self._supervised, model: tuple(addresses)}
+        self._tell_groups()
+
+    async def set_models(self, models: Sequence[ServedModel], *, grace_seconds: float) -> None:
+        """Serve exactly these models, the default one first. Return once new ones are served and others are gone.
+
+        A model that goes takes no new call at once, and its running calls have the grace period. Raises what building
+        a model raises. The other changes are then made all the same.
+        """
+        assert models, "a router serves at least one model"
+        async with self._changing:
+            groups = self._groups
+            if groups is None:
+                return
+            served = {group.model.id for group in groups}
+            self._supervised = {model.id: self._supervised.get(model.id, ()) for model in models}
+            added = [model for model in models if model.id not in served]
+            gone = served - {model.id for model in models}
+            # First what is new, because a router without any model could answer nothing.
+            results = await asyncio.gather(*map(groups.add, added), return_exceptions=True)
+            self._tell_groups()
+            await asyncio.gather(*(groups.remove(name, grace_seconds) for name in gone))
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
 
     async def _serve(self, started: "asyncio.Future[str]") -> None:
         # Read first what an operator may have got wrong: the rest takes seconds.
@@ -166,27 +195,26 @@ class RouterServer:
         credentials = server_credentials(self._config.tls)
         gate = CallGate(None if token_file is None else lambda: token_file.tokens)
         async with AsyncExitStack() as stack:
-            parts, shards = await build_parts(self._config, stack)
+            groups = await self._built_groups(stack)
             if self._owns_process:
                 stack.enter_context(kept_out_of_garbage_collection())
-            self._fleet = parts.fleet
-            self._tell_fleet()
+            self._groups = groups
+            self._tell_groups()
             # The group is inside, because the caller of `start` must not get an error of `_listen` in a group.
             bounds = CallBounds(
-                ledger=parts.ledger,
                 default_timeout_seconds=config.default_timeout_seconds,
                 limit_of_tenant=lambda tenant: (
                     NO_LIMIT if token_file is None else token_file.tokens.limit_of_tenant(tenant)
                 ),
             )
             calls = Calls(
-                parts,
+                groups,
                 bounds,
                 tracing=await stack.enter_async_context(tracing_of(self._router_id, self._tracer_provider)),
                 slow_reader_seconds=config.slow_reader_seconds,
                 outputs_a_call=outputs_a_call(config.max_requests),
             )
-            await parts.adapters.refresh()
+            await groups.default.parts.adapters.refresh()
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),
@@ -195,33 +223,50 @@ class RouterServer:
             ):
                 self.http_address = http_address
                 duties = [
-                    parts.fleet.run(),
-                    parts.adapters.follow(),
-                    self._keep_health(parts, health_service),
-                    self._keep_readings(parts),
+                    groups.raise_failure(),
+                    self._keep_health(groups, health_service),
+                    self._keep_readings(groups),
                     self.loop_watch.run(),
                 ]
-                if config.discovers_workers:
-                    duties += [self._follow_directory(index, parts.fleet) for index in shards]
                 if batches is not None:
                     duties.append(batches.run())
                 if token_file is not None:
                     duties.append(token_file.follow())
                 background = [tasks.create_task(self._background(duty)) for duty in duties]
                 started.set_result(address)
-                logger.info("router serving %s on %s", parts.facts.name, address)
+                logger.info("router serving %s on %s", ",".join(self.model_ids), address)
                 _warn_of_openness(self._config)
                 await self._stopping.wait()
-                await self._drain(parts, health_service)
+                await self._drain(groups.registry, health_service)
+                groups.stop()
                 for task in background:
                     task.cancel()
         logger.info("router stopped; event loop: %s", self.loop_watch.seen)
+
+    async def _built_groups(self, stack: AsyncExitStack) -> ModelGroups:
+        """Build the group of each model in the config. Raises what building the first wrong one raises."""
+        config = self._config
+        shared = build_shared(config, stack)
+        groups = await stack.enter_async_context(
+            ModelGroups(
+                partial(build_group, shared),
+                max_requests=config.max_requests,
+                max_tokens=config.max_tokens_admitted,
+            )
+        )
+        for model in config.models:
+            await groups.add(model)
+        return groups
+
+    def _tell_groups(self) -> None:
+        for group in self._groups or ():
+            group.set_workers(self._supervised.get(group.model.id, ()))
 
     def _about(self) -> AboutRouter:
         return AboutRouter(
             version=_version(),
             started=int(time.time()),
-            exposition=lambda: exposition(self.metric_source, self.readings),
+            exposition=lambda: exposition(self.metric_source, self.model_readings),
         )
 
     async def _background(self, duty: Coroutine[None, None, None]) -> None:
@@ -238,8 +283,7 @@ class RouterServer:
     ) -> AsyncIterator[tuple[str, health.aio.HealthServicer]]:
         config = self._config
         # Without `reuse_port` a taken port must be an error, not a share of its traffic.
-        facts = calls.parts.facts
-        text_bytes = facts.max_text_bytes(facts.max_position_embeddings)
+        text_bytes = calls.groups.max_text_bytes
         options = (*server_options(text_bytes=text_bytes), ("grpc.so_reuseport", int(config.reuse_port)))
         boundary = BoundaryInterceptor(gate, self.intake, message_bytes=max_message_bytes(text_bytes))
         interceptors: list[grpc.aio.ServerInterceptor] = [boundary]
@@ -247,11 +291,11 @@ class RouterServer:
             interceptors.insert(0, AuthInterceptor(gate))
         server = grpc.aio.server(interceptors=interceptors, options=options)
         cluster = ClusterService(
-            calls.parts, calls.bounds, cluster=config.cluster, version=_version(), policy=config.policy
+            calls.groups, calls.bounds, cluster=config.cluster, version=_version(), policy=config.policy
         )
         add_InferenceServiceServicer_to_server(InferenceService(calls), server)  # type: ignore[no-untyped-call]
         add_ClusterServiceServicer_to_server(cluster, server)  # type: ignore[no-untyped-call]
-        add_AdminServiceServicer_to_server(AdminService(calls.parts, calls.bounds), server)  # type: ignore[no-untyped-call]
+        add_AdminServiceServicer_to_server(AdminService(calls.groups, calls.bounds), server)  # type: ignore[no-untyped-call]
         health_service = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -265,24 +309,22 @@ class RouterServer:
         finally:
             await server.stop(CLOSE_SECONDS)
 
-    async def _drain(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
-        parts.registry.is_draining = True
+    async def _drain(self, registry: RequestRegistry, health_service: health.aio.HealthServicer) -> None:
+        registry.is_draining = True
         await health_service.enter_graceful_shutdown()
         try:
             async with asyncio.timeout(self._grace_seconds):
-                await parts.registry.until_idle()
+                await registry.until_idle()
         except TimeoutError:
-            logger.warning(
-                "%d requests were still running after the grace period", len(parts.registry.records())
-            )
+            logger.warning("%d requests were still running after the grace period", len(registry.records()))
 
-    async def _keep_health(self, parts: RouterParts, health_service: health.aio.HealthServicer) -> None:
-        """Report SERVING over gRPC's health service while a worker is ready. Poll, because a worker's silence is no
-        event."""
+    async def _keep_health(self, groups: ModelGroups, health_service: health.aio.HealthServicer) -> None:
+        """Report SERVING over gRPC's health service while a worker of any model is ready. Poll, because a worker's
+        silence is no event."""
         reported = None
         while True:
-            is_ready = bool(parts.fleet.view.ready())
-            if is_ready is not reported and not parts.registry.is_draining:
+            is_ready = groups.num_ready_workers > 0
+            if is_ready is not reported and not groups.registry.is_draining:
                 reported = is_ready
                 response = health_pb2.HealthCheckResponse
                 status = response.SERVING if is_ready else response.NOT_SERVING
@@ -290,48 +332,10 @@ class RouterServer:
                     await health_service.set(service, status)
             await asyncio.sleep(HEALTH_SECONDS)
 
-    async def _keep_readings(self, parts: RouterParts) -> None:
+    async def _keep_readings(self, groups: ModelGroups) -> None:
         while True:
-            self.readings = await router_readings(parts, self._config, self.loop_watch.lag)
+            self.model_readings = await router_readings(groups, self.loop_watch.lag)
             await asyncio.sleep(READINGS_SECONDS)
-
-    async def _follow_directory(self, index: PrefixIndex, fleet: Fleet) -> None:
-        """Tell the fleet the addresses of workers with signed records in the index on one server, PAGES_A_LOOK pages at
-        a time. A worker that one of several servers lists is known.
-
-        A record of an ended worker may still be there, or be written back. No other process can pass for that worker
-        (tls.py).
-        """
-        directory = Directory(
-            secret=self._config.cluster_secret,
-            cluster=self._config.cluster,
-            max_addresses=MAX_DISCOVERED_WORKERS,
-            has_failed=fleet.has_failed,
-        )
-        # A cancellation at the moment of a time-out may be lost in the Redis client, so it alone must not end this.
-        while not self._stopping.is_set():
-            try:
-                async with asyncio.timeout(DIRECTORY_SECONDS):
-                    for _ in range(PAGES_A_LOOK):
-                        directory.take(await index.directory_page(directory.next_after))
-                        if directory.next_after == 0:
-                            break
-            except (PrefixIndexError, TimeoutError):
-                logger.debug("the index returned no list of workers")
-            self._note_forged(index, directory.num_forged)
-            self._listed[index] = directory.addresses
-            self._tell_fleet()
-            await asyncio.sleep(DIRECTORY_SECONDS)
-
-    def _note_forged(self, index: PrefixIndex, number: int) -> None:
-        if number and not self._forged.get(index):
-            logger.error("%d records of workers in Redis are not signed by this cluster: ignored", number)
-        self._forged[index] = number
-
-    def _tell_fleet(self) -> None:
-        if self._fleet is not None:
-            listed = (address for addresses in self._listed.values() for address in addresses)
-            self._fleet.set_addresses({*self._config.workers, *self._supervised, *listed})
 
 
 def _warn_of_openness(config: RouterConfig) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
 from blockyard.proto.metrics.prometheus import metrics_endpoint
+from blockyard.proto.metrics.readings import of_one_model
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.logs import LogConfig, LogFormat, LogLevel, configure_logging
 from blockyard.proto.runtime.settings import add_arguments, given
@@ -103,7 +104,7 @@ def _metrics(server: "WorkerServer") -> Iterator[None]:
         yield
         return
     source = worker_source(config)
-    with metrics_endpoint(config.host, config.metrics_port, source, server.stats) as url:
+    with metrics_endpoint(config.host, config.metrics_port, source, of_one_model(server.stats)) as url:
         logger.info("metrics at %s", url)
         yield
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from blockyard.proto.metrics.ray import keep_reporting
+from blockyard.proto.metrics.readings import of_one_model
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
@@ -121,7 +122,7 @@ class WorkerActor:
         take_usual_priority()
         address = await self._serve(others, leader)
         self._serving.enter_context(kept_out_of_garbage_collection())
-        reporting = keep_reporting(worker_source(self._config), self._server.stats)
+        reporting = keep_reporting(worker_source(self._config), of_one_model(self._server.stats))
         self._reports.start(reporting, name="metrics")
         self._started = StartedWorker(
             address=address,

@@ -323,6 +323,12 @@ class WorkerConfig(WorkerLimits):
     model_name: str = setting(
         "", help="The model's id for clients, as metrics label it. Default: as the router names the model."
     )
+    index_model: str = setting(
+        "",
+        help="The model's id, in a cluster that serves several. Default: the worker serves the cluster's first model.",
+        metavar="NAME",
+    )
+    """The model has a part of the prefix index under this name, where routers also find its workers."""
     pool_map_path: str | None = setting(
         None, help="File that shows the block pool as text, rewritten every second."
     )

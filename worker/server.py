@@ -262,6 +262,7 @@ class WorkerServer:
             load=load_message(loaded.engine.load()),
             max_waiting=self.config.max_waiting,
             role=self.config.role,
+            model=self.config.index_model,
             index_stride_blocks=self.config.engine.index_stride_blocks,
             max_loras=self.config.engine.max_loras,
         )
@@ -309,7 +310,10 @@ class WorkerServer:
         publishers = [
             IndexPublisher(
                 RedisPrefixIndex(
-                    connect(url, timeout_seconds=REDIS_TIMEOUT_SECONDS), self.config.cluster, shard=shard
+                    connect(url, timeout_seconds=REDIS_TIMEOUT_SECONDS),
+                    self.config.cluster,
+                    shard=shard,
+                    model=self.config.index_model,
                 ),
                 replace(record, proof=proof),
                 config=PublisherConfig(lease_seconds=self.config.lease_seconds),

@@ -1,5 +1,4 @@
-"""`blockyard drain`, `resume`, `flush`, `pull`, `scale` and `lora` change which workers serve, what they cache, and
-with which adapters."""
+"""`blockyard drain`, `resume`, `flush`, `pull`, `scale`, `model` and `lora` change what serves and what is cached."""
 
 import sys
 from dataclasses import asdict
@@ -13,19 +12,37 @@ from blockyard.deploy.commands.printing import (
     show,
     which_cluster,
 )
-from blockyard.deploy.lifecycle import administration, scaling
+from blockyard.deploy.lifecycle import administration, models, scaling
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.progress import StageProgress
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
-from blockyard.deploy.settings.options import cluster_option, grace_option, output_option, router_option
+from blockyard.deploy.settings.options import (
+    cluster_option,
+    further_model,
+    grace_option,
+    kept_model,
+    model_path,
+    output_option,
+    router_option,
+    text_of,
+)
 from blockyard.deploy.settings.security import connection_options
+from blockyard.deploy.settings.setting import checked_by
 from blockyard.deploy.views.adapters import adapter_line, adapters_table, workers_with
+from blockyard.deploy.views.quantities import counted
 
 PULL_SECONDS = 65.0
 """Deadline of a pull's call. The pull itself takes a minute at most."""
 READ_SECONDS = 65.0
 """Deadline of a call that has workers read an adapter. They take a minute at most."""
+
+waits_option = click.option(
+    "--wait-for-nodes",
+    "waits_for_nodes",
+    is_flag=True,
+    help="If there is no room, wait up to ten minutes for a person or an autoscaler to add nodes.",
+)
 
 
 @click.command()
@@ -129,15 +146,15 @@ def pull(
 @click.command()
 @click.argument("num_workers", metavar="WORKERS", type=click.IntRange(min=1))
 @grace_option
+@waits_option
 @click.option(
-    "--wait-for-nodes",
-    "waits_for_nodes",
-    is_flag=True,
-    help="If there is no room, wait up to ten minutes for a person or an autoscaler to add nodes.",
+    "--model", default="", help="Model whose workers they are. Default: the one that the cluster began with."
 )
 @cluster_option
 @output_option
-def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster: str, output: str) -> None:
+def scale(
+    num_workers: int, grace_seconds: float, waits_for_nodes: bool, model: str, cluster: str, output: str
+) -> None:
     """Change the number of workers to WORKERS.
 
     New workers take requests once they are warm. To scale down, the workers with the highest numbers drain and end.
@@ -149,6 +166,7 @@ def scale(num_workers: int, grace_seconds: float, waits_for_nodes: bool, cluster
         scaled = scaling.scale(
             remembered,
             num_workers,
+            model=model,
             grace_seconds=grace_seconds,
             waits_for_nodes=waits_for_nodes,
             report=progress.report,
@@ -203,3 +221,78 @@ def list_adapters(cluster: str, routers: tuple[str, ...], output: str) -> None:
         adapters, workers = client.list_adapters(), client.list_workers()
     document = [{**as_dict(adapter), "workers": workers_with(adapter, workers)} for adapter in adapters]
     show(output, document, adapters_table(adapters, workers))
+
+
+@click.group()
+def model() -> None:
+    """Manage the models behind a running cluster's address."""
+
+
+@model.command("add")
+@click.argument("path", metavar="MODEL", callback=checked_by(kept_model))
+@click.option("--workers", "num_workers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--name", "names", multiple=True, help="As --model-name of `up`. May be given more than once.")
+@click.option("--tokenizer", metavar="MODEL", callback=checked_by(model_path), help="As in `up`.")
+@click.option(
+    "--chat-template",
+    type=click.Path(dir_okay=False),
+    callback=checked_by(text_of),
+    help="As in `up`.",
+)
+@waits_option
+@cluster_option
+@output_option
+def add_model(
+    path: str,
+    num_workers: int,
+    names: tuple[str, ...],
+    tokenizer: str | None,
+    chat_template: str | None,
+    waits_for_nodes: bool,
+    cluster: str,
+    output: str,
+) -> None:
+    """Serve MODEL too, on workers of its own.
+
+    All other settings are those of the cluster. Requests choose a model by `model`."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    served = further_model(path, names=names, tokenizer=tokenizer, chat_template=chat_template)
+    with StageProgress() as progress:
+        added = models.add(
+            remembered,
+            served,
+            num_workers=num_workers,
+            waits_for_nodes=waits_for_nodes,
+            report=progress.report,
+        )
+    show(output, asdict(added), models.added_line(added))
+
+
+@model.command("remove")
+@click.argument("name", metavar="NAME")
+@grace_option
+@cluster_option
+@output_option
+def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> None:
+    """Stop to serve the model NAME, and end its workers.
+
+    New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. The model that the
+    cluster began with stays."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    with StageProgress() as progress:
+        models.remove(remembered, name, grace_seconds=grace_seconds, report=progress.report)
+    show(output, {"removed": name}, f"{name} is not served any more")
+
+
+@model.command("list")
+@cluster_option
+@output_option
+def list_models(cluster: str, output: str) -> None:
+    """List the models of a cluster. The first one is meant by requests that name none."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    found = models.list_models(remembered)
+    lines = (f"{one.id}: {one.serving} of {counted(len(one.workers), 'worker')} serve" for one in found)
+    show(output, [asdict(one) for one in found], "\n".join(lines))

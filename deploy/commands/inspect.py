@@ -51,11 +51,12 @@ def blocks(worker: str | None, cluster: str, routers: tuple[str, ...], output: s
 
 
 @click.command()
+@click.option("--model", help="Model whose index it is. Default: the cluster's first one.")
 @cluster_option
 @router_option
 @connection_options
 @output_option
-def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
+def index(model: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Show the prefix index: its state, size, lag and accuracy.
 
     \b
@@ -78,7 +79,7 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
     Look-ups and stale blocks are counted by the router that answers, since its start. A - means that there is no value
     yet; the reason stands beside it."""
     with asking(cluster, routers) as client:
-        info = client.index_info()
+        info = client.index_info(model)
     show(output, as_dict(info) | index_view.derived(info), index_view.index_view(info))
 
 
@@ -91,6 +92,7 @@ def index(cluster: str, routers: tuple[str, ...], output: str) -> None:
 )
 @click.option("--lora-name", help="As in `generate`: the adapter of the request.")
 @click.option("--tenant", help="Tenant of the request.")
+@click.option("--model", help="As in `generate`.")
 @cluster_option
 @router_option
 @connection_options
@@ -102,6 +104,7 @@ def explain(
     public_prefix: bool | None,
     lora_name: str | None,
     tenant: str | None,
+    model: str | None,
     cluster: str,
     routers: tuple[str, ...],
     output: str,
@@ -115,5 +118,6 @@ def explain(
             cache_salt=cache_salt,
             public_prefix=public_prefix,
             lora_name=lora_name,
+            model=model,
         )
     show(output, as_dict(explained), explained_view(explained))

@@ -65,10 +65,14 @@ def up(is_dry: bool, output: str, **values: Any) -> None:
 def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> None:
     """Serve MODEL over HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    HTTP is OpenAI's API. MODEL is a folder, a hub name, or `demo`. The settings are those of `up`; vLLM's names for
-    them work too (docs/cli.md)."""
+    HTTP is OpenAI's API. MODEL is a folder, a hub name, or `demo`; --model adds others. The settings are those of
+    `up`; vLLM's names for them work too (docs/cli.md)."""
     if given_model is not None:
         context = click.get_current_context()
+        if context.get_parameter_source("model") is ParameterSource.COMMANDLINE:
+            values["further_models"] = (values["model"], *values["further_models"])
+            context.params["further_models"] = values["further_models"]
+            context.set_parameter_source("further_models", ParameterSource.COMMANDLINE)
         context.params["model"] = values["model"] = given_model
         context.set_parameter_source("model", ParameterSource.COMMANDLINE)
     if values["model"] is None:

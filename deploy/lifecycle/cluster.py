@@ -96,7 +96,7 @@ def _take_name(options: UpOptions) -> ClusterState:
             shutil.rmtree(left.directory, ignore_errors=True)
         cluster = ClusterState(
             cluster=options.cluster,
-            model=options.served_names[0],
+            model=", ".join(model.id for model in options.served_models),
             secret=secrets.token_hex(32),
             directory=str(_make_directory()),
             host=options.host,
@@ -108,8 +108,9 @@ def _take_name(options: UpOptions) -> ClusterState:
 def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, report: Report) -> ClusterState:
     try:
         if options.address is None:
-            hub.download_all(options.engine.model, options.engine.tokenizer, report)
-            preflight.check_weights(options.engine)
+            for one in options.each_model():
+                hub.download_all(one.engine.model, one.engine.tokenizer, report)
+                preflight.check_weights(one.engine)
             cluster = _start_redis(cluster, options, report_and_check)
         cluster = _start_ray(cluster, options, report_and_check)
         cluster = _start_serving(cluster, options, report_and_check)
@@ -276,7 +277,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         cluster = _saved(
             replace(
                 cluster,
-                num_workers=shape.num_workers,
+                num_workers=shape.all_workers,
                 cpus_per_worker=shape.num_cpus,
                 dashboard_url=f"http://{dashboard}" if dashboard else None,
                 metrics_port=info.get("metrics_export_port"),
@@ -293,7 +294,7 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
         cluster = _saved(
             replace(cluster, routers=serving.routers, gateways=serving.gateways, dtypes=serving.dtypes)
         )
-        wait_until_connected(shape.num_workers, report)
+        wait_until_connected(shape.all_workers, report)
     return cluster
 
 

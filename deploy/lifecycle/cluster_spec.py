@@ -4,6 +4,7 @@ Pure. It combines the operator's options (settings/wanted_cluster.py), the state
 of workers (shape.py).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockyard.deploy.lifecycle import driver as on_ray
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
     """Return the spec from which the supervisor starts a cluster's workers and routers."""
+    from blockyard.deploy.supervision.model_plans import ModelPlan
     from blockyard.deploy.supervision.replicas import ClusterSpec
 
     # On a cluster of several nodes, routers connect to a worker by the address of its node.
@@ -78,6 +80,16 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         num_gpus_per_worker=shape.num_gpus,
         router=router,
         num_routers=options.num_routers,
+        further_models=tuple(
+            ModelPlan(
+                served=model,
+                engine=replace(options.engine, model=model.model),
+                num_workers=shape.num_workers,
+                num_cpus_per_worker=shape.num_cpus,
+                num_gpus_per_worker=shape.num_gpus,
+            )
+            for model in options.served_models[1:]
+        ),
         router_resource=options.router_resource,
         hung_seconds=options.hung_seconds,
         code="" if options.address is None else code_version(),

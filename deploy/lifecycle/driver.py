@@ -20,6 +20,7 @@ from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
 if TYPE_CHECKING:
     from blockyard.deploy.ray.nodes import RayNode
     from blockyard.deploy.supervision.replicas import ClusterSpec, SupervisorReport
+    from blockyard.router.config import ServedModel
 
 CALL_SECONDS = 15.0
 HELLO_SECONDS = 4.0
@@ -283,14 +284,32 @@ def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorRepor
     _ask(lambda supervisor: supervisor.restart.remote(name, grace_seconds), waiting)
 
 
-def scale(num_workers: int, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Scale to `num_workers`. Return once all are in use and surplus ones are gone.
+def scale(
+    num_workers: int, grace_seconds: float, model: str, waiting: Callable[["SupervisorReport"], None]
+) -> None:
+    """Scale a model to `num_workers`. Return once all are in use and surplus ones are gone. "": the first model.
 
     Call `waiting` with reports meanwhile.
 
     Raise RuntimeError if a new worker does not start.
     """
-    _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds), waiting)
+    _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds, model), waiting)
+
+
+def add_model(model: "ServedModel", num_workers: int, waiting: Callable[["SupervisorReport"], None]) -> None:
+    """Serve one more model. Return once all routers use all of its workers. Call `waiting` with reports meanwhile.
+
+    Raise RuntimeError if it cannot be served.
+    """
+    _ask(lambda supervisor: supervisor.add_model.remote(model, num_workers), waiting)
+
+
+def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
+    """Stop to serve a model. Return once its workers are gone. Call `waiting` with reports meanwhile.
+
+    Raise RuntimeError for an unknown model, and for the one that the cluster began with.
+    """
+    _ask(lambda supervisor: supervisor.remove_model.remote(model_id, grace_seconds), waiting)
 
 
 def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], None]) -> None:

@@ -72,7 +72,7 @@ def examine(options: UpOptions) -> Plan:
     hardware, other_hosts = _hardware(options, findings)
     shape, num_gpus = _shape(options, hardware, findings), hardware.num_gpus
     nodes = tuple(_filled(hardware, shape))
-    if shape is not None and (split := shape.num_workers - sum(node.workers for node in nodes)):
+    if shape is not None and (split := shape.all_workers - sum(node.workers for node in nodes)):
         findings.append(
             Finding(verdict="warn", subject="workers", detail=split_over_nodes(counted(split, "worker")))
         )
@@ -86,7 +86,7 @@ def examine(options: UpOptions) -> Plan:
         findings.append(_failure("redis", str(error)))
     return Plan(
         cluster=options.cluster,
-        model=options.served_names[0],
+        model=", ".join(model.id for model in options.served_models),
         shape=shape,
         nodes=nodes,
         num_gpus=num_gpus,
@@ -128,7 +128,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.shape is not None:
         gpu = f", {counted(plan.shape.num_gpus, 'GPU')}" if plan.shape.num_gpus else ""
         ranks = f", {plan.shape.num_ranks} ranks" if plan.shape.num_ranks > 1 else ""
-        yield f"workers    {plan.shape.num_workers}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}{ranks}"
+        count = f"{plan.shape.num_workers}{' of each model' if plan.shape.num_models > 1 else ''}"
+        yield f"workers    {count}, each with {counted(plan.shape.num_cpus, 'CPU')}{gpu}{ranks}"
     else:
         yield "workers    none: see the checks"
     for number, node in enumerate(plan.nodes):

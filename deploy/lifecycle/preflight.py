@@ -125,11 +125,11 @@ def crowding(options: "UpOptions") -> str | None:
         return None
     if shape.num_ranks > 1:
         return (
-            f"{shape.num_workers * shape.num_ranks} ranks share {counted(cpus, 'CPU')}, and each waits for the others "
+            f"{shape.all_workers * shape.num_ranks} ranks share {counted(cpus, 'CPU')}, and each waits for the others "
             "of its worker at every layer: give each a CPU of its own (--workers, --tensor-parallel-size)"
         )
     return (
-        f"{shape.num_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
+        f"{shape.all_workers} workers share {counted(cpus, 'CPU')}, {shape.num_cpus:.2g} of one each: "
         f"{counted(int(cpus), 'worker')} would have one each (--workers, --cpus-per-worker)"
     )
 
@@ -157,6 +157,13 @@ def check_model(options: "UpOptions") -> None:
 
     The context must fit into the KV cache too.
     """
+    for one in options.each_model():
+        _check_one_model(one)
+    if options.address is None and options.engine.engine == "model":
+        _check_memory(options)
+
+
+def _check_one_model(options: "UpOptions") -> None:
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
         return  # The nodes may have a model that this machine does not have.
@@ -173,8 +180,6 @@ def check_model(options: "UpOptions") -> None:
             f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "
             "(--kv-cache-memory) or lower --max-model-len"
         )
-    if options.address is None and engine.engine == "model":
-        _check_memory(options, config)
 
 
 def check_weights(engine: EngineConfig) -> None:
@@ -184,23 +189,29 @@ def check_weights(engine: EngineConfig) -> None:
         check_shards(folder, load_config(folder))
 
 
-def _check_memory(options: "UpOptions", config: ModelConfig) -> None:
+def _check_memory(options: "UpOptions") -> None:
     """Raise ValueError if workers on CPUs do not fit into memory. Check no GPU: only its worker knows its memory."""
     cpus, num_gpus = local_hardware(options)
     shape = shape_of(options, cpus, num_gpus)
-    num_workers = shape.num_workers
-    pool = pool_of(options, config, has_gpu=num_gpus > 0)
-    if num_gpus or pool is None:
-        return
-    weights_bytes = weights_bytes_of(options.engine, config, on_cpu=True)
-    needed_bytes = num_workers * shape.num_ranks * (weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES)
+    needed_bytes, held = 0, []
+    for one in options.each_model():
+        config = model_config(one.engine.model)
+        pool = pool_of(one, config, has_gpu=num_gpus > 0)
+        if num_gpus or pool is None:
+            return
+        weights_bytes = weights_bytes_of(one.engine, config, on_cpu=True)
+        rank_bytes = weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES
+        needed_bytes += shape.num_workers * shape.num_ranks * rank_bytes
+        held.append(
+            f"{format_bytes(weights_bytes)} of weights, {format_bytes(pool.total_bytes)} of KV cache and "
+            f"{format_bytes(CPU_PROCESS_BYTES)} of its own"
+        )
     has_bytes = machine_memory_bytes()
     if needed_bytes > has_bytes:
         holder = "each" if shape.num_ranks == 1 else f"each of {shape.num_ranks} ranks"
         raise ValueError(
-            f"{counted(num_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
-            f"machine has {format_bytes(has_bytes)}: {holder} holds {format_bytes(weights_bytes)} of weights, "
-            f"{format_bytes(pool.total_bytes)} of KV cache and {format_bytes(CPU_PROCESS_BYTES)} of its own "
+            f"{counted(shape.all_workers, 'worker')} would need {format_bytes(needed_bytes)}, and this "
+            f"machine has {format_bytes(has_bytes)}: {holder} holds {' or '.join(dict.fromkeys(held))} "
             "(--kv-cache-memory, --workers)"
         )
 

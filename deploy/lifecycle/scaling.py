@@ -39,34 +39,39 @@ def scale(
     cluster: state.ClusterState,
     num_workers: int,
     *,
+    model: str = "",
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
     waits_for_nodes: bool = False,
     report: Report = lambda progress: None,
 ) -> Scaled:
-    """Scale to `num_workers`, and save the number. Return once surplus workers are gone and new ones are in use.
+    """Scale a model, or the first one, to `num_workers`, and save the number of all workers.
 
-    A worker that was taken out counts and stays out. Raise ValueError, before anything is changed, if the nodes have
-    no room and `waits_for_nodes` is not set. Raise RuntimeError if a new worker does not start.
+    Return once surplus workers are gone and new ones are in use. A worker that was taken out counts and stays out.
+    Raise ValueError, before anything is changed, if the nodes have no room and `waits_for_nodes` is not set. Raise
+    RuntimeError if a new worker does not start.
     """
     with on_ray.driver(cluster):
         before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
-        names = workers_of(before)
+        model = "" if (model,) == before.models[:1] else model
+        names = workers_of(before, model)
         missing = num_workers - len(names)
         if missing > 0 and not waits_for_nodes:
             check_room(on_ray.room(), before, missing)
         on_ray.scale(
-            num_workers, grace_seconds, waiting=lambda seen: report(_progress(seen, names, num_workers))
+            num_workers,
+            grace_seconds,
+            model,
+            waiting=lambda seen: report(_progress(seen, names, num_workers, model)),
         )
-        scaled = scaled_of(names, on_ray.supervisor_report())
-    state.save(replace(cluster, num_workers=len(scaled.workers)))
+        after = on_ray.supervisor_report()
+    scaled = scaled_of(names, after, model)
+    state.save(replace(cluster, num_workers=len(workers_of(after))))
     return scaled
 
 
-def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
-    after = workers_of(report)
-    taken_out = taken_out_of(
-        (replica for replica in report.replicas if replica.kind == "worker"), frozenset()
-    )
+def scaled_of(before: tuple[str, ...], report: SupervisorReport, model: str = "") -> Scaled:
+    after = workers_of(report, model)
+    taken_out = taken_out_of((replica for replica in report.replicas if replica.name in after), frozenset())
     return Scaled(
         workers=after,
         added=tuple(name for name in after if name not in before),
@@ -75,8 +80,13 @@ def scaled_of(before: tuple[str, ...], report: SupervisorReport) -> Scaled:
     )
 
 
-def workers_of(report: SupervisorReport) -> tuple[str, ...]:
-    return tuple(replica.name for replica in report.replicas if replica.kind == "worker")
+def workers_of(report: SupervisorReport, model: str | None = None) -> tuple[str, ...]:
+    """Return the names of all workers, or of one model's ("": the first one's)."""
+    return tuple(
+        replica.name
+        for replica in report.replicas
+        if replica.kind == "worker" and model in (None, replica.model)
+    )
 
 
 def _taken_out_text(name: str) -> str:
@@ -118,8 +128,8 @@ def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
     return min(int(node.get(name, 0.0) / amount + 1e-4) for name, amount in needs.items())
 
 
-def _progress(seen: SupervisorReport, before: tuple[str, ...], num_workers: int) -> Progress:
-    workers = [replica for replica in seen.replicas if replica.kind == "worker"]
+def _progress(seen: SupervisorReport, before: tuple[str, ...], num_workers: int, model: str) -> Progress:
+    workers = [replica for replica in seen.replicas if replica.kind == "worker" and replica.model == model]
     if num_workers >= len(before):
         serving = sum(replica.phase == "serving" for replica in workers)
         return Progress(stage="starting workers", done=serving, total=num_workers)

@@ -29,6 +29,13 @@ class Shape:
     num_gpus: float
     num_ranks: int = 1
     """Ranks of each worker. Each rank is whole on one node."""
+    num_models: int = 1
+    """Models with this number of workers each."""
+
+    @property
+    def all_workers(self) -> int:
+        """Return the number of workers of all models."""
+        return self.num_workers * self.num_models
 
 
 def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) -> Shape:
@@ -45,7 +52,7 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
             f"--prefill-workers {options.num_prefill_workers} leave none of {counted(num_workers, 'worker')} to decode"
         )
     if options.cpus_per_worker is None:
-        share = cpus_per_rank(node_cpus, num_workers * num_ranks)
+        share = cpus_per_rank(node_cpus, num_workers * num_ranks * options.num_models)
     else:
         share = options.cpus_per_worker / num_ranks
     share = min(share, MAX_CPUS_BESIDE_GPU) if has_gpus else share
@@ -54,6 +61,7 @@ def shape_of(options: "UpOptions", node_cpus: Sequence[float], num_gpus: float) 
         num_cpus=share * num_ranks,
         num_gpus=float(num_ranks * has_gpus),
         num_ranks=num_ranks,
+        num_models=options.num_models,
     )
     _check_fits(shape, node_cpus, num_gpus)
     return shape
@@ -81,7 +89,7 @@ def whole_workers(rooms: Iterable[int], shape: Shape) -> list[int]:
 
     Nodes are filled in order. Workers that are not counted have ranks on several nodes.
     """
-    left, whole = shape.num_workers, []
+    left, whole = shape.all_workers, []
     for room in rooms:
         whole.append(min(left, room // shape.num_ranks))
         left -= whole[-1]
@@ -105,20 +113,25 @@ def _workers_to_place(options: "UpOptions", gpus_of_cluster: float) -> tuple[int
         if options.engine.device == "cuda":
             raise ClusterStartError("--device cuda, but the Ray cluster has no GPU")
         return options.num_workers or 1, False
-    return options.num_workers or max(1, int(gpus_of_cluster) // options.engine.tensor_parallel_size), True
+    gpus_per_worker = options.engine.tensor_parallel_size * options.num_models
+    return options.num_workers or max(1, int(gpus_of_cluster) // gpus_per_worker), True
 
 
 def _check_fits(shape: Shape, node_cpus: Sequence[float], num_gpus: float) -> None:
-    if shape.num_gpus and shape.num_workers * shape.num_gpus > num_gpus:
+    if shape.num_gpus and shape.all_workers * shape.num_gpus > num_gpus:
         each = "a GPU" if shape.num_ranks == 1 else f"{shape.num_gpus:g} GPUs (--tensor-parallel-size)"
         raise ClusterStartError(
-            f"--workers {shape.num_workers} take {each} each, and the Ray cluster has {num_gpus:g}"
+            f"--workers {shape.num_workers}{_of_models(shape)} take {each} each, and the Ray cluster has {num_gpus:g}"
         )
     room = sum(room_on(cpus, shape) for cpus in node_cpus) // shape.num_ranks
-    if room < shape.num_workers:
+    if room < shape.all_workers:
         nodes = ", ".join(f"{cpus:g}" for cpus in node_cpus)
         ranks = "" if shape.num_ranks == 1 else f" for {shape.num_ranks} ranks"
         raise ClusterStartError(
-            f"no room for {counted(shape.num_workers, 'worker')} of {counted(shape.num_cpus, 'CPU')}{ranks} each: "
+            f"no room for {counted(shape.all_workers, 'worker')} of {counted(shape.num_cpus, 'CPU')}{ranks} each: "
             f"the nodes have {nodes} CPUs, room for {room} (--workers, --cpus-per-worker)"
         )
+
+
+def _of_models(shape: Shape) -> str:
+    return f" of each of {shape.num_models} models" if shape.num_models > 1 else ""

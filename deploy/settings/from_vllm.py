@@ -62,7 +62,7 @@ class VllmCommand(GroupedCommand):
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
         with wrong_values_are_usage():
-            arguments = ours(arguments)
+            arguments = with_further_models(ours(arguments))
         return super().parse_args(context, arguments)
 
 
@@ -72,6 +72,19 @@ def ours(arguments: Sequence[str]) -> list[str]:
     Raise ValueError for an option that is refused.
     """
     return list(_ours(list(arguments)))
+
+
+def with_further_models(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with --further-model in place of each --model but the first."""
+    found, num_models = [], 0
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if option == "--model":
+            num_models += 1
+            if num_models > 1:
+                argument = "--further-model" + equals + value
+        found.append(argument)
+    return found
 
 
 def _ours(left: list[str]) -> Iterator[str]:

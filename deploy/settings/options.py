@@ -4,6 +4,7 @@ Does not own the options of `up` (up_options.py) and of a request (request_optio
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,10 +12,12 @@ from blockyard.deploy.machine.state import checked_name
 from blockyard.deploy.ray.head import host_and_port
 from blockyard.deploy.settings.setting import Command as Command
 from blockyard.deploy.settings.setting import checked_by, setting
-from blockyard.proto.naming.model_files import OTHER_FORMATS
+from blockyard.proto.naming.model_files import OTHER_FORMATS, model_names
 from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS, MAX_GRACE_SECONDS
+from blockyard.router.config import ServedModel
 
 DEMO_MODEL = "demo"
+MAX_TEMPLATE_BYTES = 2**20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -63,6 +66,36 @@ def served_names(model: str) -> tuple[str, ...]:
     Return () for another model: its folder's or hub name is its name.
     """
     return (DEMO_MODEL,) if model == DEMO_MODEL else ()
+
+
+def kept_model(model: str) -> str:
+    """Return a model as `model_path` does, but `demo` unchanged: its name is not its folder's."""
+    return model if model == DEMO_MODEL else model_path(model)
+
+
+def text_of(file: str) -> str:
+    """Return the text of a chat template's file. Raise ValueError if it is too long or cannot be read."""
+    try:
+        content = Path(file).read_bytes()
+        if len(content) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"is longer than {MAX_TEMPLATE_BYTES:,} bytes: {file}")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read ({type(error).__name__}): {file}") from None
+
+
+def further_model(
+    model: str, *, names: Sequence[str] = (), tokenizer: str | None = None, chat_template: str | None = None
+) -> ServedModel:
+    """Return a model that is served beside the first one of its cluster. Its index has its id as name.
+
+    Raise ValueError as `model_path` does.
+    """
+    path = model_path(model)
+    names = tuple(names) or served_names(model) or model_names(path)
+    return ServedModel(
+        model=path, names=names, tokenizer=tokenizer, chat_template=chat_template, index=names[0]
+    )
 
 
 def cluster_option(command: Command) -> Command:

@@ -6,7 +6,6 @@ from the fields of UpOptions. Does not own their use (lifecycle/cluster.py).
 
 from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -18,7 +17,12 @@ from blockyard.deploy.settings.config_options import (
     limit_options,
     placement_options,
 )
-from blockyard.deploy.settings.options import cluster_option, served_names
+from blockyard.deploy.settings.options import (
+    cluster_option,
+    kept_model,
+    served_names,
+    text_of,
+)
 from blockyard.deploy.settings.redis_given import checked_redis_url
 from blockyard.deploy.settings.security import security, security_options
 from blockyard.deploy.settings.setting import (
@@ -40,7 +44,6 @@ from blockyard.worker.config import WorkerLimits
 
 ROUTER_REDIS_URL_VARIABLE = "BLOCKYARD_ROUTER_REDIS_URL"
 UP_PORTS: Mapping[str, int | None] = {"router_port": 0, "http_port": None}
-MAX_TEMPLATE_BYTES = 2**20
 _PORT = click.IntRange(0, MAX_PORT)
 
 
@@ -54,21 +57,15 @@ def _checked_host(host: str) -> str:
     return with_brackets(host)
 
 
-def _text_of(file: str) -> str:
-    """Return the text of a chat template's file. Raise ValueError if it is too long or cannot be read."""
-    try:
-        content = Path(file).read_bytes()
-        if len(content) > MAX_TEMPLATE_BYTES:
-            raise ValueError(f"is longer than {MAX_TEMPLATE_BYTES:,} bytes: {file}")
-        return content.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot be read ({type(error).__name__}): {file}") from None
+def _kept(models: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(kept_model, models))
 
 
 _OF_THE_CLUSTER = field_settings(
     UpOptions,
     "cluster",
-    chat_template={"type": click.Path(dir_okay=False), "callback": checked_by(_text_of)},
+    chat_template={"type": click.Path(dir_okay=False), "callback": checked_by(text_of)},
+    further_models={"callback": checked_by(_kept)},
     download_dir={"type": click.Path(file_okay=False, resolve_path=True)},
     host={"callback": checked_by(_checked_host)},
     router_port={"type": _PORT, "default": None, "show_default": False},
@@ -152,6 +149,8 @@ def up_options(values: dict[str, Any], *, default_ports: Mapping[str, int | None
 
 
 def _up_options(values: dict[str, Any], default_ports: Mapping[str, int | None]) -> UpOptions:
+    if values["model_names"] and values["further_models"]:
+        raise ValueError("--model-name is for one model, and this cluster begins with several")
     model_names = values.pop("model_names") or served_names(values["model"])
     movable_ports = frozenset(name for name in default_ports if values[name] is None)
     values |= {name: default_ports[name] for name in movable_ports}

@@ -5,11 +5,12 @@ Owns its defaults, and refuses values that are wrong on any machine. Does not ow
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.redis_server import configured_redis_url
 from blockyard.deploy.ray.head import host_and_port
+from blockyard.deploy.settings.options import further_model
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.proto.index.redis import check_urls
@@ -20,7 +21,7 @@ from blockyard.proto.naming.model_files import model_names
 from blockyard.proto.runtime.logs import LogConfig
 from blockyard.proto.runtime.settings import Group, check_settings, setting
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback
-from blockyard.router.config import RouterLimits
+from blockyard.router.config import RouterLimits, ServedModel, check_models
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.tokenizing.model_facts import GenerationConfig
 from blockyard.worker.config import EngineConfig, WorkerLimits
@@ -42,6 +43,16 @@ class UpOptions:
     engine: EngineConfig
     model_names: tuple[str, ...] = ()
     """Names for clients. If empty, the names follow from the model's folder or hub name (`served_names`)."""
+    further_models: tuple[str, ...] = setting(
+        (),
+        help="Another model behind the same address, with the same settings and as many workers. May be given more "
+        "than once, also as a second --model.",
+        flag="--further-model",
+        metavar="MODEL",
+        is_repeated=True,
+        group="Model",
+    )
+    """Models beside the first one, as folders or hub names."""
     generation_config: GenerationConfig = "auto"
     chat_template: str | None = setting(
         None, help="File of a Jinja template for chats. Default: the tokenizer's own.", group="Model"
@@ -151,6 +162,8 @@ class UpOptions:
             raise ValueError(
                 "with --prefill-workers the other workers fetch blocks: they need --host-cache-gib, and no --no-pull"
             )
+        if self.further_models:
+            self._check_several()
         if not all(self.model_names):
             raise ValueError("a model's name must not be empty")
         if self.num_routers < 1:
@@ -176,6 +189,47 @@ class UpOptions:
                     f"{self.num_routers} routers with a port each from {first_port} on would need ports up to "
                     f"{last_port}: {MAX_PORT} is the last"
                 )
+
+    def _check_several(self) -> None:
+        """Raise ValueError for a setting that is one model's, or for two models with a name in common."""
+        for flag, value in (
+            ("--tokenizer", self.engine.tokenizer),
+            ("--chat-template", self.chat_template),
+            ("--prefill-workers", self.num_prefill_workers),
+        ):
+            if value:
+                raise ValueError(
+                    f"{flag} is for one model, and this cluster begins with several: add the others later "
+                    "(`blockyard model add`)"
+                )
+        check_models(self.served_models)
+
+    @property
+    def num_models(self) -> int:
+        return 1 + len(self.further_models)
+
+    @property
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """All models for clients, the default one first."""
+        first = ServedModel(
+            model=self.engine.model,
+            names=self.served_names,
+            tokenizer=self.engine.tokenizer,
+            chat_template=self.chat_template,
+        )
+        return (first, *map(further_model, self.further_models))
+
+    def each_model(self) -> "list[UpOptions]":
+        """Return the options of each model, as if it were the only one."""
+        return [
+            replace(
+                self,
+                engine=replace(self.engine, model=model.model),
+                model_names=model.names,
+                further_models=(),
+            )
+            for model in self.served_models
+        ]
 
     @property
     def served_names(self) -> tuple[str, ...]:

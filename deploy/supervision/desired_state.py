@@ -8,8 +8,11 @@ number of workers that `up` started, and would start workers that an operator ha
 import asyncio
 import json
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from blockyard.deploy.supervision.model_plans import ModelPlan
+from blockyard.router.config import ServedModel
+from blockyard.worker.config import EngineConfig
 from ray.experimental import internal_kv
 
 SAVE_SECONDS = 10.0
@@ -29,6 +32,8 @@ class DesiredState:
     """Grace period of the last scaling. After a restart the supervisor gives it to workers that still have to leave."""
     taken_out: frozenset[str] = frozenset()
     """Workers that an operator has drained. The supervisor does not restart them by itself."""
+    further_models: tuple[ModelPlan, ...] = ()
+    """Models beside the first one."""
     addresses: tuple[tuple[str, str, str], ...] = ()
     """Each router's name, address and gateway address. A restarted router listens at the same addresses."""
 
@@ -81,5 +86,17 @@ def encoded(desired: DesiredState) -> bytes:
 
 def decoded(text: bytes) -> DesiredState:
     document = json.loads(text)
-    addresses = tuple((name, address, gateway) for name, address, gateway in document.get("addresses", ()))
-    return DesiredState(**{**document, "taken_out": frozenset(document["taken_out"]), "addresses": addresses})
+    addresses = tuple((name, address, gateway) for name, address, gateway in document.pop("addresses", ()))
+    plans = tuple(_plan(plan) for plan in document.pop("further_models", ()))
+    taken_out = frozenset(document.pop("taken_out"))
+    return DesiredState(**document, taken_out=taken_out, addresses=addresses, further_models=plans)
+
+
+def _plan(document: dict[str, Any]) -> ModelPlan:
+    served, engine = document.pop("served"), document.pop("engine")
+    names = tuple(served.pop("names"))
+    # JSON has lists where settings have tuples.
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in engine.items()
+    }
+    return ModelPlan(served=ServedModel(**served, names=names), engine=EngineConfig(**settings), **document)

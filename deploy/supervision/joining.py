@@ -6,12 +6,13 @@ them. Changes nothing of them except how many workers a router reports as ready.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from blockyard.deploy.supervision.actors import CALL_SECONDS, START_SECONDS, all_of, answer
 from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica, push_pause_seconds
+from blockyard.router.config import ServedModel
 from ray.exceptions import RayActorError, RayTaskError
 
 LOOK_SECONDS = 0.05
@@ -28,6 +29,8 @@ class Joining:
     actors: dict[str, Any]
     changed: asyncio.Event
     """Set when a replica has changed in a way that matters to routers."""
+    models: Callable[[], Sequence[ServedModel]]
+    """Returns the models that routers should serve, the first one first."""
 
     async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
         """Wait until a replica, which had started `num_starts` times, has started again and is in use.
@@ -94,7 +97,10 @@ class Joining:
                 if replica.kind == "router" and replica.phase == "serving"
             ]
             # A draining worker is included, because its streams go on.
-            addresses = [replica.address for replica in workers if replica.address]
+            addresses: dict[str, list[str]] = {}
+            for replica in workers:
+                if replica.address:
+                    addresses.setdefault(replica.model, []).append(replica.address)
             num_serving = sum(replica.phase == "serving" for replica in workers)
             before = [replica.num_ready_workers for replica in routers]
             await all_of(*(self._inform(replica, addresses) for replica in routers))
@@ -105,9 +111,19 @@ class Joining:
                 has_news=has_news or after != before,
             )
 
-    async def _inform(self, router: Replica, addresses: list[str]) -> None:
+    async def stop_serving(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
+        """Have all routers serve these models and no others. Return once calls for others have ended."""
+        actors = [self.actors[replica.name] for replica in self.replicas if self._is_router(replica)]
+        seconds = grace_seconds + CALL_SECONDS
+        await all_of(*(answer(actor.set_models.remote(models, grace_seconds), seconds) for actor in actors))
+
+    def _is_router(self, replica: Replica) -> bool:
+        return replica.kind == "router" and replica.name in self.actors
+
+    async def _inform(self, router: Replica, addresses: dict[str, list[str]]) -> None:
         actor = self.actors[router.name]
-        num_ready_workers = await answer(actor.set_workers.remote(addresses), PUSH_SECONDS)
+        told = actor.set_workers.remote(addresses, self.models())
+        num_ready_workers = await answer(told, PUSH_SECONDS)
         # The router may have been restarted meanwhile. Then the number says nothing about the new process.
         if self.actors.get(router.name) is actor:
             router.num_ready_workers = num_ready_workers

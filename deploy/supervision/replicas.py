@@ -6,10 +6,12 @@ Owns names, phases, and the pure rules of ports and pauses. Does not own startin
                                         |-> (death) -> STOPPED, until an operator restarts it
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.proto.roles import Role
 from blockyard.router.config import RouterConfig
 from blockyard.worker.config import WorkerConfig
@@ -25,6 +27,8 @@ worker that routers refuse."""
 
 DEFAULT_HUNG_SECONDS = 20.0
 """Default of `hung_seconds`, far above any pause of a sound event loop, on a busy machine too."""
+
+_WORKER_NAME = re.compile(r"(?:[a-z0-9.-]+-)?worker-\d+")
 
 Kind = Literal["worker", "router"]
 Phase = Literal["starting", "downloading", "serving", "draining", "waiting", "stopped"]
@@ -47,6 +51,8 @@ class ClusterSpec:
     """Ray resource that each router takes one of, so that routers run only on nodes that have it."""
     code: str = ""
     """Code version that every node must have. Empty accepts any."""
+    further_models: tuple[ModelPlan, ...] = ()
+    """Models beside the first one, as `up` started them."""
     hung_seconds: float = DEFAULT_HUNG_SECONDS
     """Silence after which the supervisor kills a serving worker or router and starts it again."""
 
@@ -55,6 +61,22 @@ class ClusterSpec:
         """Ranks of each worker. They are one replica: the end of one ends all."""
         return self.worker.engine.tensor_parallel_size
 
+    def of_model(self, plan: ModelPlan | None) -> "ClusterSpec":
+        """Return the spec with the workers of a further model, or unchanged for the first model's."""
+        if plan is None:
+            return self
+        worker = replace(
+            self.worker, engine=plan.engine, model_name=plan.id, index_model=plan.served.index, role="both"
+        )
+        return replace(
+            self,
+            worker=worker,
+            num_workers=plan.num_workers,
+            num_prefill_workers=0,
+            num_cpus_per_worker=plan.num_cpus_per_worker,
+            num_gpus_per_worker=plan.num_gpus_per_worker,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Replica:
@@ -62,6 +84,8 @@ class Replica:
 
     name: str
     kind: Kind
+    model: str = ""
+    """Id of a worker's model. Empty: the cluster's first one."""
     phase: Phase = "starting"
     address: str = ""
     http_address: str = ""
@@ -118,6 +142,8 @@ class SupervisorReport:
     replicas: list[Replica]
     cpus_per_worker: float
     gpus_per_worker: float
+    models: tuple[str, ...] = ()
+    """Ids of the models. The first is the one that the cluster began with."""
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
 
@@ -126,22 +152,38 @@ class SupervisorReport:
         return None if replica.failed_at is None else max(0.0, self.at_seconds - replica.failed_at)
 
 
-def worker_name(number: int) -> str:
-    return f"worker-{number}"
+def worker_name(number: int, plan: ModelPlan | None = None) -> str:
+    """Return a worker's name. Those of a further model begin with the model's name."""
+    return f"{'' if plan is None else plan.workers_prefix}worker-{number}"
 
 
 def is_worker_name(name: str) -> bool:
     """Tell whether an actor's name is that of a worker, and not of a router or of one of a worker's other ranks."""
-    kind, _, number = name.partition("-")
-    return kind == "worker" and number.isdigit()
+    return _WORKER_NAME.fullmatch(name) is not None
+
+
+def model_of(name: str, plans: Iterable[ModelPlan]) -> str:
+    """Return the model of a worker with this name. A name of no model that is served gives no model's id."""
+    prefix = name.rpartition("worker-")[0]
+    return next((plan.id for plan in plans if plan.workers_prefix == prefix), prefix)
 
 
 def number_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def replicas_of(spec: ClusterSpec, num_workers: int) -> list[Replica]:
+def workers_of(plan: ModelPlan) -> list[Replica]:
+    """Return the workers of a further model."""
+    return [
+        Replica(name=worker_name(number, plan), kind="worker", model=plan.id)
+        for number in range(plan.num_workers)
+    ]
+
+
+def replicas_of(spec: ClusterSpec, num_workers: int, plans: Iterable[ModelPlan] = ()) -> list[Replica]:
     workers = [Replica(name=worker_name(number), kind="worker") for number in range(num_workers)]
+    for plan in plans:
+        workers += workers_of(plan)
     return workers + [Replica(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]
 
 

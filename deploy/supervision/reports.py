@@ -37,7 +37,8 @@ def decoded(text: bytes) -> SupervisorReport:
         document: dict[str, Any] = json.loads(text)
         del document["beat"]
         replicas = [_replica(place) for place in document.pop("places")]
-        return SupervisorReport(replicas=replicas, **document)
+        models = tuple(document.pop("models"))
+        return SupervisorReport(replicas=replicas, models=models, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("the supervisor's report is not one of this version") from error
 

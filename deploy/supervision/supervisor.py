@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +33,8 @@ from blockyard.deploy.supervision.actors import (
     reason,
 )
 from blockyard.deploy.supervision.announcing import keep_announced, put, withdraw
-from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore, RayDesiredStateStore
+from blockyard.deploy.supervision.desired_state import DesiredStateStore, RayDesiredStateStore
+from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthCheck, HungError
@@ -48,18 +48,18 @@ from blockyard.deploy.supervision.replicas import (
     backoff_seconds,
     check_code,
     is_worker_name,
-    number_of,
-    replicas_of,
+    model_of,
     taken_out_of,
-    worker_name,
 )
 from blockyard.deploy.supervision.reports import NAMESPACE, keep_reported
+from blockyard.proto.index.erase import erase_index
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.runtime.niceness import take_usual_priority
 from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_failure
 from blockyard.router.actor import StartedRouter
+from blockyard.router.config import ServedModel
 from blockyard.worker.actor import StartedWorker
 
 logger = logging.getLogger(__name__)
@@ -80,17 +80,22 @@ class Supervisor:
         self._spec = spec
         self._code = code_version()
         self._store = store or RayDesiredStateStore(spec.namespace)
-        self._desired = self._store.load() or DesiredState(num_workers=spec.num_workers)
-        self._replicas = replicas_of(spec, self._desired.num_workers)
+        self._goal = Goal(spec, self._store)
+        self._replicas = self._goal.replicas()
         self._actors: dict[str, Any] = {}
         self._health_checks: dict[str, HealthCheck] = {}
         """Health checks of replicas that run or start, by name."""
         self._changed = asyncio.Event()
-        self._joining = Joining(replicas=self._replicas, actors=self._actors, changed=self._changed)
+        self._joining = Joining(
+            replicas=self._replicas,
+            actors=self._actors,
+            changed=self._changed,
+            models=lambda: self._goal.models.served,
+        )
         self._wanted = {replica.name: asyncio.Event() for replica in self._replicas}
         """Events by a replica's name. `restart` sets one to start a replica that was taken out."""
         self._find_what_was_before()
-        self._one_scaling_at_a_time, self._one_memory_at_a_time = asyncio.Lock(), asyncio.Lock()
+        self._one_scaling_at_a_time = asyncio.Lock()
         self._loops: asyncio.TaskGroup | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks(on_failure=_exit_for_restart)
@@ -109,6 +114,7 @@ class Supervisor:
             replicas=self._replicas,
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
+            models=tuple(model.id for model in self._goal.models.served),
             at_seconds=time.monotonic(),
         )
 
@@ -146,32 +152,65 @@ class Supervisor:
         self._wanted[name].set()
         await self._joining.wait_until_in_use(replica, num_starts)
 
-    async def scale(self, num_workers: int, grace_seconds: float) -> None:
-        """Scale to this many workers. Return once new workers are in use and those of higher numbers are gone.
+    async def scale(self, num_workers: int, grace_seconds: float, model: str = "") -> None:
+        """Scale a model, or the first one, to this many workers.
+
+        Return once new workers are in use and those of higher numbers are gone.
 
         Surplus workers drain first, all at once, so that none hands its requests to another that leaves. A worker that
         was taken out counts and stays out. Raise ValueError for less than one worker, RuntimeError if a new one does
         not start. The supervisor keeps trying to start it.
         """
-        if num_workers < 1:
-            raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
         async with self._one_scaling_at_a_time:
-            await self._remember(num_workers=num_workers, grace_seconds=grace_seconds)
-            logger.info("the cluster scales to %d workers", num_workers)
-            known = {replica.name for replica in self._workers()}
-            for name in map(worker_name, range(num_workers)):
-                if name not in known:
-                    self._add(Replica(name=name, kind="worker"))
+            model = await self._goal.scale(model, num_workers, grace_seconds)
+            logger.info("%s scales to %d workers", model or "the cluster", num_workers)
+            self._add_missing()
             await self._retire_those_beyond()
-            new = [
-                replica
-                for replica in self._workers()
-                if replica.num_starts == 0 and replica.phase != "stopped"
-            ]
+            new = self._never_served(model)
             for replica in new:  # The cause of failures before this call may have been fixed.
                 replica.num_failures_in_a_row, replica.error, replica.failed_at = 0, "", None
         # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
+
+    async def add_model(self, model: ServedModel, num_workers: int) -> None:
+        """Serve one more model, with the cluster's settings. Return once all routers use all of its workers.
+
+        Raise ValueError for a name that another model has, RuntimeError if a worker does not start.
+        """
+        async with self._one_scaling_at_a_time:
+            await self._goal.add(model, num_workers)
+            logger.info("the cluster serves %s too, with %d workers", model.id, num_workers)
+            self._add_missing()
+            self._changed.set()
+        await self._joining.wait_until_all_in_use(self._never_served(model.id))
+
+    async def remove_model(self, model: str, grace_seconds: float) -> None:
+        """Stop to serve a model. Its running requests have the grace period. Return once its workers are gone.
+
+        Raise ValueError for an unknown model, and for the one that the cluster began with.
+        """
+        async with self._one_scaling_at_a_time:
+            plan = await self._goal.remove(model, grace_seconds)
+            logger.info("the cluster does not serve %s any more", model)
+            # First the routers: they refuse new requests, and running ones end on the workers as ever.
+            await self._joining.stop_serving(self._goal.models.served, grace_seconds)
+            await self._retire_those_beyond()
+            if (urls := self._spec.worker.redis_url) is not None:
+                await erase_index(urls, self._spec.worker.cluster, model=plan.served.index)
+
+    def _add_missing(self) -> None:
+        """Add the workers that should run and are not there yet."""
+        known = {replica.name for replica in self._replicas}
+        for replica in self._goal.replicas():
+            if replica.name not in known:
+                self._add(replica)
+
+    def _never_served(self, model: str) -> list[Replica]:
+        return [
+            replica
+            for replica in self._workers()
+            if replica.model == model and replica.num_starts == 0 and replica.phase != "stopped"
+        ]
 
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
@@ -187,7 +226,7 @@ class Supervisor:
 
         Adopt running workers beyond the desired number too. They go on leaving.
         """
-        known = {name: addresses for name, *addresses in self._desired.addresses}
+        known = {name: addresses for name, *addresses in self._goal.desired.addresses}
         for replica in self._replicas:
             if replica.name in known:
                 replica.address, replica.http_address = known[replica.name]
@@ -195,34 +234,37 @@ class Supervisor:
         self._found = set(living)
         self._free_all_but(living)
         for replica in self._workers():
-            if replica.name in self._desired.taken_out and replica.name not in living:
+            if replica.name in self._goal.desired.taken_out and replica.name not in living:
                 replica.phase = "stopped"
         for name in sorted(living - {replica.name for replica in self._replicas}):
             if is_worker_name(name):
                 self._actors[name] = self._adopt(name)
                 self._wanted[name] = asyncio.Event()
-                self._replicas.append(Replica(name=name, kind="worker", phase="draining", is_leaving=True))
+                model = model_of(name, self._goal.models.further)
+                self._replicas.append(
+                    Replica(name=name, kind="worker", model=model, phase="draining", is_leaving=True)
+                )
 
     def _adopt(self, name: str) -> Any:
         return ray.get_actor(name)
 
     def _adopt_or_create(self, replica: Replica, group: Any) -> Any:
-        return adopt_or_create(self._spec, replica, group)
+        return adopt_or_create(self._goal.spec_of(replica), replica, group)
 
     async def _place(self, replica: Replica) -> Any:
         """Return a placement group for a worker of several ranks that does not run. Return None for any other actor."""
-        has_ranks = replica.kind == "worker" and self._spec.num_ranks > 1
-        return (
-            await place(self._spec, replica.name) if has_ranks and replica.name not in self._found else None
-        )
+        spec = self._goal.spec_of(replica)
+        has_ranks = replica.kind == "worker" and spec.num_ranks > 1
+        return await place(spec, replica.name) if has_ranks and replica.name not in self._found else None
 
     def _free(self, replica: Replica) -> None:
         """End all ranks of a worker, if it has several."""
-        if replica.kind == "worker" and self._spec.num_ranks > 1:
+        # The model of a worker that retires may be gone.
+        if replica.kind == "worker" and max(len(replica.ranks), self._goal.spec_of(replica).num_ranks) > 1:
             free(self._spec, replica.name)
 
     def _free_all_but(self, workers: Collection[str]) -> None:
-        if self._spec.num_ranks > 1:
+        if self._goal.has_ranks:
             free_all_but(self._spec.namespace, workers)
 
     def _node_id(self) -> str:
@@ -237,19 +279,6 @@ class Supervisor:
         if self._loops is not None:
             self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
-    async def _remember(self, **changes: Any) -> None:
-        async with self._one_memory_at_a_time:
-            desired = replace(self._desired, **changes)
-            await self._store.save(desired)
-            self._desired = desired
-
-    async def _remember_addresses(self) -> None:
-        """Save the routers' addresses. After a restart of all of Ray they are known nowhere else."""
-        routers = (replica for replica in self._replicas if replica.kind == "router" and replica.address)
-        addresses = tuple((replica.name, replica.address, replica.http_address) for replica in routers)
-        if addresses != self._desired.addresses:
-            await self._remember(addresses=addresses)
-
     async def _stop(self, replica: Replica, grace_seconds: float) -> None:
         """Drain and end a replica, if it is up. Its `_keep` loop notices the end."""
         actor = self._actors.get(replica.name)
@@ -261,13 +290,11 @@ class Supervisor:
         self._kill(actor)
 
     async def _retire_those_beyond(self) -> None:
-        beyond = [
-            replica for replica in self._workers() if number_of(replica.name) >= self._desired.num_workers
-        ]
+        beyond = self._goal.beyond(self._workers())
         async with asyncio.TaskGroup() as retirements:
             for replica in beyond:
                 replica.is_retiring = True
-                retirements.create_task(self._retire(replica, self._desired.grace_seconds))
+                retirements.create_task(self._retire(replica, self._goal.desired.grace_seconds))
 
     async def _retire(self, replica: Replica, grace_seconds: float) -> None:
         await self._stop(replica, grace_seconds)
@@ -358,12 +385,12 @@ class Supervisor:
             if replica.node_id == self._node_id() and is_actor(replica.pid):
                 death.watch(replica.pid)
             if replica.kind == "worker":
-                if not Path(self._spec.worker.engine.model).is_absolute():
+                if not Path(self._goal.spec_of(replica).worker.engine.model).is_absolute():
                     replica.phase = "downloading"
                 await health.unless_hung(actor.fetch_model.remote())
                 replica.phase = "starting"
             self._has_started(replica, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
-            await all_of(self._remember_addresses())
+            await all_of(self._goal.keep_addresses(self._replicas))
             health.silence_seconds = self._spec.hung_seconds
             await health.unless_hung(actor.until_stopped.remote())
 
@@ -399,10 +426,10 @@ class Supervisor:
         while True:
             await asyncio.sleep(PUSH_SECONDS)
             await all_of(*(self._look(replica, health) for replica, health in self._looked_at()))
-            taken_out = taken_out_of(self._workers(), self._desired.taken_out)
-            if taken_out != self._desired.taken_out:
+            taken_out = taken_out_of(self._workers(), self._goal.desired.taken_out)
+            if taken_out != self._goal.desired.taken_out:
                 # If this fails, the next check tries again.
-                await all_of(self._remember(taken_out=taken_out))
+                await all_of(self._goal.change(taken_out=taken_out))
 
     def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
         """Return replicas and their health checks. Leave out leaving ones, because a stop has a deadline of its own."""

@@ -61,12 +61,14 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
         if any(count(worker.load) for worker in workers)
     ]
     roles = ("role",) if has_roles(workers) else ()
+    models = ("model",) if len({worker.model for worker in workers}) > 1 else ()
     headings = ("state", "address", "device", "running", "waiting", "free", "cached", "used")
-    table = FittingTable("worker", *roles, *headings, *(heading for heading, _ in extra), "hit rate")
+    table = FittingTable("worker", *models, *roles, *headings, *(heading for heading, _ in extra), "hit rate")
     for worker in workers:
         load = worker.load
         table.add_row(
             worker.worker_id,
+            *(worker.model for _ in models),
             *(worker.role for _ in roles),
             state_text(worker),
             worker.address,
@@ -325,8 +327,9 @@ def ago(seconds: float) -> str:
 
 def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
     index = "answers" if info.index_available else "does not answer: placement is by load"
+    models = ", ".join(model.id for model in info.models) or info.model.id
     return (
-        f"{info.model.id} on {info.workers_ready} of {counted(num_workers, 'worker')}, policy {info.policy}, "
+        f"{models} on {info.workers_ready} of {counted(num_workers, 'worker')}, policy {info.policy}, "
         f"{info.requests_running} running, {info.requests_waiting} waiting; the prefix index {index}"
     )
 

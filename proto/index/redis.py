@@ -123,11 +123,13 @@ class RedisPrefixIndex:
         cluster: str,
         *,
         shard: int = 0,
+        model: str = "",
         max_berths: int = MAX_BERTHS,
         is_reader: bool = False,
     ) -> None:
+        """`model` names the index of a further model of the cluster. Empty: the cluster's own."""
         self._client = client
-        self._prefix = index_schema.key_prefix(cluster, shard)
+        self._prefix = index_schema.key_prefix(cluster, shard, model=model)
         self._max_berths = max_berths
         self._is_reader = is_reader
         self._roster = Roster()

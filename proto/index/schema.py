@@ -2,8 +2,8 @@
 
 Owns the layout and its version. Does not own the scripts that work on it (lua/) or a connection (redis.py).
 
-Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`, followed by `shard-<n>:` on all servers but the first of
-several (shards.py)
+Keys, all under `blockyard:<cluster>:v<SCHEMA_VERSION>:`, followed by `model-<hex>:` for a further model of the cluster,
+and by `shard-<n>:` on all servers but the first of several (shards.py)
 
 | b:<hex3>   | HASH | one bucket of names: field = name[1:8], value = the berths that hold it
 | berth:<n>  | HASH | epoch, sequence, lease (ms) and the worker's record
@@ -39,6 +39,7 @@ Readers that do not know of second berths take one for an unknown incarnation.
 import re
 import struct
 from collections.abc import Iterable
+from hashlib import blake2b
 
 SCHEMA_VERSION = 1
 ANYWHERE_SUFFIX = "\0anywhere"
@@ -62,18 +63,21 @@ INFO_SLICE_BUCKETS = 256
 INFO_SAMPLE_EVERY = 16
 """One in so many buckets that hold names is measured. Names are hashes, so buckets are alike."""
 
+MODEL_HASH_BYTES = 8
 _CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def key_prefix(cluster: str, shard: int = 0) -> str:
-    """Return the prefix of all keys of a cluster. Raises ValueError for a name that would not be safe inside a key.
+def key_prefix(cluster: str, shard: int = 0, *, model: str = "") -> str:
+    """Return the prefix of all keys of a cluster, or of one model's index where `model` is not empty.
 
     Each shard has its own, so that a server read at another position than it is written at answers that no worker is
-    there.
+    there. A model's name may have any characters, so its hash stands for it. Raises ValueError for a cluster's name
+    that would not be safe inside a key.
     """
     if not _CLUSTER_NAME.fullmatch(cluster):
         raise ValueError(f"cluster name must match {_CLUSTER_NAME.pattern}, got {cluster!r}")
-    return f"blockyard:{cluster}:v{SCHEMA_VERSION}:" + (f"shard-{shard}:" if shard else "")
+    of_model = f"model-{blake2b(model.encode(), digest_size=MODEL_HASH_BYTES).hexdigest()}:" if model else ""
+    return f"blockyard:{cluster}:v{SCHEMA_VERSION}:" + of_model + (f"shard-{shard}:" if shard else "")
 
 
 def identity(worker_id: str, incarnation: str) -> str:

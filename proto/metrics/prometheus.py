@@ -5,7 +5,7 @@ Anyone who reaches the port may read the metrics.
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
 from threading import BoundedSemaphore, Thread, Timer
@@ -13,7 +13,15 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from blockyard.proto.limits import MAX_PORT
-from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Reading, Readings, Source, numbers
+from blockyard.proto.metrics.readings import (
+    Distribution,
+    Kind,
+    LabelledReadings,
+    Metric,
+    Reading,
+    Source,
+    numbers,
+)
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
@@ -26,40 +34,49 @@ SCRAPE_SECONDS = 10.0
 """The longest time that a connection stays open."""
 
 
+_Readings = Sequence[tuple[Mapping[str, str], Reading]]
+"""Readings of one metric, each with its own labels."""
+
+
 class ReadingsCollector(Collector):
     """Takes new readings at each scrape, on the thread of the scraper's connection."""
 
-    def __init__(self, source: Source, read: Callable[[], Readings]) -> None:
+    def __init__(self, source: Source, read: Callable[[], LabelledReadings]) -> None:
         self._source = source
         self._read = read
 
     def collect(self) -> Iterator[Family]:
-        readings = self._read()
+        found = self._read()
         for metric in self._source.table:
-            # A router has none before its first look.
-            if metric.name in readings:
-                yield from self._families(metric, readings[metric.name])
+            # A router has none before its first look. What is the whole router's has readings once.
+            readings = [(labels, one[metric.name]) for labels, one in found if metric.name in one]
+            if readings:
+                yield from self._families(metric, readings)
 
-    def _families(self, metric: Metric, reading: Reading) -> Iterator[Family]:
+    def _families(self, metric: Metric, readings: _Readings) -> Iterator[Family]:
         """Yield the metric under its own name, and under each of vLLM's names if those are wanted."""
-        yield self._family(metric, reading, metric.full_name, metric.label)
+        yield self._family(metric, readings, metric.full_name, metric.label)
         for name in metric.vllm if self._source.names == "vllm" else ():
-            yield self._family(metric, reading, name, metric.vllm_label)
+            yield self._family(metric, readings, name, metric.vllm_label)
 
-    def _family(self, metric: Metric, reading: Reading, name: str, label: str) -> Family:
+    def _family(self, metric: Metric, readings: _Readings, name: str, label: str) -> Family:
         labels = [*self._source.labels, *((label,) if label else ())]
-        values = list(self._source.labels.values())
         if metric.kind is Kind.HISTOGRAM:
-            assert isinstance(reading, Distribution)
             histogram = HistogramMetricFamily(name, metric.meaning, labels=labels)
-            buckets = list(zip(bounds(metric), reading.cumulative, strict=True))
-            histogram.add_metric(values, buckets=buckets, sum_value=reading.sum)
+            for own, reading in readings:
+                assert isinstance(reading, Distribution)
+                buckets = list(zip(bounds(metric), reading.cumulative, strict=True))
+                histogram.add_metric(self._values(own), buckets=buckets, sum_value=reading.sum)
             return histogram
         make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
         family = make(name, metric.meaning, labels=labels)
-        for value, number in numbers(metric, reading):
-            family.add_metric([*values, *((value,) if label else ())], number)
+        for own, reading in readings:
+            for value, number in numbers(metric, reading):
+                family.add_metric([*self._values(own), *((value,) if label else ())], number)
         return family
+
+    def _values(self, own: Mapping[str, str]) -> list[str]:
+        return list({**self._source.labels, **own}.values())
 
 
 def bounds(metric: Metric) -> list[str]:
@@ -67,7 +84,7 @@ def bounds(metric: Metric) -> list[str]:
     return [*map(str, metric.buckets), "+Inf"]
 
 
-def exposition(source: Source, readings: Readings) -> bytes:
+def exposition(source: Source, readings: LabelledReadings) -> bytes:
     """Return the readings as Prometheus' text, of the type CONTENT_TYPE."""
     registry = CollectorRegistry()
     registry.register(ReadingsCollector(source, lambda: readings))
@@ -116,7 +133,9 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 @contextmanager
-def metrics_endpoint(host: str, port: int, source: Source, read: Callable[[], Readings]) -> Iterator[str]:
+def metrics_endpoint(
+    host: str, port: int, source: Source, read: Callable[[], LabelledReadings]
+) -> Iterator[str]:
     """Serve metrics at the yielded URL until the context ends. Port 0 takes a free one. Raises OSError for a taken
     port, ValueError for an invalid one."""
     if not 0 <= port <= MAX_PORT:

@@ -13,7 +13,16 @@ import logging
 from collections.abc import Callable
 
 from blockyard.proto.metrics.prometheus import bounds
-from blockyard.proto.metrics.readings import Distribution, Kind, Metric, Reading, Readings, Source, numbers
+from blockyard.proto.metrics.readings import (
+    MODEL_LABEL,
+    Distribution,
+    Kind,
+    LabelledReadings,
+    Metric,
+    Reading,
+    Source,
+    numbers,
+)
 from ray.util.metrics import Counter, Gauge
 
 logger = logging.getLogger(__name__)
@@ -42,36 +51,40 @@ class RayExport:
             for metric in table
             if metric.kind is Kind.COUNTER
         }
-        self._exported: dict[tuple[str, str], float] = {}
-        """The value of each counter last exported, by name and value of its label."""
+        self._exported: dict[tuple[str, str, str], float] = {}
+        """The value of each counter last exported, by name, model and value of its label."""
 
-    async def report(self, readings: Readings) -> None:
+    async def report(self, readings: LabelledReadings) -> None:
         """Export all readings, RECORDS_PER_TICK in each turn of the event loop."""
         num_records = 0
-        for metric in self._table:
-            # A router has none before its first look.
-            for name, value, number in _series(metric, readings[metric.name]) if readings else ():
-                num_records += self._record(metric, name, value, number)
-                if num_records >= RECORDS_PER_TICK:
-                    num_records = 0
-                    await asyncio.sleep(0)
+        for labels, of_model in readings:
+            tags = {**self._own, **labels}
+            for metric in self._table:
+                # A router has none before its first look. What is the whole router's has readings once.
+                reading = of_model.get(metric.name)
+                for name, value, number in () if reading is None else _series(metric, reading):
+                    num_records += self._record(metric, name, value, number, tags)
+                    if num_records >= RECORDS_PER_TICK:
+                        num_records = 0
+                        await asyncio.sleep(0)
 
-    def _record(self, metric: Metric, name: str, value: str, number: float) -> bool:
+    def _record(self, metric: Metric, name: str, value: str, number: float, tags: dict[str, str]) -> bool:
         """Export one series, and return whether there was anything to export."""
-        label = metric.label or "le"
-        tags = {**self._own, label: value} if value else self._own
+        key = name, tags[MODEL_LABEL], value
+        if value:
+            tags = {**tags, metric.label or "le": value}
         if metric.kind is not Kind.COUNTER:
             self._gauges[name].set(number, tags)
             return True
-        added = number - self._exported.get((name, value), 0.0)
+        added = number - self._exported.get(key, 0.0)
         if added <= 0:
             return False
-        self._exported[name, value] = number
+        self._exported[key] = number
         self._counters[name].inc(added, tags)
         return True
 
 
-async def keep_reporting(source: Source, read: Callable[[], Readings]) -> None:
+async def keep_reporting(source: Source, read: Callable[[], LabelledReadings]) -> None:
     """Export readings every REPORT_SECONDS until cancelled. An exception ends the export and is logged, and the process
     goes on."""
     try:

@@ -5,7 +5,7 @@ process (prometheus.py, ray.py).
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -113,6 +113,16 @@ Readings = Mapping[str, Reading]
 """Readings by a metric's name. Counters are totals since the process began."""
 
 
+MODEL_LABEL = "model_name"
+LabelledReadings = Sequence[tuple[Mapping[str, str], Readings]]
+"""Readings of each model of one process, with the labels that differ from those of the Source."""
+
+
+def of_one_model(read: Callable[[], Readings]) -> Callable[[], LabelledReadings]:
+    """Return the readings of a process whose series all have the labels of its Source."""
+    return lambda: (({}, read()),)
+
+
 def numbers(metric: Metric, reading: Reading) -> list[tuple[str, float]]:
     """Return (value of its label, number) of a counter or gauge, in the table's order. Raises ValueError for an unknown
     value of the label, for too many values, or for a reading of another kind."""
@@ -144,7 +154,7 @@ class Source:
 
 def labels_of(kind: Literal["worker", "router"], name: str, *, cluster: str, model: str) -> dict[str, str]:
     """Return the labels of all series of a process. Cluster and model keep the clusters of one Prometheus apart."""
-    return {kind: name, "cluster": cluster, "model_name": model}
+    return {kind: name, "cluster": cluster, MODEL_LABEL: model}
 
 
 def by_name(table: Sequence[Metric]) -> dict[str, Metric]:

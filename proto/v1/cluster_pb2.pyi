@@ -87,7 +87,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ClusterInfo(_message.Message):
-    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls", "splits")
+    __slots__ = ("cluster", "version", "model", "policy", "index_available", "workers_ready", "workers_known", "requests_running", "requests_waiting", "index_state", "migrations", "requests_lost", "requests_quarantined", "first_token", "inter_token", "pulls", "splits", "models")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class ClusterInfo(_message.Message):
     INTER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
     SPLITS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     version: str
     model: _inference_pb2.Model
@@ -122,7 +123,8 @@ class ClusterInfo(_message.Message):
     inter_token: Latencies
     pulls: _containers.RepeatedCompositeFieldContainer[RecentPull]
     splits: int
-    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ..., splits: _Optional[int] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Model]
+    def __init__(self, cluster: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[_inference_pb2.Model, _Mapping]] = ..., policy: _Optional[str] = ..., index_available: _Optional[bool] = ..., workers_ready: _Optional[int] = ..., workers_known: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., index_state: _Optional[_Union[IndexState, str]] = ..., migrations: _Optional[int] = ..., requests_lost: _Optional[int] = ..., requests_quarantined: _Optional[int] = ..., first_token: _Optional[_Union[Latencies, _Mapping]] = ..., inter_token: _Optional[_Union[Latencies, _Mapping]] = ..., pulls: _Optional[_Iterable[_Union[RecentPull, _Mapping]]] = ..., splits: _Optional[int] = ..., models: _Optional[_Iterable[_Union[_inference_pb2.Model, _Mapping]]] = ...) -> None: ...
 
 class RecentPull(_message.Message):
     __slots__ = ("number", "worker_id", "source_id", "end", "planned_bytes", "planned_ms", "num_blocks", "num_bytes", "elapsed_ms", "saved_ms", "ended_seconds")
@@ -279,7 +281,7 @@ class ResidentAdapter(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., running: _Optional[int] = ..., requests_per_second: _Optional[float] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks", "role", "max_loras")
+    __slots__ = ("worker_id", "incarnation", "address", "state", "state_reason", "total_blocks", "block_size", "device", "engine", "load", "seconds_since_heard", "index", "num_ranks", "role", "max_loras", "model")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +297,7 @@ class Worker(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -310,7 +313,8 @@ class Worker(_message.Message):
     num_ranks: int
     role: str
     max_loras: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ..., max_loras: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., state_reason: _Optional[str] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., device: _Optional[str] = ..., engine: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., seconds_since_heard: _Optional[float] = ..., index: _Optional[_Union[WorkerIndex, _Mapping]] = ..., num_ranks: _Optional[int] = ..., role: _Optional[str] = ..., max_loras: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -475,20 +479,22 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class LookupPrefixRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "lora_name")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "public_prefix", "lora_name", "model")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: _inference_pb2.Chat
     prompt_token_ids: _inference_pb2.TokenIds
     cache_salt: str
     public_prefix: bool
     lora_name: str
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
     __slots__ = ("worker_id", "cached_blocks", "host_cached_blocks")
@@ -515,7 +521,7 @@ class LookupPrefixResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., index_available: _Optional[bool] = ..., block_names: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainPlacementRequest(_message.Message):
-    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id", "public_prefix", "lora_name")
+    __slots__ = ("prompt", "chat", "prompt_token_ids", "cache_salt", "session_id", "public_prefix", "lora_name", "model")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -523,6 +529,7 @@ class ExplainPlacementRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_PREFIX_FIELD_NUMBER: _ClassVar[int]
     LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     prompt: str
     chat: _inference_pb2.Chat
     prompt_token_ids: _inference_pb2.TokenIds
@@ -530,7 +537,8 @@ class ExplainPlacementRequest(_message.Message):
     session_id: str
     public_prefix: bool
     lora_name: str
-    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, prompt: _Optional[str] = ..., chat: _Optional[_Union[_inference_pb2.Chat, _Mapping]] = ..., prompt_token_ids: _Optional[_Union[_inference_pb2.TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ..., session_id: _Optional[str] = ..., public_prefix: _Optional[bool] = ..., lora_name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
     __slots__ = ("worker_id", "cached_tokens", "uncached_tokens", "queue_ms", "prefill_ms", "decode_ms", "memory_ms", "total_ms", "host_cached_tokens", "host_load_ms", "cost", "interference_ms", "pulled_tokens", "pull_ms", "pulled_from", "pull_options", "adapter_ms")
@@ -617,7 +625,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens", "pulled_blocks", "pulled_from")
+    __slots__ = ("request_id", "state", "worker_id", "prompt_tokens", "generated_tokens", "age_seconds", "tenant", "cached_tokens", "pulled_blocks", "pulled_from", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -628,6 +636,7 @@ class RequestInfo(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PULLED_FROM_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     worker_id: str
@@ -638,7 +647,8 @@ class RequestInfo(_message.Message):
     cached_tokens: int
     pulled_blocks: int
     pulled_from: str
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., pulled_from: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., worker_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., age_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pulled_blocks: _Optional[int] = ..., pulled_from: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)
@@ -647,8 +657,10 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ...) -> None: ...
 
 class GetIndexInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class IndexInfo(_message.Message):
     __slots__ = ("state", "state_reason", "names", "bytes", "live_berths", "dead_berths", "stride_blocks", "lookups", "failed_lookups", "skipped_lookups", "lookup_p50_seconds", "lookup_p99_seconds", "promised_blocks", "stale_blocks", "workers")

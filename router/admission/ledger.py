@@ -119,6 +119,15 @@ class AdmissionLedger:
         self._forgotten_next: list[tuple[float, str]] = []
         """A heap with one entry per refused tenant. An entry's time is exact, or too early after another refusal."""
 
+    def limit(self, *, max_requests: int, max_tokens: int) -> None:
+        """Set the limits anew. What is admitted already stays."""
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Return the limits of requests and of prompt tokens."""
+        return self._max_requests, self._max_tokens
+
     @property
     def requests(self) -> int:
         """Return the number of admitted requests. A request with several outputs or beams counts once for each."""

@@ -59,7 +59,6 @@ class Caller:
 class CallBounds:
     """Bounds of calls, shared by all services of a router."""
 
-    ledger: AdmissionLedger
     default_timeout_seconds: float
     """Deadline of a call that sets none."""
     rates: RateLimits = field(default_factory=RateLimits)
@@ -85,20 +84,28 @@ class CallBounds:
         return Caller(tenant=tenant, realm=tenant, client=tenant, limited=limited)
 
     @asynccontextmanager
-    async def admitted(self, context: CallContext, tokens: int) -> AsyncIterator[Charge]:
-        """Charge the call's prompt tokens and apply its deadline, for the life of the context.
+    async def admitted(
+        self, context: CallContext, tokens: int, ledger: AdmissionLedger
+    ) -> AsyncIterator[Charge]:
+        """Charge the call's prompt tokens in its model's ledger and apply its deadline, for the life of the context.
 
         Of the limits per minute the call takes one request and no tokens.
 
         Raises InvalidRequest, Forbidden, Overloaded, RateLimited or DeadlinePassed.
         """
-        with self.charged(self.caller(context), tokens) as (charge, _):
+        with self.charged(self.caller(context), tokens, ledger) as (charge, _):
             async with self.deadline(context):
                 yield charge
 
     @contextmanager
     def charged(
-        self, caller: Caller, prompt_tokens: int, *, outputs: int = 1, generated_tokens: int | None = None
+        self,
+        caller: Caller,
+        prompt_tokens: int,
+        ledger: AdmissionLedger,
+        *,
+        outputs: int = 1,
+        generated_tokens: int | None = None,
     ) -> Iterator[tuple[Charge, RateCharge]]:
         """Charge the call in the ledger and to its limits per minute, for the life of the context.
 
@@ -110,7 +117,7 @@ class CallBounds:
         with self.rates.charge(caller.limited, tokens=tokens) as rate, ExitStack() as held:
             try:
                 charge = held.enter_context(
-                    self.ledger.charge(prompt_tokens, outputs=outputs, tenant=caller.client)
+                    ledger.charge(prompt_tokens, outputs=outputs, tenant=caller.client)
                 )
             except Overloaded:
                 rate.void()

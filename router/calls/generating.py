@@ -24,8 +24,8 @@ from blockyard.router.generation.client_buffer import Delta, Emit, Run, deliver
 from blockyard.router.generation.generation import RouterParts, admit, generate, tokenise
 from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.generation.request_trace import RequestTrace
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.parsing.formats import AnswerFormat
-from blockyard.router.request.adapter_names import check_model_or_adapter
 from blockyard.router.request.validation import (
     ValidGeneration,
     check_detokenize,
@@ -62,7 +62,7 @@ class Calls:
 
     def __init__(
         self,
-        parts: RouterParts,
+        groups: ModelGroups,
         bounds: CallBounds,
         *,
         slow_reader_seconds: float,
@@ -70,7 +70,7 @@ class Calls:
         tracing: "Tracing | None" = None,
     ) -> None:
         """`tracing`: None makes no traces."""
-        self.parts = parts
+        self.groups = groups
         self.outputs_a_call = outputs_a_call
         self.bounds = bounds
         self.slow_reader_seconds = slow_reader_seconds
@@ -93,10 +93,14 @@ class Calls:
         other meanwhile. With `waits`, a refusal by a limit is not raised: the charge is tried again after the
         refusal's retry delay. `parsed` is the format in which the caller parses the outputs. Raises any RouterError.
         """
-        parts = self.parts
-        with parts.metrics.call() as note, self._traced(request, context) as trace:
-            await self._arrivals.take()
+        with (
+            self.groups.in_use(request) as parts,
+            parts.metrics.call() as note,
+            self._traced(parts, request, context) as trace,
+        ):
             caller = self.bounds.caller(context)
+            self.groups.check(request, caller.tenant)
+            await self._arrivals.take()
             note.tenant = caller.tenant
             valid = admit(parts, request, caller.tenant)
             REQUEST_ID.set(valid.request_id)  # for this call's task, until it ends
@@ -105,10 +109,14 @@ class Calls:
             deadline = parts.clock() + self.bounds.seconds_left(context)
             async with self.bounds.deadline(context):
                 with ExitStack() as held:
-                    charge, rate = await self._admitted(held, valid, caller, waits=waits)
+                    charge, rate = await self._admitted(held, parts, valid, caller, waits=waits)
                     record = held.enter_context(
                         parts.registry.hold(
-                            valid.request_id, tenant=caller.tenant, realm=caller.realm, client=caller.client
+                            valid.request_id,
+                            tenant=caller.tenant,
+                            realm=caller.realm,
+                            client=caller.client,
+                            model=parts.facts.name,
                         )
                     )
                     held.enter_context(_counted(rate, record))
@@ -125,48 +133,55 @@ class Calls:
         self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         """Charge a prompt and return its token ids. Raises any RouterError."""
-        parts = self.parts
-        caller = self.bounds.caller(context)
-        check_model_or_adapter(request, parts.adapters.registry, parts.facts, caller.tenant)
-        prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
-        client = caller.client
-        async with self.bounds.admitted(context, prompt_estimate(prompt)) as charge:
-            prepared = await tokenise(parts, prompt, charge, root=None, block_size=1, client=client)
-        return inference_pb2.TokenizeResponse(
-            token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
-        )
+        with self.groups.in_use(request) as parts:
+            caller = self.bounds.caller(context)
+            self.groups.check(request, caller.tenant)
+            prompt = valid_prompt(request, parts.facts, max_model_len=parts.max_model_len)
+            async with self.bounds.admitted(context, prompt_estimate(prompt), parts.ledger) as charge:
+                prepared = await tokenise(
+                    parts, prompt, charge, root=None, block_size=1, client=caller.client
+                )
+            return inference_pb2.TokenizeResponse(
+                token_ids=unpack_tokens(prepared.token_ids), max_model_len=parts.max_model_len
+            )
 
     async def detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         """Charge tokens and return their text. Raises any RouterError."""
-        parts = self.parts
-        tenant = self.bounds.caller(context).tenant
-        check_model_or_adapter(request, parts.adapters.registry, parts.facts, tenant)
-        check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
-        skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        async with self.bounds.admitted(context, len(request.token_ids)):
-            text = parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
-        return inference_pb2.DetokenizeResponse(text=text)
+        with self.groups.in_use(request) as parts:
+            self.groups.check(request, self.bounds.caller(context).tenant)
+            check_detokenize(request, parts.facts, max_model_len=parts.max_model_len)
+            skip_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            async with self.bounds.admitted(context, len(request.token_ids), parts.ledger):
+                text = parts.tokenizing.detokenize(list(request.token_ids), skip_special=skip_special)
+            return inference_pb2.DetokenizeResponse(text=text)
 
     def _traced(
-        self, request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, context: CallContext
+        self,
+        parts: RouterParts,
+        request: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
+        context: CallContext,
     ) -> AbstractContextManager[RequestTrace | None]:
         if self._tracing is None:
             return nullcontext()
-        return self._tracing.call(request, context.invocation_metadata() or (), self.parts.facts.names)
+        return self._tracing.call(request, context.invocation_metadata() or (), parts.facts.names)
 
     async def _admitted(
-        self, held: ExitStack, valid: ValidGeneration, caller: Caller, *, waits: bool
+        self, held: ExitStack, parts: RouterParts, valid: ValidGeneration, caller: Caller, *, waits: bool
     ) -> tuple[Charge, RateCharge]:
         """Charge the call in the ledger and to its limits per minute. `held` ends the charges. Raises Overloaded or
         RateLimited."""
         outputs = valid.sampling.num_sequences
         max_tokens = valid.sampling.max_tokens
-        generated_tokens = outputs * (self.parts.max_model_len if max_tokens is None else max_tokens)
+        generated_tokens = outputs * (parts.max_model_len if max_tokens is None else max_tokens)
         while True:
             charged = self.bounds.charged(
-                caller, valid.estimated_tokens, outputs=outputs, generated_tokens=generated_tokens
+                caller,
+                valid.estimated_tokens,
+                parts.ledger,
+                outputs=outputs,
+                generated_tokens=generated_tokens,
             )
             try:
                 return held.enter_context(charged)

@@ -16,6 +16,7 @@ from blockyard.router.client.arguments import (
     ChatArguments,
     EmbedArguments,
     GenerateArguments,
+    LookupArguments,
     Messages,
     PlacementArguments,
     PromptArguments,
@@ -208,7 +209,7 @@ class AsyncClient:
         return next(iter(page.sequences), None)
 
     async def lookup_prefix(
-        self, prompt: str | None = None, **arguments: Unpack[PromptArguments]
+        self, prompt: str | None = None, **arguments: Unpack[LookupArguments]
     ) -> cluster_pb2.LookupPrefixResponse:
         """Return how many leading KV blocks of a prompt each worker has cached, according to the index."""
         return await self._unary(requests.lookup_prefix(prompt, arguments))
@@ -219,9 +220,10 @@ class AsyncClient:
         """Return on which worker a prompt would run now, and its estimated cost on each. Nothing runs."""
         return await self._unary(requests.explain_placement(prompt, arguments))
 
-    async def index_info(self) -> cluster_pb2.IndexInfo:
-        """Return the state and size of the prefix index as the answering router sees it. It counts the whole index."""
-        return await self._unary(requests.index_info())
+    async def index_info(self, model: str | None = None) -> cluster_pb2.IndexInfo:
+        """Return the state and size of a model's prefix index as the answering router sees it. It counts the whole
+        index. Without `model` it is the cluster's first one."""
+        return await self._unary(requests.index_info(model))
 
     async def list_requests(self) -> list[cluster_pb2.RequestInfo]:
         """Return the requests that the answering router holds now. Other routers' requests are not listed."""

@@ -56,7 +56,7 @@ class GenerateArguments(ChatArguments, total=False):
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
-    model: str | None
+    model: Annotated[str | None, "Model of the request. Default: the cluster's first one."]
     lora_name: Annotated[str | None, "Adapter to use (`blockyard lora list`). Default: the bare model."]
     max_tokens: Annotated[int | None, "Maximum tokens to generate."]
     min_tokens: Annotated[int | None, "Tokens before which no end of sequence and no stop token is sampled."]
@@ -157,7 +157,7 @@ class EmbedArguments(TypedDict, total=False):
 
 
 class PromptArguments(ChatArguments, total=False):
-    """Keyword arguments of lookup_prefix() and pull_prefix(): those that give a prompt."""
+    """Keyword arguments of pull_prefix(): those that give a prompt."""
 
     messages: Messages | None
     prompt_token_ids: Sequence[int] | None
@@ -166,7 +166,13 @@ class PromptArguments(ChatArguments, total=False):
     public_prefix: bool | None
 
 
-class PlacementArguments(PromptArguments, total=False):
+class LookupArguments(PromptArguments, total=False):
+    """Keyword arguments of lookup_prefix()."""
+
+    model: str | None
+
+
+class PlacementArguments(LookupArguments, total=False):
     """Keyword arguments of explain_placement()."""
 
     session_id: str | None
@@ -189,10 +195,10 @@ def embed_request(prompt: str | None, arguments: EmbedArguments) -> inference_pb
     return _prompt_request(inference_pb2.EmbedRequest, prompt, given, sorted(beside))
 
 
-def lookup_request(prompt: str | None, arguments: PromptArguments) -> cluster_pb2.LookupPrefixRequest:
+def lookup_request(prompt: str | None, arguments: LookupArguments) -> cluster_pb2.LookupPrefixRequest:
     """Build a LookupPrefixRequest from lookup_prefix()'s arguments. Raises as generate_request does."""
-    given = _given(arguments, PromptArguments.__optional_keys__, beside=("prompt",))
-    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, _NAMING_FIELDS)
+    given = _given(arguments, LookupArguments.__optional_keys__, beside=("prompt",))
+    return _prompt_request(cluster_pb2.LookupPrefixRequest, prompt, given, (*_NAMING_FIELDS, "model"))
 
 
 def placement_request(
@@ -201,7 +207,7 @@ def placement_request(
     """Build an ExplainPlacementRequest from explain_placement()'s arguments. Raises as generate_request does."""
     given = _given(arguments, PlacementArguments.__optional_keys__, beside=("prompt",))
     return _prompt_request(
-        cluster_pb2.ExplainPlacementRequest, prompt, given, (*_NAMING_FIELDS, "session_id")
+        cluster_pb2.ExplainPlacementRequest, prompt, given, (*_NAMING_FIELDS, "session_id", "model")
     )
 
 

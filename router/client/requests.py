@@ -12,6 +12,7 @@ from blockyard.router.client.arguments import (
     ChatArguments,
     EmbedArguments,
     GenerateArguments,
+    LookupArguments,
     Messages,
     PlacementArguments,
     PromptArguments,
@@ -89,8 +90,8 @@ def cluster_info() -> Call[cluster_pb2.ClusterInfo]:
     return _cluster("GetClusterInfo", cluster_pb2.GetClusterInfoRequest(), cluster_pb2.ClusterInfo)
 
 
-def index_info() -> Call[cluster_pb2.IndexInfo]:
-    return _cluster("GetIndexInfo", cluster_pb2.GetIndexInfoRequest(), cluster_pb2.IndexInfo)
+def index_info(model: str | None) -> Call[cluster_pb2.IndexInfo]:
+    return _cluster("GetIndexInfo", cluster_pb2.GetIndexInfoRequest(model=model), cluster_pb2.IndexInfo)
 
 
 def list_workers() -> Call[cluster_pb2.ListWorkersResponse]:
@@ -136,7 +137,7 @@ def one_sequence(worker_id: str, sequence_id: int) -> Call[cluster_pb2.ListSeque
     return _cluster("ListSequences", request, cluster_pb2.ListSequencesResponse)
 
 
-def lookup_prefix(prompt: str | None, arguments: PromptArguments) -> Call[cluster_pb2.LookupPrefixResponse]:
+def lookup_prefix(prompt: str | None, arguments: LookupArguments) -> Call[cluster_pb2.LookupPrefixResponse]:
     request = lookup_request(prompt, arguments)
     return _cluster("LookupPrefix", request, cluster_pb2.LookupPrefixResponse)
 

@@ -90,6 +90,7 @@ class Fleet(LinkEvents):
         self,
         *,
         tokenizer_fingerprint: str,
+        model: str = "",
         suspect_seconds: float,
         lost_seconds: float,
         stall_seconds: float = inf,
@@ -106,6 +107,8 @@ class Fleet(LinkEvents):
         self.identity: ModelIdentity | None = None
         self.links: dict[str, EngineLink] = {}
         self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._model = model
+        """Name of the model, as in Hello. Empty: the one that the cluster began with."""
         self._lost_seconds = lost_seconds
         self._stall_seconds = stall_seconds
         self._clock = clock
@@ -249,6 +252,8 @@ class Fleet(LinkEvents):
         self._changed(address)
 
     def _refusal(self, address: str, hello: session_pb2.Hello) -> str | None:
+        if hello.model != self._model:
+            return f"serves {_model_called(hello.model)}, and this address is one of {_model_called(self._model)}"
         if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
             return "another tokenizer than the router's"
         if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
@@ -262,3 +267,7 @@ class Fleet(LinkEvents):
     def _changed(self, address: str) -> None:
         for listener in self._listeners:
             listener(address)
+
+
+def _model_called(name: str) -> str:
+    return f"model {name}" if name else "the cluster's first model"

@@ -144,13 +144,18 @@ async def current_condition(lookup: PrefixLookup | None, view: ClusterView) -> I
     )
 
 
-def joined(conditions: Sequence[IndexCondition]) -> IndexCondition:
-    """Return the state of an index from those of its shards. It is EXACT if each is, and available if one is."""
-    if len(conditions) == 1:
-        return conditions[0]
+def joined(conditions: Sequence[IndexCondition], title: Callable[[int], str] | None = None) -> IndexCondition:
+    """Return the state of an index from those of its shards, or of models with these titles.
+
+    It is EXACT if each is, and available if one is.
+    """
+    first = conditions[0]
+    if len(conditions) == 1 or first.state == cluster_pb2.INDEX_STATE_ABSENT:
+        return first
+    called = title or (lambda shard: shard_name(shard, len(conditions)))
     late = [
-        f"{shard_name(shard, len(conditions))}: {condition.reason}"
-        for shard, condition in enumerate(conditions)
+        f"{called(number)}: {condition.reason}"
+        for number, condition in enumerate(conditions)
         if condition.reason
     ]
     return IndexCondition(

@@ -410,6 +410,10 @@ class Placer:
             return prompt.adapter.fingerprint.encode()
         return self._key(prompt.names, max(c.cached_tokens for c in candidates) // self._block_size)
 
+    def give_up(self) -> None:
+        """Wait for no worker any more: a request that finds none ready fails within RECHECK_SECONDS."""
+        self._no_worker_seconds = 0.0
+
     def _check_worker_wait(self, arrival: float) -> None:
         """Raise NoWorkers if no worker has been ready for `no_worker_seconds`, counted from the request's arrival at
         least.

@@ -57,6 +57,7 @@ from blockyard.router.tokenizing.service import (
     TokenPrompt,
 )
 from blockyard.router.tokenizing.splices import pack_answer
+from blockyard.router.tokenizing.token_texts import TokenTexts
 
 PROMPT_END_TOKENS = 32
 """Tokens of the prompt's end that show whether it ends within the reasoning. Templates end with fewer of their own."""
@@ -64,11 +65,12 @@ PROMPT_END_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Parts of one router that its services share."""
+    """Parts of one router for one of its models. Registry, records and answer store are the same for all models."""
 
     facts: ModelFacts
     cluster_secret: str
     tokenizing: TokenizerService
+    texts: TokenTexts
     fleet: Fleet
     placer: Placer
     relay: Relay

@@ -34,6 +34,8 @@ class RequestRecord:
     realm: str = ""
     client: str = ""
     """Key of the client's queue among waiting requests (calls/bounds.py)."""
+    model: str = ""
+    """Id of the request's model."""
     prompt_tokens: int = 0
     """Number of prompt tokens. 0 until the prompt is tokenized."""
     progress: Progress = field(default_factory=Progress)
@@ -62,7 +64,7 @@ class RequestRegistry:
 
     @contextmanager
     def hold(
-        self, request_id: str, *, tenant: str = "", realm: str = "", client: str = ""
+        self, request_id: str, *, tenant: str = "", realm: str = "", client: str = "", model: str = ""
     ) -> Iterator[RequestRecord]:
         """Register the request that the calling task runs, for the life of the context, and yield its record.
 
@@ -83,6 +85,7 @@ class RequestRegistry:
             tenant=tenant,
             realm=realm,
             client=client,
+            model=model,
         )
         self._records[key] = record
         self._idle.clear()
@@ -115,9 +118,16 @@ class RequestRegistry:
                 record.is_aborted = True
                 record.task.cancel()
 
-    def num_waiting(self) -> int:
-        """Return the number of requests without a token that no worker has."""
-        return sum(record.state is RequestState.QUEUED for record in self._records.values())
+    def num_held(self, model: str | None = None) -> int:
+        """Return the number of requests, of all models or of one."""
+        return sum(model in (None, record.model) for record in self._records.values())
+
+    def num_waiting(self, model: str | None = None) -> int:
+        """Return the number of requests without a token that no worker has, of all models or of one."""
+        return sum(
+            record.state is RequestState.QUEUED and model in (None, record.model)
+            for record in self._records.values()
+        )
 
     def num_unstarted(self) -> int:
         """Return the number of requests without a token, with or without a worker."""

@@ -31,20 +31,21 @@ class AboutRoutes:
     """Handlers of the GET routes."""
 
     def __init__(self, calls: Calls, about: AboutRouter) -> None:
-        self._parts, self._bounds, self._about = calls.parts, calls.bounds, about
+        self._groups, self._bounds, self._about = calls.groups, calls.bounds, about
         self._document = encoded(document(about.version))
         self._page = page(about.version).encode()
         self._chat_page, self._chat_headers = chat_page()
 
     async def models(self, request: BaseRequest, notes: CallNotes) -> Response:
-        models = [self._model_object(model) for model in model_messages(self._parts, self._tenant(request))]
+        models = [self._model_object(model) for model in model_messages(self._groups, self._tenant(request))]
         return json_response({"object": "list", "data": models})
 
     async def model(self, request: BaseRequest, notes: CallNotes) -> Response:
         name = request.path.removeprefix(f"{MODELS}/")
-        message = model_message(self._parts)
-        if self._parts.adapters.registry.find(name, self._tenant(request)) is None:
-            check_model_name(name, self._parts.facts)
+        group, tenant = self._groups.of(name), self._tenant(request)
+        message = model_message(group.parts)
+        if name in group.parts.facts.names or group.parts.adapters.registry.find(name, tenant) is None:
+            check_model_name(name, self._groups.names)
         else:
             message.parent, message.id = message.id, name
         return json_response(self._model_object(message))
@@ -53,9 +54,9 @@ class AboutRoutes:
         return self._bounds.caller(http_call(request, default_timeout_seconds=1.0)).tenant
 
     async def health(self, request: BaseRequest, notes: CallNotes) -> Response:
-        if self._parts.registry.is_draining:
+        if self._groups.registry.is_draining:
             return json_response({"status": "draining"}, status=503)
-        is_ready = bool(self._parts.fleet.view.ready())
+        is_ready = self._groups.num_ready_workers > 0
         return json_response(
             {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
         )

@@ -53,7 +53,8 @@ class Completions:
         asked.wanted.named(request_id)
         # Each of several prompts has a task and an id of its own. Log lines about the whole call have this id.
         REQUEST_ID.set(request_id)
-        facts, named = self._calls.parts.facts, asked.wanted.requests[0].model
+        named = asked.wanted.requests[0].model
+        facts = self._calls.groups.of(named).parts.facts
         # An answer has the model's id under all its names, and an adapter's own name. Other names are refused.
         model = facts.name if not named or named in facts.names else named
         return asked.face(Head(request_id=request_id, model=model, created=int(time.time())))
@@ -105,8 +106,10 @@ class Completions:
                 return
             skip_special = not shows_special(wanted)
 
+            tokenizing = self._calls.groups.of(wanted.requests[0].model).parts.tokenizing
+
             def text_of(token_ids: Sequence[int]) -> str:
-                return self._calls.parts.tokenizing.detokenize(token_ids, skip_special=skip_special)
+                return tokenizing.detokenize(token_ids, skip_special=skip_special)
 
             yield echoed(run, wanted.echo, wanted.prompts, wanted.outputs_a_prompt, text_of)
 

@@ -37,7 +37,7 @@ async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, req
 
     async with outputs(calls, wanted.requests, call) as run:
         await run(take)
-    facts = calls.parts.facts
+    facts = calls.groups.of(wanted.requests[0].model).parts.facts
     if facts.pooling is None:
         raise RuntimeError("a model that generates has been refused")
     items = []

@@ -22,7 +22,6 @@ from blockyard.router.errors import is_gone
 from blockyard.router.openai.about import AboutRouter, AboutRoutes
 from blockyard.router.openai.answers.chat_face import chat_asked
 from blockyard.router.openai.answers.face import Asked
-from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.anthropic.errors import anthropic_response
 from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
 from blockyard.router.openai.batches import paths as batch_paths
@@ -90,7 +89,7 @@ class Routes:
         self._calls, self._gate, self._intake = calls, gate, intake
         self._cors_origins = cors_origins
         self._completions = Completions(calls)
-        texts = TokenTexts(calls.parts.tokenizing.tokenizer)
+        groups = calls.groups
         responses = Responses(calls)
         self._arrivals = LoopBudget(ARRIVALS_PER_TICK)
         about_routes = AboutRoutes(calls, about)
@@ -99,10 +98,11 @@ class Routes:
             for name in ("GenerateStream", "Embed", "ListModels", "Tokenize", "Detokenize")
         )
         health, info = "/grpc.health.v1.Health/Check", "/blockyard.v1.ClusterService/GetClusterInfo"
-        chat = partial(chat_wanted, answers=calls.parts.answers)
         asks: Mapping[str, Callable[[Body], Asked]] = {
-            "/v1/chat/completions": chat_asked("chat", chat, texts),
-            "/v1/completions": chat_asked("completions", completion_wanted, texts),
+            "/v1/chat/completions": chat_asked("chat", chat_wanted, groups),
+            "/v1/completions": chat_asked(
+                "completions", lambda body, answers: completion_wanted(body), groups
+            ),
         }
         self.batches = (
             BatchRoutes(
@@ -121,7 +121,7 @@ class Routes:
             RESPONSES: _Route(generates, self._generating(responses.asked)),
             RESPONSE: _Route(generates, responses.get, also={"DELETE": responses.delete}),
             INPUT_ITEMS: _Route(generates, responses.input_items),
-            MESSAGES: _Route(generates, self._generating(messages_asked(calls.parts.answers))),
+            MESSAGES: _Route(generates, self._generating(messages_asked(groups))),
             f"{MESSAGES}/count_tokens": _Route(tokenizes, self._answering(counted_tokens)),
             **{path: _Route(generates, handler) for path, handler in self._batch_handlers().items()},
             MODELS: _Route(lists, about_routes.models),
@@ -234,7 +234,7 @@ class Routes:
     async def _read(self, request: BaseRequest) -> tuple[HttpCall, Body]:
         call = http_call(request, default_timeout_seconds=self._calls.bounds.default_timeout_seconds)
         with self._intake.charge(call.peer()) as charge:
-            return call, await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
+            return call, await read_json(request, charge, max_model_len=self._calls.groups.max_model_len)
 
     async def _finish(self, request: BaseRequest, response: StreamResponse, notes: CallNotes) -> None:
         """Send a response that has not begun. Cut off a client that does not read it in time."""
@@ -255,7 +255,7 @@ class Routes:
             response.headers[ANTHROPIC_REQUEST_ID] = notes.request_id
         if request.method == "POST":
             response.headers.update(rate_headers(self._calls.bounds, request))
-        if self._calls.parts.registry.is_draining:
+        if self._calls.groups.registry.is_draining:
             # The client's next request should reach another router.
             response.force_close()
 

@@ -37,14 +37,14 @@ TOKENS_PER_TICK = 4096
 
 async def tokenized(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
     """Return the answer of /tokenize for a prompt or a chat. Raises any RouterError."""
-    request = _tokenize_request(body, calls.parts.answers)
+    request = _tokenize_request(body, calls.groups.of(body.get("model")).parts.answers)
     shows_names = given(body, "return_token_strs", boolean)
     answer = await calls.tokenize(request, call)
     return {
         "count": len(answer.token_ids),
         "max_model_len": answer.max_model_len,
         "tokens": list(answer.token_ids),
-        "token_strs": await _names(calls, list(answer.token_ids)) if shows_names else None,
+        "token_strs": await _names(calls, request.model, list(answer.token_ids)) if shows_names else None,
     }
 
 
@@ -77,8 +77,8 @@ def _tokenize_request(body: Body, answers: AnswerFormat) -> inference_pb2.Tokeni
     return request
 
 
-async def _names(calls: Calls, ids: list[int]) -> list[str]:
-    tokenizer = calls.parts.tokenizing.tokenizer
+async def _names(calls: Calls, model: str, ids: list[int]) -> list[str]:
+    tokenizer = calls.groups.of(model).parts.tokenizing.tokenizer
     names: list[str] = []
     for at in range(0, len(ids), TOKENS_PER_TICK):
         names += tokenizer.convert_ids_to_tokens(ids[at : at + TOKENS_PER_TICK])

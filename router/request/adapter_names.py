@@ -37,17 +37,6 @@ def named_adapter(
     return None if model in facts.names else registry.find(model, tenant)
 
 
-def check_model_or_adapter(
-    message: inference_pb2.TokenizeRequest | inference_pb2.DetokenizeRequest,
-    registry: AdapterRegistry,
-    facts: ModelFacts,
-    tenant: str,
-) -> None:
-    """Raise UnknownModel if the request names neither a model nor an adapter of the tenant. Both have one tokenizer."""
-    if message.model in facts.names or registry.find(message.model, tenant) is None:
-        check_model(message, facts)
-
-
 def refuse_adapter(message: inference_pb2.EmbedRequest, registry: AdapterRegistry, tenant: str) -> None:
     """Raise Unsupported for a request that wants an embedding of an adapter."""
     if message.HasField("model") and registry.find(message.model, tenant) is not None:

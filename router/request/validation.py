@@ -7,7 +7,7 @@ tokens.
 
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, get_args
 
@@ -162,16 +162,16 @@ def check_model(
 ) -> None:
     """Raise UnknownModel if the request names a model that is not served. Without a name it means the served one."""
     if message.HasField("model"):
-        check_model_name(message.model, facts)
+        check_model_name(message.model, facts.names)
 
 
-def check_model_name(name: str, facts: ModelFacts) -> None:
+def check_model_name(name: str, names: Sequence[str]) -> None:
     """Raise UnknownModel if no served model has this name. The error repeats only what has the form of a model's
     name."""
-    if name in facts.names:
+    if name in names:
         return
     asked = f"model `{name}`" if is_model_name(name) else "model asked for"
-    served = ", ".join(f"`{known}`" for known in facts.names[:MAX_NAMES_TOLD])
+    served = ", ".join(f"`{known}`" for known in names[:MAX_NAMES_TOLD])
     violation = FieldViolation(field="model", description=f"must be one that is served: {served}")
     raise UnknownModel(f"The {asked} does not exist. Served here: {served}.", violations=(violation,))
 

@@ -26,10 +26,9 @@ from blockyard.router.errors import (
     LastWorker,
     RequestAborted,
     RouterError,
-    UnknownWorker,
     WorkerUnreachable,
 )
-from blockyard.router.generation.generation import RouterParts
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.services.interceptor import Context
 from blockyard.router.services.messages import adapter_message
 from blockyard.router.services.named_prompts import named
@@ -62,9 +61,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """AdminService of one router. `principal` returns the name of the current caller, for the audit log."""
 
     def __init__(
-        self, parts: RouterParts, bounds: CallBounds, *, principal: Callable[[], str] = principal_name
+        self, groups: ModelGroups, bounds: CallBounds, *, principal: Callable[[], str] = principal_name
     ) -> None:
-        self._parts = parts
+        self._groups = groups
         self._bounds = bounds
         self._principal = principal
         self._asked: Counter[str] = Counter()
@@ -126,18 +125,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.HasField("source_id"):
             self._link(request.source_id, "source_id")
         self._audit("PullPrefix", f"{request.worker_id} from {request.source_id or 'any'}")
-        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
-            wanted = await chosen_pull(self._parts, request, prompt_tokens, names)
+        found = self._groups.find_worker(request.worker_id)
+        assert found is not None, "its link was found"
+        parts = found[0].parts
+        async with named(parts, self._bounds, request, context) as (prompt_tokens, names):
+            wanted = await chosen_pull(parts, request, prompt_tokens, names)
             account = "" if request.public_prefix else tenant
             seconds = min(PULL_SHARE * self._bounds.seconds_left(context), MAX_PULL_SECONDS)
-            return await ordered_pull(self._parts, wanted, names, link, tenant=account, seconds=seconds)
+            return await ordered_pull(parts, wanted, names, link, tenant=account, seconds=seconds)
 
     async def AddAdapter(
         self, request: admin_pb2.AddAdapterRequest, context: Context
     ) -> admin_pb2.AddAdapterResponse:
         if not is_id(request.name):
             raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
-        if request.name in self._parts.facts.names:
+        if request.name in self._groups.names:
             raise InvalidRequest.of("name", "is a name of the model")
         if not is_name(request.tenant):
             raise InvalidRequest.of("tenant", f"must be {NAME_RULE}")
@@ -145,7 +147,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest.of("path", f"must have 1 to {MAX_PATH_CHARS} characters")
         self._audit("AddAdapter", f"{request.name} tenant={request.tenant}")
         left_seconds = context.time_remaining()
-        adapter = await self._parts.adapters.add(
+        adapter = await self._groups.default.parts.adapters.add(
             request.name,
             request.path,
             request.tenant,
@@ -159,14 +161,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not is_id(request.name):
             raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
         self._audit("RemoveAdapter", request.name)
-        await self._parts.adapters.remove(request.name)
+        await self._groups.default.parts.adapters.remove(request.name)
         return admin_pb2.RemoveAdapterResponse()
 
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: Context
     ) -> admin_pb2.ListAdaptersResponse:
-        await self._parts.adapters.refresh()
-        adapters = self._parts.adapters.registry.listed()
+        await self._groups.default.parts.adapters.refresh()
+        adapters = self._groups.default.parts.adapters.registry.listed()
         return admin_pb2.ListAdaptersResponse(adapters=[adapter_message(adapter) for adapter in adapters])
 
     async def Abort(
@@ -175,7 +177,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not is_id(request.request_id):
             raise InvalidRequest.of("request_id", f"must be {NAME_RULE}")
         self._audit("Abort", request.request_id)
-        self._parts.registry.abort(request.request_id)
+        self._groups.registry.abort(request.request_id)
         return inference_pb2.AbortResponse()
 
     async def _ask_each(
@@ -191,7 +193,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.HasField("worker_id"):
             links = [self._link(request.worker_id)]
         else:
-            links = [link for link in self._parts.fleet.links.values() if link.is_up]
+            fleets = (group.parts.fleet for group in self._groups)
+            links = [link for fleet in fleets for link in fleet.links.values() if link.is_up]
         self._audit(method, request.worker_id or f"all {len(links)} workers")
         timeout_seconds = _seconds_left(context)
         answers = await asyncio.gather(
@@ -208,11 +211,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _link(self, worker_id: str, field: str = "worker_id") -> EngineLink:
         if not is_id(worker_id):
             raise InvalidRequest.of(field, f"must be {NAME_RULE}")
-        worker = self._parts.fleet.view.find(worker_id)
-        link = self._parts.fleet.links.get(worker.address) if worker else None
-        if link is None:
-            raise UnknownWorker.of(field, "no worker of this id is known")
-        return link
+        return self._groups.link(worker_id, field)
 
     async def _checked_again(
         self, worker_id: str, link: EngineLink, drain: Coroutine[Any, Any, admin_pb2.DrainWorkerResponse]
@@ -241,14 +240,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return await draining
 
     def _is_draining(self, worker_id: str) -> bool:
-        worker = self._parts.fleet.view.find(worker_id)
-        return worker is not None and worker.is_draining
+        found = self._groups.find_worker(worker_id)
+        return found is not None and found[1].is_draining
 
     def _refuse_last(self, worker_id: str) -> None:
-        ready = (worker.worker_id for worker in self._parts.fleet.view.ready())
+        found = self._groups.find_worker(worker_id)
+        ready = [] if found is None else [worker.worker_id for worker in found[0].parts.fleet.view.ready()]
         if not leaves_a_worker(worker_id, ready, self._asked):
             raise LastWorker(
-                "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
+                "no other worker of its model takes requests: bring one up first, or drain this one with "
+                "`force` (--force)"
             )
 
     def _audit(self, method: str, about: str) -> None:

@@ -14,10 +14,12 @@ from blockyard.proto.limits import MAX_PAGE_SIZE
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.proto.v1 import cluster_pb2, cluster_pb2_grpc
 from blockyard.router.calls.bounds import CallBounds
+from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
-from blockyard.router.dispatch.index_report import current_condition, index_info
-from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, UnknownWorker, WorkerUnreachable
-from blockyard.router.generation.generation import RouterParts, scoped_session
+from blockyard.router.dispatch.index_report import current_condition, index_info, joined
+from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, WorkerUnreachable
+from blockyard.router.generation.generation import scoped_session
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.request.adapter_names import named_adapter
 from blockyard.router.services.inference import model_message
 from blockyard.router.services.interceptor import Context, write
@@ -44,9 +46,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     """ClusterService of one router."""
 
     def __init__(
-        self, parts: RouterParts, bounds: CallBounds, *, cluster: str, version: str, policy: str
+        self, groups: ModelGroups, bounds: CallBounds, *, cluster: str, version: str, policy: str
     ) -> None:
-        self._parts = parts
+        self._groups = groups
         self._bounds = bounds
         self._cluster = cluster
         self._version = version
@@ -56,41 +58,49 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def GetClusterInfo(
         self, request: cluster_pb2.GetClusterInfoRequest, context: Context
     ) -> cluster_pb2.ClusterInfo:
-        relay, view = self._parts.relay, self._parts.fleet.view
-        registry = self._parts.registry
+        parts = [group.parts for group in self._groups]
+        registry = self._groups.registry
         num_requests, num_waiting = len(registry.records()), registry.num_waiting()
         async with self._bounds.deadline(context):
-            condition = await current_condition(self._parts.placer.prefix_lookup, view)
+            condition = joined(
+                [await current_condition(one.placer.prefix_lookup, one.fleet.view) for one in parts],
+                title=lambda number: parts[number].facts.name,
+            )
+        relays = [one.relay for one in parts]
+        recent = [(relay.pulls.now(), pull) for relay in relays for pull in relay.pulls.recent()]
         return cluster_pb2.ClusterInfo(
             cluster=self._cluster,
             version=self._version,
-            model=model_message(self._parts),
+            model=model_message(parts[0]),
+            models=map(model_message, parts),
             policy=self._policy,
             index_available=condition.is_available,
             index_state=condition.state,
-            migrations=relay.num_migrations,
-            splits=relay.num_splits,
-            requests_lost=relay.num_lost,
-            requests_quarantined=relay.num_quarantined,
-            workers_ready=len(view.ready()),
-            workers_known=len(view.workers()),
+            migrations=sum(relay.num_migrations for relay in relays),
+            splits=sum(relay.num_splits for relay in relays),
+            requests_lost=sum(relay.num_lost for relay in relays),
+            requests_quarantined=sum(relay.num_quarantined for relay in relays),
+            workers_ready=self._groups.num_ready_workers,
+            workers_known=sum(len(one.fleet.view.workers()) for one in parts),
             requests_running=num_requests - num_waiting,
             requests_waiting=num_waiting,
-            first_token=latencies_message(self._parts.metrics.first_token),
-            inter_token=latencies_message(self._parts.metrics.gaps),
-            pulls=[pull_message(pull, relay.pulls.now()) for pull in relay.pulls.recent()],
+            first_token=latencies_message([one.metrics.first_token for one in parts]),
+            inter_token=latencies_message([one.metrics.gaps for one in parts]),
+            pulls=[pull_message(pull, now) for now, pull in recent],
         )
 
     async def GetIndexInfo(
         self, request: cluster_pb2.GetIndexInfoRequest, context: Context
     ) -> cluster_pb2.IndexInfo:
-        async with self._bounds.deadline(context):
-            return await index_info(self._parts.placer.prefix_lookup, self._parts.fleet)
+        self._groups.check(request, self._bounds.caller(context).tenant)
+        with self._groups.in_use(request) as parts:
+            async with self._bounds.deadline(context):
+                return await index_info(parts.placer.prefix_lookup, parts.fleet)
 
     async def ListWorkers(
         self, request: cluster_pb2.ListWorkersRequest, context: Context
     ) -> cluster_pb2.ListWorkersResponse:
-        return workers_message(self._parts.fleet)
+        return workers_message(self._fleets)
 
     async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
         with self._watching():
@@ -109,9 +119,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def _watch_workers(self, context: Context) -> None:
         sent: cluster_pb2.ListWorkersResponse | None = None
-        while not self._parts.registry.is_draining:
+        while not self._groups.registry.is_draining:
             # Silence changes states without an event, so the watch polls.
-            now = workers_message(self._parts.fleet)
+            now = workers_message(self._fleets)
             if sent is None or timeless(now) != timeless(sent):
                 await write(context, now)
                 sent = now
@@ -153,8 +163,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def LookupPrefix(
         self, request: cluster_pb2.LookupPrefixRequest, context: Context
     ) -> cluster_pb2.LookupPrefixResponse:
-        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
-            found = await self._parts.placer.look_up(names)
+        self._groups.check(request, self._bounds.caller(context).tenant)
+        with self._groups.in_use(request) as parts:
+            async with named(parts, self._bounds, request, context) as (prompt_tokens, names):
+                found = await parts.placer.look_up(names)
         holders = sorted(
             found.depth_by_worker.items(), key=lambda item: (-item[1].blocks, -item[1].host_blocks, item[0])
         )
@@ -174,16 +186,18 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ExplainPlacement(
         self, request: cluster_pb2.ExplainPlacementRequest, context: Context
     ) -> cluster_pb2.ExplainPlacementResponse:
-        async with named(self._parts, self._bounds, request, context) as (prompt_tokens, names):
-            caller = self._bounds.caller(context)
-            adapter = named_adapter(request, self._parts.adapters.registry, self._parts.facts, caller.tenant)
-            placement, index_available = await self._parts.placer.explain(
-                names,
-                prompt_tokens,
-                session_id=scoped_session(request.session_id, caller.realm),
-                adapter=None if adapter is None else adapter.to_place,
-            )
-        options = self._parts.placer.pull_options(placement, prompt_tokens) if placement else {}
+        caller = self._bounds.caller(context)
+        self._groups.check(request, caller.tenant)
+        with self._groups.in_use(request) as parts:
+            async with named(parts, self._bounds, request, context) as (prompt_tokens, names):
+                adapter = named_adapter(request, parts.adapters.registry, parts.facts, caller.tenant)
+                placement, index_available = await parts.placer.explain(
+                    names,
+                    prompt_tokens,
+                    session_id=scoped_session(request.session_id, caller.realm),
+                    adapter=None if adapter is None else adapter.to_place,
+                )
+            options = parts.placer.pull_options(placement, prompt_tokens) if placement else {}
         return cluster_pb2.ExplainPlacementResponse(
             policy=self._policy,
             chosen_worker_id=placement.chosen.worker_id if placement else "",
@@ -197,19 +211,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ListRequests(
         self, request: cluster_pb2.ListRequestsRequest, context: Context
     ) -> cluster_pb2.ListRequestsResponse:
-        now = self._parts.clock()
+        now = self._groups.default.parts.clock()
         return cluster_pb2.ListRequestsResponse(
-            requests=[request_message(record, now) for record in self._parts.registry.records()]
+            requests=[request_message(record, now) for record in self._groups.registry.records()]
         )
 
     def _link(self, worker_id: str) -> EngineLink:
         if not worker_id:
             raise InvalidRequest.of("worker_id", "is required")
-        worker = self._parts.fleet.view.find(worker_id)
-        link = self._parts.fleet.links.get(worker.address) if worker else None
-        if link is None:
-            raise UnknownWorker.of("worker_id", "no worker of this id is known")
-        return link
+        return self._groups.link(worker_id)
+
+    @property
+    def _fleets(self) -> dict[str, Fleet]:
+        return {group.model.id: group.parts.fleet for group in self._groups}
 
 
 async def _ask(question: Callable[[], Awaitable[T]]) -> T:

@@ -3,7 +3,7 @@
 Pure. Does not own the calls that return them (cluster.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from blockyard.proto.metrics.readings import Histogram
 from blockyard.proto.v1 import admin_pb2, cluster_pb2
@@ -39,12 +39,18 @@ PULL_VERDICTS = {
 }
 
 
-def workers_message(fleet: Fleet) -> cluster_pb2.ListWorkersResponse:
-    workers = sorted(fleet.view.workers(), key=lambda worker: (worker.worker_id, worker.address))
-    return cluster_pb2.ListWorkersResponse(workers=[_worker_message(fleet, worker) for worker in workers])
+def workers_message(fleets: Mapping[str, Fleet]) -> cluster_pb2.ListWorkersResponse:
+    """Return the workers of all models. `fleets` are by the model's id."""
+    workers = [
+        _worker_message(model, fleet, worker)
+        for model, fleet in fleets.items()
+        for worker in fleet.view.workers()
+    ]
+    workers.sort(key=lambda worker: (worker.worker_id, worker.address))
+    return cluster_pb2.ListWorkersResponse(workers=workers)
 
 
-def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
+def _worker_message(model: str, fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
     state = fleet.view.state(worker)
     reason = worker.reason
     if state is WorkerState.SUSPECT or (state is WorkerState.LOST and not reason):
@@ -55,6 +61,7 @@ def _worker_message(fleet: Fleet, worker: WorkerView) -> cluster_pb2.Worker:
         state_reason="" if state is WorkerState.READY else reason,
         load=worker.load,
         index=worker.index,
+        model=model,
     )
     if worker.hello is not None:
         message.worker_id = worker.worker_id
@@ -135,6 +142,7 @@ def request_message(record: RequestRecord, now: float) -> cluster_pb2.RequestInf
         tenant=record.tenant,
         cached_tokens=record.progress.cached_tokens,
         pulled_blocks=0 if record.progress.pull is None else record.progress.pull.num_blocks,
+        model=record.model,
         pulled_from="" if record.progress.pull is None else record.progress.pull.plan.source.worker_id,
     )
 
@@ -166,5 +174,7 @@ def adapter_message(adapter: RegisteredAdapter) -> admin_pb2.Adapter:
     )
 
 
-def latencies_message(histogram: Histogram) -> cluster_pb2.Latencies:
-    return cluster_pb2.Latencies(bounds_seconds=histogram.bounds, cumulative=histogram.read().cumulative)
+def latencies_message(histograms: Sequence[Histogram]) -> cluster_pb2.Latencies:
+    """Return the sum of histograms with the same buckets."""
+    counts = zip(*(histogram.read().cumulative for histogram in histograms), strict=True)
+    return cluster_pb2.Latencies(bounds_seconds=histograms[0].bounds, cumulative=map(sum, counts))

@@ -22,7 +22,7 @@ async def named(
     prompt = valid_question(request, parts.facts, max_model_len=parts.max_model_len)
     salt, caller = request.cache_salt, bounds.caller(context)
     adapter = named_adapter(request, parts.adapters.registry, parts.facts, caller.tenant)
-    async with bounds.admitted(context, prompt_estimate(prompt)) as charge:
+    async with bounds.admitted(context, prompt_estimate(prompt), parts.ledger) as charge:
         identity = await parts.placer.identity()
         prepared = await tokenise(
             parts,

@@ -1,14 +1,14 @@
 """A supervisor without Ray: its actors are plain objects, which outlive it as detached actors do."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.replicas import ClusterSpec, Replica
 from blockyard.deploy.supervision.supervisor import Supervisor
-from blockyard.router.config import RouterConfig
+from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.worker.actor import StartedWorker
 from blockyard.worker.config import EngineConfig, WorkerConfig
 
@@ -97,16 +97,22 @@ class Router:
 
     ready: Callable[[], tuple[str, ...]]
     sent_addresses: list[list[str]] = field(default_factory=list)
+    sent_models: list[tuple[str, ...]] = field(default_factory=list)
     is_frozen: bool = False
     num_kills: int = 0
 
     def __post_init__(self) -> None:
         self.set_workers = Remote(self._set_workers)
+        self.set_models = Remote(self._set_models)
         self.ready_incarnations = Remote(self._ready_incarnations)
 
-    async def _set_workers(self, addresses: list[str]) -> int:
-        self.sent_addresses.append(addresses)
-        return len(addresses)
+    async def _set_workers(self, addresses: dict[str, list[str]], models: Sequence[ServedModel]) -> int:
+        self.sent_addresses.append([address for each in addresses.values() for address in each])
+        self.sent_models.append(tuple(model.id for model in models))
+        return len(self.sent_addresses[-1])
+
+    async def _set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
+        self.sent_models.append(tuple(model.id for model in models))
 
     async def _ready_incarnations(self) -> tuple[str, ...]:
         if self.is_frozen:

@@ -21,8 +21,9 @@ from blockyard.deploy.lifecycle.shape import Shape
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import ProcessIdentity
 from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
+from blockyard.deploy.settings.options import MAX_TEMPLATE_BYTES
 from blockyard.deploy.settings.security import SecurityOptions
-from blockyard.deploy.settings.up_options import MAX_TEMPLATE_BYTES, SERVE_PORTS, UP_PORTS, up_options
+from blockyard.deploy.settings.up_options import SERVE_PORTS, UP_PORTS, up_options
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
 from blockyard.proto.limits import MAX_PORT

@@ -28,8 +28,8 @@ class FakeRouter:
     def __post_init__(self) -> None:
         self.set_workers = self
 
-    def remote(self, addresses: list[str]) -> "asyncio.Future[int]":
-        return self.answer(addresses)
+    def remote(self, addresses: dict[str, list[str]], models: object) -> "asyncio.Future[int]":
+        return self.answer([address for each in addresses.values() for address in each])
 
 
 class WithoutRay(WithoutActors):

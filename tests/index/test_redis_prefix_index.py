@@ -14,8 +14,9 @@ from blockyard.proto.index.contract import (
     ErrorKind,
     PrefixIndexError,
 )
+from blockyard.proto.index.erase import erase
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
-from blockyard.proto.index.schema import MAX_BISECTED_BLOCKS, bucket_of, pack_berths
+from blockyard.proto.index.schema import MAX_BISECTED_BLOCKS, bucket_of, key_prefix, pack_berths
 from redis.asyncio import Redis
 
 from ..redis_servers import each_server  # noqa: TID252
@@ -270,3 +271,18 @@ def test_a_cluster_name_that_cannot_stand_in_a_key_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="cluster name must match"):
         RedisPrefixIndex(connect(redis_process.url, timeout_seconds=1), cluster)
+
+
+async def test_an_erased_index_is_gone_and_those_of_other_models_stay(redis_harness: RedisHarness) -> None:
+    client, cluster = redis_harness.client, redis_harness.cluster
+    for model in ("", "a/b", "other"):
+        await fill(RedisPrefixIndex(client, cluster, model=model), "w0", chain(200, model or "first"))
+
+    async def keys() -> set[bytes]:
+        return {key async for key in client.scan_iter(f"blockyard:{cluster}:*", count=1000)}
+
+    before = await keys()
+    gone = {key for key in before if key.startswith(key_prefix(cluster, model="a/b").encode())}
+    assert await erase(client, cluster, model="a/b") == len(gone) > 200 / MAX_BATCH_NAMES
+    assert await keys() == before - gone
+    assert await erase(client, cluster, model="a/b") == 0

@@ -9,10 +9,10 @@ from blockyard.router.openai.answers.choices import Route, choices_of
 from blockyard.router.openai.answers.envelope import Chunks, Envelope
 from blockyard.router.openai.answers.face import Head
 from blockyard.router.openai.answers.tally import Tally
-from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
+from blockyard.router.tokenizing.token_texts import TokenTexts
 from hypothesis import given
 from hypothesis import strategies as st
 

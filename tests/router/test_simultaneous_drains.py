@@ -1,6 +1,7 @@
 """Simultaneous drains through one router or several leave at least one worker that takes requests. In virtual time."""
 
 import asyncio
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,7 +9,8 @@ from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.cluster.view import ClusterView
 from blockyard.router.errors import LastWorker, RequestAborted
-from blockyard.router.generation.generation import RouterParts
+from blockyard.router.model_group import ModelGroup
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.services.admin import DRAIN_KNOWN_SECONDS, AdminService, leaves_a_worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,16 @@ def test_a_drain_passes_exactly_where_somebody_else_is_left(
     worker: str, ready: frozenset[str], asked: frozenset[str]
 ) -> None:
     assert leaves_a_worker(worker, ready, asked) == bool(ready - asked - {worker})
+
+
+class OneGroup(ModelGroups):
+    """The group of one model, as far as a drain asks it."""
+
+    def __init__(self, parts: SimpleNamespace) -> None:
+        self._group = cast("ModelGroup", SimpleNamespace(parts=parts))
+
+    def __iter__(self) -> Iterator[ModelGroup]:
+        return iter((self._group,))
 
 
 class Cluster:
@@ -44,7 +56,7 @@ class Cluster:
         links = {name: SimpleNamespace(call=self._caller(name)) for name in names}
         self.routers = [
             AdminService(
-                cast("RouterParts", SimpleNamespace(fleet=SimpleNamespace(view=view, links=links))),
+                OneGroup(SimpleNamespace(fleet=SimpleNamespace(view=view, links=links))),
                 cast("CallBounds", SimpleNamespace()),
                 principal=lambda: "test",
             )

@@ -215,7 +215,7 @@ def test_what_does_not_read_as_a_models_name_is_not_repeated(name: str) -> None:
 def test_of_many_served_names_the_first_are_told() -> None:
     facts = replace(FACTS, names=tuple(f"m{number}" for number in range(9)))
     with pytest.raises(UnknownModel, match=r"`m0`, .*, `m7`\.$"):
-        check_model_name("other", facts)
+        check_model_name("other", facts.names)
 
 
 def test_nothing_of_the_input_is_echoed() -> None:

@@ -15,7 +15,7 @@ from blockyard.deploy.machine.redis_server import RedisProcess, start_private_re
 from blockyard.proto.index.contract import Incarnation, WorkerId, WorkerRecord
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.index.schema import key_prefix, pack_berths
-from blockyard.router import server as server_module
+from blockyard.router import model_group as server_module
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test

@@ -6,26 +6,29 @@ from typing import Any
 
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import RouterError
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.openai.answers.choices import Route, choices_of
 from blockyard.router.openai.answers.envelope import Chunks, Envelope
 from blockyard.router.openai.answers.face import Asked, Head
 from blockyard.router.openai.answers.tally import Tally
-from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.http.errors import error_body
 from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.http.sse import DONE, event
 from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.parsing.formats import AnswerFormat
+from blockyard.router.tokenizing.token_texts import TokenTexts
 
 
 def chat_asked(
-    route: Route, wanted_of: Callable[[Body], Wanted], texts: TokenTexts
+    route: Route, wanted_of: Callable[[Body, AnswerFormat], Wanted], groups: ModelGroups
 ) -> Callable[[Body], Asked]:
-    """Return the function that checks a body of the route."""
+    """Return the function that checks a body of the route, by the rules of the model that it names."""
 
     def asked(body: Body) -> Asked:
-        wanted = wanted_of(body)
-        return Asked(wanted, partial(ChatFace, route, wanted, texts))
+        parts = groups.of(body.get("model")).parts
+        wanted = wanted_of(body, parts.answers)
+        return Asked(wanted, partial(ChatFace, route, wanted, parts.texts))
 
     return asked
 

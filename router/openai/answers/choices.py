@@ -11,9 +11,9 @@ from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.metrics import FINISHES
 from blockyard.router.openai.answers.answer_text import AnswerText
 from blockyard.router.openai.answers.logprobs import CompletionLogprobs, chat_logprobs
-from blockyard.router.openai.answers.token_texts import TokenTexts
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.reading import Reading
+from blockyard.router.tokenizing.token_texts import TokenTexts
 
 Route = Literal["chat", "completions"]
 Piece = Delta | inference_pb2.Output

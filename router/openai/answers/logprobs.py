@@ -6,7 +6,7 @@ from math import isnan
 from typing import Any
 
 from blockyard.proto.v1.inference_pb2 import TokenLogprob, TopLogprob
-from blockyard.router.openai.answers.token_texts import TokenTexts
+from blockyard.router.tokenizing.token_texts import TokenTexts
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for anything lower: JSON has no infinity."""

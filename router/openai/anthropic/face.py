@@ -8,6 +8,7 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import RouterError
 from blockyard.router.generation.client_buffer import Delta
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.openai.answers.answer_text import ParsedOutput
 from blockyard.router.openai.answers.face import Asked, Head
 from blockyard.router.openai.answers.tally import Tally
@@ -19,16 +20,15 @@ from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.http.sse import event
 from blockyard.router.openai.requests.fields import Body, given, text
 from blockyard.router.openai.requests.wanted import Wanted
-from blockyard.router.parsing.formats import AnswerFormat
 
 PING = sse("ping")
 
 
-def messages_asked(answers: AnswerFormat) -> Callable[[Body, HttpCall], Awaitable[Asked]]:
+def messages_asked(groups: ModelGroups) -> Callable[[Body, HttpCall], Awaitable[Asked]]:
     """Return the function that checks a body of /v1/messages."""
 
     async def asked(body: Body, call: HttpCall) -> Asked:
-        wanted = messages_wanted(body, answers)
+        wanted = messages_wanted(body, groups.of(body.get("model")).parts.answers)
         return Asked(wanted, partial(MessagesFace, wanted))
 
     return asked
@@ -36,7 +36,7 @@ def messages_asked(answers: AnswerFormat) -> Callable[[Body, HttpCall], Awaitabl
 
 async def counted_tokens(calls: Calls, body: Body, call: HttpCall) -> dict[str, Any]:
     """Return the answer of /v1/messages/count_tokens. Raises any RouterError."""
-    chat = counted_chat(body, calls.parts.answers)
+    chat = counted_chat(body, calls.groups.of(body.get("model")).parts.answers)
     request = inference_pb2.TokenizeRequest(model=given(body, "model", text), chat=chat)
     return {"input_tokens": len((await calls.tokenize(request, call)).token_ids)}
 

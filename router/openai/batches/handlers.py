@@ -158,7 +158,7 @@ class BatchRoutes:
     async def _create(self, request: BaseRequest) -> Response:
         call = http_call(request, default_timeout_seconds=self._calls.bounds.default_timeout_seconds)
         with self._intake.charge(call.peer()) as charge:
-            body = await read_json(request, charge, max_model_len=self._calls.parts.max_model_len)
+            body = await read_json(request, charge, max_model_len=self._calls.groups.max_model_len)
         refuse_others(body, CREATE_FIELDS)
         for name, allowed in (("endpoint", self._endpoints), ("completion_window", (WINDOW,))):
             if text(name, body.get(name)) not in allowed:

@@ -19,7 +19,7 @@ class Lane:
 
     def __init__(self, calls: Calls) -> None:
         self.most = calls.outputs_a_call
-        self._registry, self._fleet = calls.parts.registry, calls.parts.fleet
+        self._groups = calls.groups
         self._entering = asyncio.Lock()
         self._left = asyncio.Event()
         self.num_held = 0
@@ -27,8 +27,9 @@ class Lane:
 
     @property
     def _is_closed(self) -> bool:
-        most = MOST_UNSTARTED * max(len(self._fleet.view.ready()), 1)
-        return self._registry.is_draining or self._registry.num_unstarted() >= most
+        registry = self._groups.registry
+        most = MOST_UNSTARTED * max(self._groups.num_ready_workers, 1)
+        return registry.is_draining or registry.num_unstarted() >= most
 
     @asynccontextmanager
     async def turn(self, num_sequences: int) -> AsyncIterator[None]:

@@ -56,7 +56,7 @@ class Runner:
     def __init__(self, store: Store, calls: Calls, line_calls: LineCalls) -> None:
         self._store, self._calls, self._line_calls = store, calls, line_calls
         # Of the model and not of the workers, so that a line which was checked is never too long later.
-        most_tokens = calls.parts.facts.max_position_embeddings
+        most_tokens = calls.groups.longest_context
         self._most_bytes = max_body_bytes(most_tokens) + LINE_BYTES
         self._most_values = max_values(most_tokens)
         self._lane = Lane(calls)
@@ -83,7 +83,7 @@ class Runner:
             self._store.release()
 
     async def _begin_new(self, tasks: asyncio.TaskGroup) -> None:
-        if self._calls.parts.registry.is_draining or not await asyncio.to_thread(self._store.become_owner):
+        if self._calls.groups.registry.is_draining or not await asyncio.to_thread(self._store.become_owner):
             return
         for record in await asyncio.to_thread(self._store.unfinished):
             job = self._jobs.get(record.id)

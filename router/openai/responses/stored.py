@@ -55,7 +55,7 @@ class Responses:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._records: SealedRecords | None = calls.parts.records
+        self._records: SealedRecords | None = calls.groups.default.parts.records
 
     async def asked(self, body: Body, call: HttpCall) -> Asked:
         """Check the body of a call that generates. Raises RouterErrors."""
@@ -66,7 +66,8 @@ class Responses:
             earlier = (await self._stored("previous_response_id", request.previous_id, tenant)).items
         context = [*earlier, *request.items(earlier)]
         stores = self._records is not None and request.asks_to_store is not False
-        wanted = request.wanted(context, self._calls.parts.answers, can_store=self._records is not None)
+        answers = self._calls.groups.of(body.get("model")).parts.answers
+        wanted = request.wanted(context, answers, can_store=self._records is not None)
         # The answer of a prefetch is empty, so no later call could go on from it.
         keeps = stores and not wanted.requests[0].prefetch
         keep: Keep = partial(self._keep, context, tenant) if keeps else keep_nothing
@@ -105,7 +106,7 @@ class Responses:
         """Charge a call that only reads or deletes, and yield its tenant."""
         bounds = self._calls.bounds
         call = http_call(request, default_timeout_seconds=bounds.default_timeout_seconds)
-        async with bounds.admitted(call, 1):
+        async with bounds.admitted(call, 1, self._calls.groups.default.parts.ledger):
             yield self._tenant(call)
 
     def _tenant(self, call: HttpCall) -> str:

@@ -19,7 +19,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Maps single tokens to their texts and bytes, for all calls of one gateway."""
+    """Maps single tokens to their texts and bytes, for all calls of one model."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer

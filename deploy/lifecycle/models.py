@@ -1,0 +1,118 @@
+"""Adds and removes models of a running cluster, for a command.
+
+Owns the checks before an addition, and the progress and result messages. Does not own starting and ending workers,
+which is the supervisor's.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from blockyard.deploy.lifecycle import driver as on_ray
+from blockyard.deploy.lifecycle import hub, preflight
+from blockyard.deploy.lifecycle.scaling import check_room, workers_of
+from blockyard.deploy.lifecycle.serving import Progress, Report
+from blockyard.deploy.machine import state
+from blockyard.deploy.supervision.replicas import SupervisorReport
+from blockyard.deploy.views.quantities import counted
+from blockyard.router.config import ServedModel
+from blockyard.worker.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One model of a running cluster."""
+
+    id: str
+    workers: tuple[str, ...]
+    serving: int
+    """Workers among them that serve."""
+
+
+def models_of(report: SupervisorReport) -> tuple[Model, ...]:
+    """Return the models of a cluster, the one that it began with first."""
+    found = []
+    for number, model in enumerate(report.models):
+        workers = [
+            replica
+            for replica in report.replicas
+            if replica.kind == "worker" and replica.model == (model if number else "")
+        ]
+        names = tuple(worker.name for worker in workers)
+        found.append(
+            Model(id=model, workers=names, serving=sum(worker.phase == "serving" for worker in workers))
+        )
+    return tuple(found)
+
+
+def list_models(cluster: state.ClusterState) -> tuple[Model, ...]:
+    with on_ray.driver(cluster):
+        return models_of(on_ray.supervisor_report(on_ray.HELLO_SECONDS))
+
+
+def add(
+    cluster: state.ClusterState,
+    model: ServedModel,
+    *,
+    num_workers: int,
+    waits_for_nodes: bool,
+    report: Report = lambda progress: None,
+) -> Model:
+    """Serve one more model. Return once all routers send its requests to all of its workers.
+
+    It has the cluster's settings. Raise ValueError, before anything is changed, for a model that cannot be served, a
+    name that is taken, or nodes without room, unless `waits_for_nodes` is set. Raise RuntimeError if a worker does not
+    start.
+    """
+    if cluster.head is not None or Path(model.model).is_dir():
+        hub.download_all(model.model, model.tokenizer, report)
+        preflight.model_config(model.model)
+        preflight.check_weights(EngineConfig(model=model.model))
+    with on_ray.driver(cluster):
+        before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
+        if model.id in before.models:
+            raise ValueError(f"{model.id} is served already: `blockyard scale` changes its number of workers")
+        if not waits_for_nodes:
+            check_room(on_ray.room(), before, num_workers)
+        try:
+            on_ray.add_model(
+                model, num_workers, waiting=lambda seen: report(_starting(seen, model.id, num_workers))
+            )
+        finally:
+            after = on_ray.supervisor_report()
+            _save(cluster, after)
+    return next(one for one in models_of(after) if one.id == model.id)
+
+
+def remove(
+    cluster: state.ClusterState,
+    model_id: str,
+    *,
+    grace_seconds: float,
+    report: Report = lambda progress: None,
+) -> None:
+    """Stop to serve a model. Return once its running requests have ended and its workers are gone.
+
+    Raise RuntimeError for an unknown model, and for the one that the cluster began with.
+    """
+    with on_ray.driver(cluster):
+        on_ray.remove_model(model_id, grace_seconds, waiting=lambda seen: report(_ending(seen, model_id)))
+        _save(cluster, on_ray.supervisor_report())
+
+
+def added_line(model: Model) -> str:
+    return f"{model.id} is served on {counted(len(model.workers), 'worker')}: {', '.join(model.workers)}"
+
+
+def _save(cluster: state.ClusterState, report: SupervisorReport) -> None:
+    num_workers = len(workers_of(report))
+    state.save(replace(cluster, model=", ".join(report.models), num_workers=num_workers))
+
+
+def _starting(seen: SupervisorReport, model_id: str, num_workers: int) -> Progress:
+    serving = sum(model.serving for model in models_of(seen) if model.id == model_id)
+    return Progress(stage=f"starting workers of {model_id}", done=serving, total=num_workers)
+
+
+def _ending(seen: SupervisorReport, model_id: str) -> Progress:
+    left = sum(replica.model == model_id for replica in seen.replicas)
+    return Progress(stage=f"draining {counted(left, 'worker')} of {model_id}")

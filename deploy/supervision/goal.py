@@ -1,0 +1,107 @@
+"""Goal: the workers and routers that should run in one cluster now, as operators have changed it since `up`.
+
+Owns what of that outlives the supervisor, by its store (desired_state.py). Does not own starting or stopping anything
+(supervisor.py).
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore
+from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
+from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, number_of, replicas_of
+from blockyard.router.config import ServedModel
+
+
+class Goal:
+    """Goal of one cluster. A change holds once it is stored."""
+
+    def __init__(self, spec: ClusterSpec, store: DesiredStateStore) -> None:
+        self._spec = spec
+        self._store = store
+        self._one_at_a_time = asyncio.Lock()
+        self.desired = store.load() or DesiredState(
+            num_workers=spec.num_workers, further_models=spec.further_models
+        )
+
+    @property
+    def models(self) -> ModelPlans:
+        return ModelPlans(first=self._spec.router.models[0], further=self.desired.further_models)
+
+    def replicas(self) -> list[Replica]:
+        """Return new replicas of all workers and routers that should run."""
+        return replicas_of(self._spec, self.desired.num_workers, self.desired.further_models)
+
+    def spec_of(self, replica: Replica) -> ClusterSpec:
+        """Return the spec by which a replica runs: that of a worker's model, and a router's with the models of now."""
+        if replica.kind == "router":
+            return replace(self._spec, router=self._spec.router.with_models(self.models.served))
+        return self._spec.of_model(self.models.plan(replica.model))
+
+    @property
+    def has_ranks(self) -> bool:
+        """Return True if workers of a model have several ranks."""
+        specs = (self._spec, *(self._spec.of_model(plan) for plan in self.models.further))
+        return any(spec.num_ranks > 1 for spec in specs)
+
+    def beyond(self, workers: Iterable[Replica]) -> list[Replica]:
+        """Return the workers that should not run: of a higher number than their model has, or of no model."""
+        return [worker for worker in workers if number_of(worker.name) >= self._num_workers(worker.model)]
+
+    def _num_workers(self, model: str) -> int:
+        if not model:
+            return self.desired.num_workers
+        plan = self.models.plan(model)
+        return 0 if plan is None else plan.num_workers
+
+    async def change(self, **changes: Any) -> None:
+        """Store a change of fields of the desired state. Raise TimeoutError if the store does not answer."""
+        async with self._one_at_a_time:
+            desired = replace(self.desired, **changes)
+            await self._store.save(desired)
+            self.desired = desired
+
+    async def keep_addresses(self, replicas: Iterable[Replica]) -> None:
+        """Store the routers' addresses. After a restart of all of Ray they are known nowhere else."""
+        routers = (replica for replica in replicas if replica.kind == "router" and replica.address)
+        addresses = tuple((replica.name, replica.address, replica.http_address) for replica in routers)
+        if addresses != self.desired.addresses:
+            await self.change(addresses=addresses)
+
+    async def scale(self, model: str, num_workers: int, grace_seconds: float) -> str:
+        """Change the number of workers of a model. Return how replicas name it: "" for the first one.
+
+        Raise ValueError for less than one worker, or an unknown model.
+        """
+        if num_workers < 1:
+            raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
+        models = self.models
+        if model in ("", models.first.id):
+            await self.change(num_workers=num_workers, grace_seconds=grace_seconds)
+            return ""
+        models.known(model)
+        await self.change(
+            further_models=models.scaled(model, num_workers).further, grace_seconds=grace_seconds
+        )
+        return model
+
+    async def add(self, model: ServedModel, num_workers: int) -> None:
+        """Add a model with the first one's settings. Raise ValueError for a name that another model has."""
+        engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer)
+        plan = ModelPlan(
+            served=model,
+            engine=engine,
+            num_workers=num_workers,
+            num_cpus_per_worker=self._spec.num_cpus_per_worker,
+            num_gpus_per_worker=self._spec.num_gpus_per_worker,
+        )
+        await self.change(further_models=self.models.adding(plan).further)
+
+    async def remove(self, model: str, grace_seconds: float) -> ModelPlan:
+        """Remove a model and return it. Raise ValueError for an unknown one, and for the first one."""
+        models = self.models
+        plan = models.known(model)
+        await self.change(further_models=models.without(model).further, grace_seconds=grace_seconds)
+        return plan

@@ -1,0 +1,85 @@
+"""Model plans: the models of a cluster beside its first one, with the workers that each should have.
+
+Pure. Owns the names by which workers of several models are told apart. The first model is the one that the cluster
+began with. It ends with the cluster. Does not own starting or stopping anything (supervisor.py).
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from blockyard.router.config import ServedModel, check_models
+from blockyard.worker.config import EngineConfig
+
+MAX_PREFIX_LENGTH = 40
+_NO_NAME = re.compile(r"[^a-z0-9.]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """One further model, and its workers."""
+
+    served: ServedModel
+    engine: EngineConfig
+    num_workers: int
+    num_cpus_per_worker: float
+    num_gpus_per_worker: float
+
+    @property
+    def id(self) -> str:
+        return self.served.id
+
+    @property
+    def workers_prefix(self) -> str:
+        """Return how the names of its workers begin."""
+        short = _NO_NAME.sub("-", self.id.lower()).strip("-.")[:MAX_PREFIX_LENGTH]
+        return f"{short or 'model'}-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlans:
+    """All models of a cluster. Raises ValueError if two have a name, an index or names of workers in common."""
+
+    first: ServedModel
+    further: tuple[ModelPlan, ...]
+
+    def __post_init__(self) -> None:
+        check_models(self.served)
+        prefixes: dict[str, str] = {}
+        for plan in self.further:
+            if (other := prefixes.setdefault(plan.workers_prefix, plan.id)) != plan.id:
+                raise ValueError(
+                    f"workers of {plan.id!r} and {other!r} would have the same names: give one another name (--name)"
+                )
+
+    @property
+    def served(self) -> tuple[ServedModel, ...]:
+        """Return the models as routers serve them, the first one first."""
+        return (self.first, *(plan.served for plan in self.further))
+
+    def plan(self, model: str) -> ModelPlan | None:
+        return next((plan for plan in self.further if plan.id == model), None)
+
+    def known(self, model: str) -> ModelPlan:
+        """Return a further model. Raises ValueError for any other."""
+        if model == self.first.id:
+            raise ValueError(
+                f"{model} is the model that the cluster began with: it ends with the cluster (`down`)"
+            )
+        plan = self.plan(model)
+        if plan is None:
+            raise ValueError(
+                f"no model is called {model!r}, only {', '.join(served.id for served in self.served)}"
+            )
+        return plan
+
+    def adding(self, plan: ModelPlan) -> "ModelPlans":
+        return replace(self, further=(*self.further, plan))
+
+    def without(self, model: str) -> "ModelPlans":
+        return replace(self, further=tuple(plan for plan in self.further if plan.id != model))
+
+    def scaled(self, model: str, num_workers: int) -> "ModelPlans":
+        plans = (
+            replace(plan, num_workers=num_workers) if plan.id == model else plan for plan in self.further
+        )
+        return replace(self, further=tuple(plans))

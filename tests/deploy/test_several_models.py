@@ -1,0 +1,84 @@
+"""`up` and `serve` with several models: what the command line means, what is refused, and what would run."""
+
+from typing import Any
+
+import pytest
+from blockyard.deploy.lifecycle.cluster_spec import spec_of
+from blockyard.deploy.lifecycle.shape import shape_of
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.settings.from_vllm import with_further_models
+from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.worker.config import EngineConfig
+
+DEMO = model_path("demo")
+
+
+def options(*further: str, **settings: Any) -> UpOptions:
+    engine = EngineConfig(model="hub/first", **settings.pop("engine", {}))
+    return UpOptions(engine=engine, further_models=further, **settings)
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        (["--model", "a"], ["--model", "a"]),
+        (["--model", "a", "--model", "b"], ["--model", "a", "--further-model", "b"]),
+        (["--model=a", "--model=b", "--model=c"], ["--model=a", "--further-model=b", "--further-model=c"]),
+        (["--model-name", "a", "--model", "b"], ["--model-name", "a", "--model", "b"]),
+    ],
+)
+def test_each_further_model_option_adds_a_model(typed: list[str], means: list[str]) -> None:
+    assert with_further_models(typed) == means
+
+
+def test_one_model_is_served_as_ever() -> None:
+    (only,) = options().served_models
+    assert (only.id, only.names, only.index) == ("hub/first", ("hub/first", "first"), "")
+    assert options().each_model() == [options(model_names=("hub/first", "first"))]
+
+
+def test_further_models_have_names_and_indexes_of_their_own() -> None:
+    first, demo, other = options("demo", "hub/other@v1").served_models
+    assert (first.index, demo.index, other.index) == ("", "demo", "hub/other")
+    assert (demo.model, demo.names) == (DEMO, ("demo",))
+    assert (other.model, other.names) == ("hub/other@v1", ("hub/other", "other"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"chat_template": "{{ x }}"}, "--chat-template"),
+        ({"engine": {"tokenizer": "hub/other"}}, "--tokenizer"),
+        ({"engine": {"host_cache_gib": 1.0}, "num_prefill_workers": 1}, "--prefill-workers"),
+    ],
+)
+def test_settings_of_one_model_are_refused_with_several(settings: dict[str, Any], words: str) -> None:
+    assert options(**settings).num_models == 1
+    with pytest.raises(ValueError, match=words):
+        options("demo", **settings)
+
+
+@pytest.mark.parametrize("further", [("hub/first",), ("demo", "demo"), ("other/first",), ("no name!",)])
+def test_bad_names_are_refused(further: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"first|demo|no name"):
+        options(*further)
+
+
+def test_the_workers_of_all_models_share_the_cpus() -> None:
+    shape = shape_of(options("demo"), (8.0,), 0.0)
+    assert (shape.num_workers, shape.num_cpus, shape.all_workers) == (1, 4.0, 2)
+    with pytest.raises(RuntimeError, match="2 workers of 6 CPUs each"):
+        shape_of(options("demo", cpus_per_worker=6.0), (8.0,), 0.0)
+    with_gpus = shape_of(options("demo"), (64.0,), 8.0)
+    assert (with_gpus.num_workers, with_gpus.num_gpus) == (4, 1.0)
+
+
+def test_the_supervisor_starts_workers_of_each_model() -> None:
+    wanted = options("demo", num_workers=2)
+    cluster = ClusterState(cluster="c", model="", secret="s", directory="/tmp")
+    spec = spec_of(cluster, wanted, shape_of(wanted, (8.0,), 0.0))
+    (plan,) = spec.further_models
+    assert (plan.id, plan.engine.model, plan.num_workers) == ("demo", DEMO, 2)
+    assert (plan.num_cpus_per_worker, spec.num_cpus_per_worker) == (2.0, 2.0)
+    assert spec.router.with_models((*spec.router.models, plan.served)).models[1].index == "demo"

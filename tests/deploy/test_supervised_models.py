@@ -1,0 +1,157 @@
+"""Several models of one cluster, without Ray: workers, what routers are told, and what survives the supervisor."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from blockyard.deploy.lifecycle.models import models_of
+from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
+from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
+from blockyard.deploy.supervision.replicas import (
+    Replica,
+    is_worker_name,
+    model_of,
+    number_of,
+    worker_config,
+    worker_name,
+)
+from blockyard.proto.naming.identifiers import is_id
+from blockyard.router.config import ServedModel
+from blockyard.worker.config import EngineConfig
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .incarnations import SPEC, FakeIncarnations, until
+
+OTHER = ServedModel(model="hub/Other-1.5B", names=("hub/Other-1.5B", "other"), index="hub/Other-1.5B")
+FIRST = ServedModel(model="m", names=("m",))
+
+
+def plan_of(model: ServedModel, **settings: object) -> ModelPlan:
+    given = {"num_workers": 1, "num_cpus_per_worker": 1.0, "num_gpus_per_worker": 0.0, **settings}
+    return ModelPlan(served=model, engine=EngineConfig(model=model.model), **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[FakeIncarnations]:
+    made = FakeIncarnations()
+    await until(lambda: len(made.incarnations) == 1)
+    yield made
+    await made.leave()
+
+
+async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
+    supervisor: FakeIncarnations,
+) -> None:
+    await supervisor.add_model(OTHER, 2)
+    report = await supervisor.report()
+    assert [(model.id, model.workers) for model in models_of(report)] == [
+        ("m", ("worker-0",)),
+        ("hub/Other-1.5B", ("hub-other-1.5b-worker-0", "hub-other-1.5b-worker-1")),
+    ]
+    await until(lambda: supervisor.router.sent_models[-1] == ("m", "hub/Other-1.5B"))
+    await supervisor.remove_model("hub/Other-1.5B", 7.5)
+    assert [worker.stopped_with for worker in supervisor.incarnations] == [[], [7.5], [7.5]]
+    assert [model.id for model in models_of(await supervisor.report())] == ["m"]
+    assert supervisor.router.sent_models[-1] == ("m",)
+
+
+async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeIncarnations) -> None:
+    await supervisor.add_model(OTHER, 1)
+    order: list[str] = []
+    told, stopped = supervisor.router.set_models.remote, supervisor.incarnations[1].stop.remote
+
+    async def tell(*arguments: object) -> object:
+        order.append("routers")
+        return await told(*arguments)
+
+    async def stop(*arguments: object) -> object:
+        order.append("workers")
+        return await stopped(*arguments)
+
+    supervisor.router.set_models.remote, supervisor.incarnations[1].stop.remote = tell, stop
+    await supervisor.remove_model("hub/Other-1.5B", 0.0)
+    assert order == ["routers", "workers"]
+
+
+async def test_each_model_scales_alone(supervisor: FakeIncarnations) -> None:
+    await supervisor.add_model(OTHER, 1)
+    await supervisor.scale(2, 0.0, "hub/Other-1.5B")
+    await supervisor.scale(3, 0.0)
+    assert [len(model.workers) for model in models_of(await supervisor.report())] == [3, 2]
+    await supervisor.scale(1, 0.0, "m")
+    assert [len(model.workers) for model in models_of(await supervisor.report())] == [1, 2]
+
+
+async def test_a_restarted_supervisor_keeps_the_models_and_ends_workers_of_none() -> None:
+    first = FakeIncarnations()
+    await first.add_model(OTHER, 1)
+    await first.leave()
+    second = FakeIncarnations(first.left)
+    await until(lambda: second.router.sent_models != [])
+    assert [model.id for model in models_of(await second.report())] == ["m", "hub/Other-1.5B"]
+    assert (len(first.incarnations), second.incarnations) == (2, []), "running workers were adopted"
+    await second.leave()
+
+
+@pytest.mark.parametrize("name", ["m", "nothing"])
+async def test_only_a_further_model_can_be_removed(supervisor: FakeIncarnations, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        await supervisor.remove_model(name, 0.0)
+
+
+@pytest.mark.parametrize("names", [("m",), ("x", "m")])
+async def test_a_name_that_is_taken_is_refused(supervisor: FakeIncarnations, names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="'m'"):
+        await supervisor.add_model(ServedModel(model="x", names=names, index=names[0]), 1)
+    assert len((await supervisor.report()).models) == 1
+
+
+def test_models_with_the_same_names_of_workers_are_refused() -> None:
+    twins = [ServedModel(model=name, names=(name,), index=name) for name in ("a/b", "a-b")]
+    with pytest.raises(ValueError, match="same names"):
+        ModelPlans(first=FIRST, further=tuple(map(plan_of, twins)))
+
+
+@given(
+    st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1, max_size=80),
+    st.integers(0, 99),
+)
+def test_the_name_of_a_worker_tells_its_model_and_number(model_id: str, number: int) -> None:
+    plan = plan_of(ServedModel(model="x", names=(model_id,), index=model_id))
+    name = worker_name(number, plan)
+    assert is_worker_name(name)
+    assert is_id(name)
+    assert (number_of(name), model_of(name, [plan])) == (number, model_id)
+    assert model_of(worker_name(number), [plan]) == ""
+    assert not is_worker_name(f"{name} rank 1")
+
+
+def test_a_worker_of_a_further_model_has_its_index_and_engine() -> None:
+    spec = replace(SPEC, num_prefill_workers=1)
+    config = worker_config(spec.of_model(plan_of(OTHER)), Replica(name="x-worker-0", kind="worker"))
+    assert (config.engine.model, config.index_model, config.model_name) == (
+        OTHER.model,
+        OTHER.index,
+        OTHER.id,
+    )
+    assert config.role == "both"
+
+
+def test_models_survive_the_store() -> None:
+    desired = DesiredState(num_workers=2, further_models=(plan_of(OTHER, num_workers=3),))
+    assert decoded(encoded(desired)) == desired
+
+
+async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: FakeIncarnations) -> None:
+    await supervisor.add_model(OTHER, 1)
+    supervisor.incarnations[1].may_stop.clear()
+    removing = asyncio.create_task(supervisor.remove_model("hub/Other-1.5B", 5.0))
+    await until(lambda: supervisor.incarnations[1].stopped_with == [5.0])
+    sent = len(supervisor.router.sent_models)
+    supervisor._changed.set()
+    await until(lambda: len(supervisor.router.sent_models) > sent)
+    assert supervisor.router.sent_models[-1] == ("m",)
+    supervisor.incarnations[1].may_stop.set()
+    await removing

@@ -1,0 +1,283 @@
+"""Several models behind one router, with scripted workers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import pytest_asyncio
+from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
+from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
+from blockyard.router.config import RouterConfig, ServedModel
+from blockyard.router.model_groups import ModelGroups
+
+from .fake_worker import FakeWorker, Script, expected_tokens
+from .rig import FOREVER, MODEL, Router, refused, request, running_router, until, worker_of_model
+
+OTHER = ServedModel(model=str(MODEL), names=("other", "alias"), index="other")
+DEMO = ServedModel(model=str(MODEL), names=("demo",))
+
+
+@asynccontextmanager
+async def served(
+    *models: ServedModel, **settings: Any
+) -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
+    """A router of model `demo` and these, with one worker for each."""
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(
+            running_router(further_models=models, http_port=0, **settings)
+        )
+        workers = {}
+        for model in (DEMO, *models):
+            workers[model.id] = await stack.enter_async_context(worker_of(model))
+            router.server.set_workers([workers[model.id].address], model.id)
+        await until(lambda: router.server.num_ready_workers == len(workers))
+        yield router, workers
+
+
+def worker_of(model: ServedModel, **settings: Any) -> FakeWorker:
+    return worker_of_model(f"{model.id}-worker", model=model.index, model_fingerprint=model.id, **settings)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair() -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
+    """One router of both models, for tests that leave it as it is."""
+    async with served(OTHER, max_requests=8) as both:
+        yield both
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def changing() -> AsyncIterator[tuple[Router, dict[str, FakeWorker]]]:
+    """One router, for tests in which models come and go. It begins with both, and the last test leaves one."""
+    async with served(OTHER) as both:
+        yield both
+
+
+Pair = tuple[Router, dict[str, FakeWorker]]
+
+
+async def ask(router: Router, model: str | None, **fields: Any) -> inference_pb2.GenerateResponse:
+    named = {} if model is None else {"model": model}
+    response: inference_pb2.GenerateResponse = await router.inference.Generate(request(**named, **fields))
+    return response
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_goes_to_the_workers_of_its_model(pair: Pair) -> None:
+    router, workers = pair
+    for name, model in ((None, "demo"), ("demo", "demo"), ("other", "other"), ("alias", "other")):
+        before = {each: len(worker.submits) for each, worker in workers.items()}
+        answer = await ask(router, name)
+        assert list(answer.token_ids) == expected_tokens(1, 20)
+        assert {each: len(worker.submits) - before[each] for each, worker in workers.items()} == {
+            each: int(each == model) for each in workers
+        }
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_is_not_served_is_not_found_and_the_answer_names_all_that_are(pair: Pair) -> None:
+    router, _ = pair
+    error = await refused(ask(router, "nothing"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert "`demo`, `other`, `alias`" in (error.details() or "")
+    for question in (
+        router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt="x", model="nothing")),
+        router.cluster.ExplainPlacement(cluster_pb2.ExplainPlacementRequest(prompt="x", model="nothing")),
+        router.cluster.GetIndexInfo(cluster_pb2.GetIndexInfoRequest(model="nothing")),
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(prompt="x", model="nothing")),
+        router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1], model="nothing")),
+    ):
+        assert (await refused(question)).code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_gateway_lists_and_serves_all_models(pair: Pair) -> None:
+    router, workers = pair
+    async with aiohttp.ClientSession() as session:
+        url = f"http://{router.server.http_address}/v1"
+        before = {each: len(worker.submits) for each, worker in workers.items()}
+        listed = await (await session.get(f"{url}/models")).json()
+        assert [model["id"] for model in listed["data"]] == ["demo", "other", "alias"]
+        assert (await (await session.get(f"{url}/models/alias")).json())["id"] == "other"
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "model": "other"}
+        async with session.post(f"{url}/chat/completions", json=body) as answer:
+            assert (answer.status, (await answer.json())["model"]) == (200, "other")
+        assert [len(worker.submits) for worker in workers.values()] == [before["demo"], before["other"] + 1]
+        async with session.post(f"{url}/chat/completions", json=body | {"model": "nothing"}) as answer:
+            assert answer.status == 404
+            assert (await answer.json())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_operators_see_the_model_of_workers_requests_and_metrics(pair: Pair) -> None:
+    router, _ = pair
+    before = {
+        group.model.id: sum(group.parts.metrics.readings()["requests"].values()) for group in groups(router)
+    }
+    listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+    assert {worker.worker_id: worker.model for worker in listed.workers} == {
+        "demo-worker": "demo",
+        "other-worker": "other",
+    }
+    running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
+    await until(router.requests)
+    assert [one.model for one in await router.requests()] == ["other"]
+    info = await router.cluster.GetClusterInfo(cluster_pb2.GetClusterInfoRequest())
+    assert (info.model.id, [model.id for model in info.models]) == ("demo", ["demo", "other"])
+    assert info.workers_ready == 2
+    await running
+    expected = {"demo": before["demo"], "other": before["other"] + 1}
+    await until(
+        lambda: (
+            expected
+            == {
+                labels["model_name"]: sum(readings["requests"].values())
+                for labels, readings in router.server.model_readings
+            }
+        )
+    )
+
+
+async def test_workers_of_one_model_dead_leave_the_other_alone() -> None:
+    async with served(OTHER, no_worker_seconds=0.0) as (router, workers):
+        await workers["other"].__aexit__(None, None, None)
+        router.server.set_workers([], "other")
+        await until(lambda: router.server.num_ready_workers == 1)
+        assert (await refused(ask(router, "other"))).code() is grpc.StatusCode.UNAVAILABLE
+        assert list((await ask(router, "demo")).token_ids) == expected_tokens(1, 20)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_worker_of_another_model_is_refused(pair: Pair) -> None:
+    router, workers = pair
+    before = len(workers["other"].submits)
+    router.server.set_workers([workers["demo"].address, workers["other"].address])
+
+    async def is_refused() -> bool:
+        listed = await router.cluster.ListWorkers(cluster_pb2.ListWorkersRequest())
+        reasons = [worker.state_reason for worker in listed.workers if worker.model == "demo"]
+        return "serves model other, and this address is one of the cluster's first model" in reasons
+
+    await until(is_refused)
+    assert list((await ask(router, "demo")).token_ids) == expected_tokens(1, 20)
+    assert len(workers["other"].submits) == before
+    router.server.set_workers([workers["demo"].address])
+
+
+def has_submits(worker: FakeWorker, number: int) -> bool:
+    return len(worker.submits) >= number
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_models_come_and_go_under_load_without_a_failed_request(changing: Pair) -> None:
+    router, workers = changing
+    other = workers["other"]
+    num_done = count()
+    stopping = asyncio.Event()
+
+    async def load() -> int:
+        while not stopping.is_set():
+            assert list((await ask(router, "demo")).token_ids) == expected_tokens(1, 20)
+            number = next(num_done)
+        return number
+
+    loads = [asyncio.ensure_future(load()) for _ in range(3)]
+    long = asyncio.ensure_future(ask(router, "other", sampling={"max_tokens": 60}))
+    # Nothing but this request comes to the worker. It may end before the model goes, on a busy machine.
+    await until(partial(has_submits, other, 1), seconds=30.0)
+    await router.server.set_models((DEMO,), grace_seconds=60.0)
+    # The running request has ended whole, and a new one finds no such model.
+    assert list((await long).token_ids) == expected_tokens(1, 60)
+    assert (await refused(ask(router, "other"))).code() is grpc.StatusCode.NOT_FOUND
+    router.server.set_workers([other.address], "other")
+    await router.server.set_models((DEMO, OTHER), grace_seconds=5.0)
+    assert router.server.model_ids == ("demo", "other")
+    assert list((await ask(router, "other")).token_ids) == expected_tokens(1, 20)
+    stopping.set()
+    assert max(await asyncio.gather(*loads)) > 5
+    assert len(workers["demo"].submits) == next(num_done)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(changing: Pair) -> None:
+    router, workers = changing
+    workers["other"].script = lambda submit: Script(hang_after=1)
+    running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
+    await until(partial(has_submits, workers["other"], len(workers["other"].submits) + 1), seconds=30.0)
+    await router.server.set_models((DEMO,), grace_seconds=0.1)
+    async with asyncio.timeout(20):
+        assert (await refused(running)).code() is grpc.StatusCode.UNAVAILABLE
+    await ask(router, "demo")
+    workers["other"].script = lambda submit: Script()
+    router.server.set_workers([workers["other"].address], "other")
+    await router.server.set_models((DEMO, OTHER), grace_seconds=5.0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_default_model_may_go_too_and_the_next_one_takes_its_place(changing: Pair) -> None:
+    router, workers = changing
+    before = len(workers["other"].submits)
+    await router.server.set_models((OTHER,), grace_seconds=5.0)
+    await ask(router, None)
+    assert len(workers["other"].submits) == before + 1
+    assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_cannot_be_read_is_refused_and_the_others_stay(pair: Pair) -> None:
+    router, _ = pair
+    broken = ServedModel(model="/nowhere", names=("broken",), index="broken")
+    with pytest.raises(ValueError, match="/nowhere"):
+        await router.server.set_models((DEMO, OTHER, broken), grace_seconds=1.0)
+    assert router.server.model_ids == ("demo", "other")
+    await ask(router, "other")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_burst_for_one_model_leaves_the_other_its_part_of_the_limits(pair: Pair) -> None:
+    router, workers = pair
+    workers["demo"].script = lambda submit: Script(hang_after=1)
+    burst = [asyncio.ensure_future(ask(router, "demo", sampling=FOREVER)) for _ in range(12)]
+    await until(lambda: sum(one.done() for one in burst) >= 8)
+    refusals = [one.exception() for one in burst if one.done()]
+    assert all(
+        isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for error in refusals
+    )
+    assert list((await ask(router, "other")).token_ids) == expected_tokens(1, 20)
+    for one in burst:
+        one.cancel()
+    await asyncio.gather(*burst, return_exceptions=True)
+    workers["demo"].script = lambda submit: Script()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_drain_is_refused_for_the_last_worker_of_a_model(pair: Pair) -> None:
+    router, _ = pair
+    admin = AdminServiceStub(router.channel)
+    error = await refused(admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="other-worker")))
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_two_models_cannot_share_a_name_or_an_index() -> None:
+    twin = ServedModel(model="b", names=("x", "a"), index="b")
+    with pytest.raises(ValueError, match="'a'"):
+        RouterConfig(model="a", further_models=(twin,))
+    with pytest.raises(ValueError, match="index"):
+        RouterConfig(model="a", further_models=(ServedModel(model="b", names=("b",)),))
+
+
+def test_the_config_keeps_its_models_in_order() -> None:
+    config = RouterConfig(model="a", further_models=(OTHER,))
+    assert [model.id for model in config.models] == ["a", "other"]
+    assert config.with_models(config.models[::-1]).models == config.models[::-1]
+
+
+def groups(router: Router) -> ModelGroups:
+    assert router.server._groups is not None
+    return router.server._groups
