@@ -44,6 +44,14 @@ static inline Item item_of(const Lora& l, int64_t index) {
     return found;
 }
 
+// Call f(first, load) for each register of a run of numbers, the last of which may be partly filled.
+template <class F>
+static inline void over_registers(int64_t count, F f) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) f(i, [](auto* p) { return load_floats(p); });
+    if (i < count) f(i, [=](auto* p) { return load_some_floats(p, count - i); });
+}
+
 // Multiply rows of A from `rank` on with the item's tokens.
 template <class T>
 static inline void shrink(const Lora& l, const Item& item, int64_t part, int64_t rank, int64_t num_ranks) {
@@ -51,20 +59,19 @@ static inline void shrink(const Lora& l, const Item& item, int64_t part, int64_t
     float* between = l.between + (item.first * l.num_parts + part) * l.max_rank + rank;
     in_tiles<TILE>(item.count, [&](int token, auto few) {
         constexpr int tokens = few;
+        const T* x[tokens];
+        for (int t = 0; t < tokens; t++) x[t] = (const T*)l.x + item.tokens[token + t] * l.x_stride;
         in_tiles<TILE>(num_ranks, [&](int row, auto some) {
             constexpr int rows = some;
             Floats sum[rows][tokens] = {};
-            const T* x[tokens];
-            for (int t = 0; t < tokens; t++) x[t] = (const T*)l.x + item.tokens[token + t] * l.x_stride;
-            for (int64_t i = 0; i < l.num_inputs; i += WIDTH) {
-                const int64_t count = l.num_inputs - i;
+            over_registers(l.num_inputs, [&](int64_t i, auto load_from) {
                 Floats values[tokens];
-                for (int t = 0; t < tokens; t++) values[t] = load_some_floats(x[t] + i, count);
+                for (int t = 0; t < tokens; t++) values[t] = load_from(x[t] + i);
                 for (int r = 0; r < rows; r++) {
-                    const Floats weights = load_some_floats(a + (row + r) * l.num_inputs + i, count);
+                    const Floats weights = load_from(a + (row + r) * l.num_inputs + i);
                     for (int t = 0; t < tokens; t++) sum[r][t] += weights * values[t];
                 }
-            }
+            });
             for (int r = 0; r < rows; r++)
                 for (int t = 0; t < tokens; t++)
                     between[(token + t) * l.num_parts * l.max_rank + row + r] = sum_of(sum[r][t]);
@@ -77,27 +84,34 @@ template <class T>
 static inline void expand(const Lora& l, const Item& item, int64_t part, int64_t output, int64_t num_outputs) {
     const T* b = (const T*)l.b + item.slot * l.max_rank * l.num_outputs + output;
     const float* between = l.between + (item.first * l.num_parts + part) * l.max_rank;
+    const int64_t stride = l.num_parts * l.max_rank;
     in_tiles<TILE>(item.count, [&](int token, auto few) {
         constexpr int tokens = few;
-        for (int64_t o = 0; o < num_outputs; o += TILE * WIDTH) {
-            Floats sum[TILE][tokens] = {};
-            for (int64_t r = 0; r < item.rank; r++)
-                for (int g = 0; g < TILE; g++) {
-                    const int64_t count = num_outputs - o - g * WIDTH;
-                    if (count <= 0) break;
-                    const Floats weights = load_some_floats(b + r * l.num_outputs + o + g * WIDTH, count);
-                    for (int t = 0; t < tokens; t++)
-                        sum[g][t] += weights * between[(token + t) * l.num_parts * l.max_rank + r];
-                }
-            for (int t = 0; t < tokens; t++) {
-                T* out = (T*)l.out + item.tokens[token + t] * l.out_stride + output + o;
-                for (int g = 0; g < TILE; g++) {
-                    const int64_t count = num_outputs - o - g * WIDTH;
-                    if (count <= 0) break;
-                    store_some_floats(out + g * WIDTH, load_some_floats(out + g * WIDTH, count) + sum[g][t], count);
+        auto add = [&](int64_t first, auto some, auto load_from, auto store_to) {
+            constexpr int groups = some;
+            Floats sum[groups][tokens] = {};
+            for (int64_t r = 0; r < item.rank; r++) {
+                Floats weights[groups];
+                for (int g = 0; g < groups; g++) weights[g] = load_from(b + r * l.num_outputs + first + g * WIDTH);
+                for (int t = 0; t < tokens; t++) {
+                    const Floats factor = between[(token + t) * stride + r] - Floats{};
+                    for (int g = 0; g < groups; g++) sum[g][t] += weights[g] * factor;
                 }
             }
-        }
+            for (int t = 0; t < tokens; t++)
+                for (int g = 0; g < groups; g++) {
+                    T* out = (T*)l.out + item.tokens[token + t] * l.out_stride + output + first + g * WIDTH;
+                    store_to(out, load_from(out) + sum[g][t]);
+                }
+        };
+        const int64_t whole = num_outputs / WIDTH * WIDTH, rest = num_outputs - whole;
+        in_tiles<TILE>(num_outputs / WIDTH, [&](int group, auto some) {
+            add(group * WIDTH, some, [](const T* p) { return load_floats(p); },
+                [](T* p, Floats v) { store_floats(p, v); });
+        });
+        if (rest)
+            add(whole, std::integral_constant<int, 1>(), [=](const T* p) { return load_some_floats(p, rest); },
+                [=](T* p, Floats v) { store_some_floats(p, v, rest); });
     });
 }
 
