@@ -38,7 +38,7 @@ class EndedStep:
     waited_seconds: float = 0.0
     """Seconds before it in which it was planned and no step was computed."""
     wasted_seconds: float = 0.0
-    """Those of them that overlap would have saved, where the step waited for tokens and then verified no draft."""
+    """The part of it that overlap would have saved, where the step waited for tokens and then verified no draft."""
     is_disturbed: bool = False
     """Whether a row failed or the step was run again. What a later step computed on top of it does not count."""
     adapter_seconds: Mapping[str, float] = field(default_factory=dict)

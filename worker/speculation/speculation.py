@@ -26,6 +26,8 @@ MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 TRIAL_STEPS = 16
 """Steps between two trials of drafts that are not expected to gain."""
+RARE_TRIAL_STEPS = 512
+"""The same where not even right drafts would gain, by the times measured."""
 TRIAL_DRAFTS = 2
 MAX_SKIPPED_STEPS = 16
 """Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
@@ -118,7 +120,7 @@ class Speculation:
         # How long a step of far more rows takes is not known, so the numbers of rows grow by a factor of two.
         most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
         is_trial = self._since_trial >= TRIAL_STEPS
-        if not is_trial and not can_gain(most, num_rows, self.times.expected):
+        if self._since_trial < RARE_TRIAL_STEPS and not can_gain(most, num_rows, self.times.expected):
             return []
         longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
