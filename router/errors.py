@@ -10,7 +10,6 @@
     ├── Forbidden                   PERMISSION_DENIED     PERMISSION_DENIED
     ├── NotFound
     │   ├── UnknownModel            NOT_FOUND             MODEL_NOT_FOUND (+ field violation)
-    │   ├── UnknownAdapter          NOT_FOUND             ADAPTER_NOT_FOUND (+ field violation)
     │   ├── UnknownRequest          NOT_FOUND             REQUEST_NOT_FOUND (+ field violation)
     │   ├── UnknownResponse         NOT_FOUND             RESPONSE_NOT_FOUND (+ field violation)
     │   └── UnknownWorker           NOT_FOUND             WORKER_NOT_FOUND (+ field violation)
@@ -18,7 +17,6 @@
     ├── RequestTooLarge             FAILED_PRECONDITION   REQUEST_TOO_LARGE
     ├── LastWorker                  FAILED_PRECONDITION   LAST_WORKER
     ├── PullImpossible              FAILED_PRECONDITION   PULL_IMPOSSIBLE
-    ├── AdapterImpossible           FAILED_PRECONDITION   ADAPTER_IMPOSSIBLE
     ├── Overloaded                  RESOURCE_EXHAUSTED    OVERLOADED (+ retry delay)
     │   └── RateLimited             RESOURCE_EXHAUSTED    RATE_LIMITED (+ retry delay)
     ├── SlowReader                  RESOURCE_EXHAUSTED    SLOW_READER
@@ -30,7 +28,6 @@
     │   ├── WorkerLost              UNAVAILABLE           WORKER_LOST (+ tokens_emitted)
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
     │   ├── PullFailed              UNAVAILABLE           PULL_FAILED
-    │   ├── AdapterUnavailable      UNAVAILABLE           ADAPTER_UNAVAILABLE
     │   ├── StoreUnavailable        UNAVAILABLE           STORE_UNAVAILABLE
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
@@ -127,12 +124,6 @@ class UnknownModel(NotFound):
     reason = "MODEL_NOT_FOUND"
 
 
-class UnknownAdapter(NotFound):
-    """No LoRA adapter has this name."""
-
-    reason = "ADAPTER_NOT_FOUND"
-
-
 class UnknownRequest(NotFound):
     """No request of this id runs on this router, or it belongs to another tenant."""
 
@@ -177,12 +168,6 @@ class PullImpossible(RouterError):
     reason = "PULL_IMPOSSIBLE"
 
 
-class AdapterImpossible(RouterError):
-    """No worker has slots for adapters, a worker has no room for one more, or their folders differ."""
-
-    reason = "ADAPTER_IMPOSSIBLE"
-
-
 class Overloaded(RouterError):
     """A limit of the router or a tenant's share of it is reached, or the request has waited too long."""
 
@@ -225,7 +210,7 @@ class Unavailable(RouterError):
 
 
 class NoWorkers(Unavailable):
-    """No worker is ready, and none became ready in time."""
+    """No worker is ready, and none became ready in time. Or none that is ready can load the request's adapter."""
 
     reason = "NO_WORKERS"
 
@@ -246,12 +231,6 @@ class PullFailed(Unavailable):
     """The pull that an admin ordered has not brought all blocks. Those that arrived are kept."""
 
     reason = "PULL_FAILED"
-
-
-class AdapterUnavailable(Unavailable):
-    """No worker can load the adapter of the request, as it was added."""
-
-    reason = "ADAPTER_UNAVAILABLE"
 
 
 class StoreUnavailable(Unavailable):

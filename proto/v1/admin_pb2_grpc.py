@@ -131,8 +131,8 @@ class AdminServiceServicer:
     def AddAdapter(self, request, context):
         """Has every worker read a LoRA adapter from its folder, and gives it a name for requests. A name that exists stands for
         the new content from then on; requests that run keep the old one. INVALID_ARGUMENT for a folder that cannot be
-        served. FAILED_PRECONDITION (ADAPTER_IMPOSSIBLE) if no worker has slots for adapters, if one has no room for it, or if
-        the folder differs between workers. The call takes at most 60 s.
+        served, for which a worker has no room, or that differs between workers. UNIMPLEMENTED if no worker has slots for
+        adapters. The call takes at most 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

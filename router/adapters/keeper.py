@@ -17,12 +17,12 @@ from blockyard.router.adapters.registry import AdapterRegistry, Change, Register
 from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.errors import (
-    AdapterImpossible,
     DeadlinePassed,
     InvalidRequest,
+    NotFound,
     RouterError,
     StoreUnavailable,
-    UnknownAdapter,
+    Unsupported,
     WorkerUnreachable,
 )
 
@@ -65,12 +65,12 @@ class AdapterKeeper:
     async def add(self, name: str, path: str, tenant: str, timeout_seconds: float) -> RegisteredAdapter:
         """Have all workers read an adapter, and give it a name. A name that exists stands for the new content.
 
-        Raises InvalidRequest for a folder that cannot be served, AdapterImpossible, WorkerUnreachable, DeadlinePassed
-        or StoreUnavailable. The name is then as before.
+        Raises InvalidRequest for a folder that cannot be served, Unsupported without slots, WorkerUnreachable,
+        DeadlinePassed or StoreUnavailable. The name is then as before.
         """
         links = self._links()
         if not links:
-            raise AdapterImpossible("no worker has slots for adapters (--max-loras)")
+            raise Unsupported.of("name", "needs a worker with slots for adapters (--max-loras)")
         asked = [_read_by(link, name, path, min(timeout_seconds, READ_SECONDS)) for link in links]
         found = await asyncio.gather(*asked, return_exceptions=True)
         failures = [answer for answer in found if isinstance(answer, BaseException)]
@@ -78,7 +78,7 @@ class AdapterKeeper:
             raise failures[0]
         read = [answer for answer in found if isinstance(answer, admin_pb2.Adapter)]
         if len({adapter.fingerprint for adapter in read}) > 1:
-            raise AdapterImpossible("the folder has another content on some workers")
+            raise InvalidRequest.of("path", "has another content on some workers")
         adapter = RegisteredAdapter(
             name=name,
             fingerprint=read[0].fingerprint,
@@ -93,10 +93,10 @@ class AdapterKeeper:
         return adapter
 
     async def remove(self, name: str) -> None:
-        """Forget a name. Requests that run go on. Raises UnknownAdapter or StoreUnavailable."""
+        """Forget a name. Requests that run go on. Raises NotFound or StoreUnavailable."""
         await self.refresh()
         if self.registry.find(name) is None:
-            raise UnknownAdapter.of("name", "no adapter of this name is known")
+            raise NotFound.of("name", "no adapter of this name is known")
         await self._change(Change(name, None))
         request = admin_pb2.RemoveAdapterRequest(name=name)
         # A worker that does not hear of it keeps the weights in host memory until it ends, and serves them to nobody.
@@ -163,7 +163,7 @@ class AdapterKeeper:
 async def _read_by(link: EngineLink, name: str, path: str, timeout_seconds: float) -> admin_pb2.Adapter:
     """Have a worker read an adapter, and return what it has read.
 
-    Raises InvalidRequest, AdapterImpossible, DeadlinePassed or WorkerUnreachable.
+    Raises InvalidRequest, DeadlinePassed or WorkerUnreachable.
     """
     request = admin_pb2.AddAdapterRequest(name=name, path=path)
     try:
@@ -183,7 +183,7 @@ def _as_answer(error: grpc.aio.AioRpcError) -> RouterError:
         case grpc.StatusCode.NOT_FOUND:
             return InvalidRequest.of("path", detail or "is no folder on some worker")
         case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return AdapterImpossible(detail or "a worker has no room for the adapter")
+            return InvalidRequest.of("path", detail or "has an adapter for which a worker has no room")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlinePassed("a worker did not read the adapter in time")
     return WorkerUnreachable(f"a worker did not answer: {error.code().name}")

@@ -18,7 +18,7 @@ from blockyard.router.cluster.fleet import Fleet, ModelIdentity
 from blockyard.router.dispatch.index_report import IndexWatch
 from blockyard.router.dispatch.prefix_lookup import LookupResult, PrefixLookup
 from blockyard.router.dispatch.waiting_line import WaitingLine
-from blockyard.router.errors import AdapterUnavailable, DeadlinePassed, DeadlineUnreachable, NoWorkers
+from blockyard.router.errors import DeadlinePassed, DeadlineUnreachable, NoWorkers
 from blockyard.router.placement.adapters import Adapter
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.policies import Placement, PlacementRequest, place
@@ -156,7 +156,7 @@ class Placer:
         short.
 
         Raises NoWorkers after `no_worker_seconds` without a ready worker, and Overloaded after `max_queue_seconds` in
-        line. Raises AdapterUnavailable if workers are ready and none of them can load the adapter. Raises
+        line. Raises NoWorkers at once if workers are ready and none of them can load the adapter. Raises
         DeadlinePassed if the deadline has passed, and DeadlineUnreachable if the first token is expected long after it.
         """
         prompt = _Prompt(names, prompt_tokens, session_id, policy or self._policy, holder, may_split, adapter)
@@ -165,7 +165,7 @@ class Placer:
             placement = self._choose(prompt, found)
             if placement is None:
                 if adapter is not None and self._fleet.view.ready():
-                    raise AdapterUnavailable("no worker that is ready can load this adapter")
+                    raise NoWorkers("no worker that is ready can load this adapter")
                 await self._some_worker(ticket)
                 found = await self._find(names)
                 continue

@@ -29,10 +29,10 @@ from blockyard.router.cluster.fleet import Fleet
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.errors import (
-    AdapterUnavailable,
     DeadlinePassed,
     EngineFailed,
     InvalidRequest,
+    NoWorkers,
     PoisonRequest,
     RequestTooLarge,
     WorkerLost,
@@ -172,7 +172,7 @@ class Relay:
         and the others continue.
 
         Raises InvalidRequest (a bad grammar, or no token left to choose), NoWorkers, Overloaded, PoisonRequest,
-        WorkerLost (all migrations used), AdapterUnavailable, RequestTooLarge, DeadlinePassed or EngineFailed. Raises
+        WorkerLost (all migrations used), RequestTooLarge, DeadlinePassed or EngineFailed. Raises
         what `take` raises.
         """
         self._quarantine.check(generation.identity)
@@ -219,7 +219,7 @@ class Relay:
             elif attempt.lacked_adapter and adapter is not None:
                 num_brought += 1
                 if num_brought > MAX_BROUGHT:
-                    raise AdapterUnavailable("workers do not keep the adapter of this request")
+                    raise NoWorkers("workers do not keep the adapter of this request")
                 await self._adapters.bring(placed.address, adapter)
 
     @contextmanager

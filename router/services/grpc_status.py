@@ -19,7 +19,6 @@ CODES: dict[type[RouterError], grpc.StatusCode] = {
     errors.RequestTooLarge: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LastWorker: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PullImpossible: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.AdapterImpossible: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.SlowReader: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -32,13 +32,11 @@ SAID = (
 )
 """In what each program prints."""
 NOT_OVER_HTTP = {
-    errors.AdapterImpossible,
     errors.LastWorker,
     errors.PullFailed,
     errors.PullImpossible,
     errors.SlowReader,
     errors.NotFound,
-    errors.UnknownAdapter,
     errors.UnknownRequest,
     errors.UnknownWorker,
     errors.Unavailable,

@@ -13,7 +13,7 @@ from blockyard.router.adapters.keeper import AdapterKeeper
 from blockyard.router.adapters.log import AdapterLog
 from blockyard.router.adapters.registry import AdapterRegistry, Change, RegisteredAdapter
 from blockyard.router.cluster.fleet import Fleet
-from blockyard.router.errors import StoreUnavailable, UnknownAdapter
+from blockyard.router.errors import NotFound, StoreUnavailable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +95,7 @@ async def test_other_routers_and_later_ones_know_what_one_has_changed(
     assert later.registry.listed() == [adapter("law", "2")]
     (key,) = operator.keys("*")
     assert operator.ttl(key) == -1, "it does not expire"
-    with pytest.raises(UnknownAdapter):
+    with pytest.raises(NotFound):
         await one.remove("sql")
 
 
