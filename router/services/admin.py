@@ -248,8 +248,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         ready = [] if found is None else [worker.worker_id for worker in found[0].parts.fleet.view.ready()]
         if not leaves_a_worker(worker_id, ready, self._asked):
             raise LastWorker(
-                "no other worker of its model takes requests: bring one up first, or drain this one with "
-                "`force` (--force)"
+                "no other worker takes requests: bring one up first, or drain this one with `force` (--force)"
             )
 
     def _audit(self, method: str, about: str) -> None:
