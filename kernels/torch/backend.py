@@ -247,10 +247,12 @@ class TorchBackend:
         return packed_linear(x_TI, weight_OI, bias_O)
 
     def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
-        return self.pack_linear(weight_EH)
+        packed = self.pack_linear(weight_EH)
+        assert isinstance(packed, torch.Tensor)
+        return packed
 
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
-        return tuple(self.pack_linear(weight_OI) for weight_OI in weight_EOI)
+        return tuple(map(self.pack_gate, weight_EOI))
 
     def experts(
         self,

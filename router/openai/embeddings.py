@@ -22,7 +22,8 @@ MAX_NUMBERS = 2**22
 
 async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, request_id: str) -> Response:
     """Run one call and answer it. Raises RouterErrors, also in groups."""
-    size = min(wanted.dimensions or calls.parts.facts.embedding_size, calls.parts.facts.embedding_size)
+    facts = calls.groups.of(wanted.requests[0].model).parts.facts
+    size = min(wanted.dimensions or facts.embedding_size, facts.embedding_size)
     if len(wanted.requests) * size > MAX_NUMBERS:
         raise InvalidRequest.of(
             "input",
@@ -37,7 +38,6 @@ async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, req
 
     async with outputs(calls, wanted.requests, call) as run:
         await run(take)
-    facts = calls.groups.of(wanted.requests[0].model).parts.facts
     if facts.pooling is None:
         raise RuntimeError("a model that generates has been refused")
     items = []

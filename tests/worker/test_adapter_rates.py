@@ -1,4 +1,4 @@
-"""Which adapter makes room: the one that requests name least often, by averages that decay."""
+"""The adapter that requests name least often makes room, by averages that decay."""
 
 from math import exp
 

@@ -6,7 +6,8 @@ of the second. From 5 on `rope_parameters` has an object for each kind of layer.
 
 from typing import Any
 
-from blockyard.worker.model.traits.family import RawConfig, UnsupportedModelError, number
+from blockyard.worker.model.traits.family import RawConfig, number
+from blockyard.worker.unsupported import UnsupportedModelError
 
 
 def rope_of_full_attention(raw: RawConfig) -> RawConfig:

@@ -5,6 +5,7 @@ compressed.py, for its own method), or named in the error. Imports no torch.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class QuantScheme:
         return not any(is_named(module, pattern) for pattern in self.ignored)
 
 
-def read_scheme(raw: dict[str, Any]) -> QuantScheme | None:
+def read_scheme(raw: Mapping[str, Any]) -> QuantScheme | None:
     """Return the scheme of a config.json, or None for a checkpoint in full precision. Raises UnsupportedModelError."""
     given = raw.get("quantization_config") or raw.get("compression_config")
     if given is None:
