@@ -247,12 +247,10 @@ class TorchBackend:
         return packed_linear(x_TI, weight_OI, bias_O)
 
     def pack_gate(self, weight_EH: torch.Tensor) -> torch.Tensor:
-        packed = self.pack_linear(weight_EH)
-        assert isinstance(packed, torch.Tensor)
-        return packed
+        return _tensor(self.pack_linear(weight_EH))
 
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
-        return tuple(map(self.pack_gate, weight_EOI))
+        return tuple(_tensor(self.pack_linear(weight_OI)) for weight_OI in weight_EOI)
 
     def experts(
         self,
@@ -271,6 +269,12 @@ class TorchBackend:
         self, logits_TE: torch.Tensor, top_k: int, *, normalizes: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_experts(logits_TE, top_k, normalizes=normalizes)
+
+
+def _tensor(weight: LinearWeight) -> torch.Tensor:
+    """Return what a plain weight was packed into."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def _token_inputs_of(plan: AttentionPlan, cos_sin_SD: torch.Tensor) -> _TokenInputs:
