@@ -47,9 +47,10 @@ class AdapterKeeper:
         self._turn = asyncio.Lock()
 
     async def follow(self) -> None:
-        """Take the changes of other routers, for ever."""
+        """Take the changes of other routers, for ever. Where no worker has slots for adapters, Redis is not asked."""
         while True:
-            await self.refresh()
+            if self._links():
+                await self.refresh()
             await asyncio.sleep(FOLLOW_SECONDS)
 
     async def refresh(self) -> None:

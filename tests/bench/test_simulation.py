@@ -12,7 +12,7 @@ from blockyard.deploy.bench.workloads.requests import PlannedRequest, Run, Token
 from bench.placement.simulation.mocker import MockerProfile
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import INDEX_SECONDS, NETWORK_SECONDS, Setup, ideal_reuse, simulate
-from bench.placement.simulation.workloads import GENERATORS, shared_prefix, uniform_groups
+from bench.placement.simulation.workloads import GENERATORS, NUM_ADAPTERS, shared_prefix, uniform_groups
 
 SMALL = HardwareProfile(max_model_len=4096, memory_bytes=23e9)
 """A pool that evicts under a few dozen prompts."""
@@ -75,7 +75,8 @@ def test_round_robin_gives_each_worker_its_turn_while_requests_wait():
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_every_request_of_every_workload_ends(name: str):
     load = GENERATORS[name](1.5, 1.5, 7)
-    result = simulate(load, Setup(num_workers=3, num_routers=2))
+    slots = {"num_adapters": NUM_ADAPTERS, "max_loras": 4} if name == "adapters" else {}
+    result = simulate(load, Setup(num_workers=3, num_routers=2, **slots))
     assert result.num_requests == len(load.requests)
     assert 0.0 <= result.reuse <= result.ideal_reuse + 1e-9
 

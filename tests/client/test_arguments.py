@@ -44,7 +44,7 @@ TAKEN: dict[str, Any] = {
 FORMED = {"early_stopping", "json_schema", "regex", "json_object"}
 BESIDE = {"messages", "prompt_token_ids", "model", "request_id", "cache_salt", "public_prefix"}
 BESIDE |= {"priority", "session_id", "policy", "truncate_prompt_tokens", "return_prompt_token_ids"}
-BESIDE |= {"expected_pause_seconds", "prefetch"}
+BESIDE |= {"expected_pause_seconds", "prefetch", "lora_name"}
 OF_CHATS = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 

@@ -23,7 +23,7 @@ MUTANTS = (
         46,
         "a router that ends does not wait for its streams",
         "routers.py::test_a_router_told_to_end_finishes_its_streams_first",
-        ("router:RouterServer._drain", "await parts.registry.until_idle()", "None"),
+        ("router:RouterServer._drain", "await registry.until_idle()", "None"),
     ),
     mutant(
         46,

@@ -65,10 +65,15 @@ ALLOWED: dict[str, set[Code]] = {
     "ListBlocks": {Code.NOT_FOUND},
     "FindBlocks": {Code.NOT_FOUND},
     "ListSequences": {Code.NOT_FOUND},
-    "LookupPrefix": {Code.DEADLINE_EXCEEDED},
-    "ExplainPlacement": {Code.DEADLINE_EXCEEDED},
+    "LookupPrefix": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
+    "ExplainPlacement": {Code.NOT_FOUND, Code.DEADLINE_EXCEEDED},
+    "GetIndexInfo": {Code.NOT_FOUND},
     "PullPrefix": {Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.DEADLINE_EXCEEDED},
     "PullBlocks": {Code.ABORTED, Code.FAILED_PRECONDITION},
+    # No worker here has slots for adapters.
+    "AddAdapter": {Code.FAILED_PRECONDITION},
+    "RemoveAdapter": {Code.NOT_FOUND, Code.FAILED_PRECONDITION},
+    "ListAdapters": {Code.FAILED_PRECONDITION},
     # Both end only by their deadline.
     "WatchWorkers": {Code.DEADLINE_EXCEEDED},
 }

@@ -34,6 +34,8 @@ _EARLY_STOPPING: dict[int, EarlyStopping] = {
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+
 
 class Refused(Exception):
     """A submit that will not run, and the reason."""
@@ -82,7 +84,7 @@ def engine_request(submit: Submit, *, vocab_size: int, block_size: int, max_mode
 
 
 def _fingerprint(text: str) -> str:
-    if text and not re.fullmatch(r"[0-9a-f]{32}", text):
+    if text and not _FINGERPRINT.fullmatch(text):
         raise ValueError("lora_fingerprint must have 32 hexadecimal digits")
     return text
 
