@@ -30,7 +30,7 @@ from blockyard.worker.memory.kv_size import (
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
-from blockyard.worker.model.shards import check_shards, weights_bytes
+from blockyard.worker.model.shards import check_shards, num_parameters, weights_bytes
 
 if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
@@ -220,6 +220,8 @@ def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool)
     """Compute the bytes of one rank's weights, without the copies that kernels make of some."""
     part = divide(config, size=engine.tensor_parallel_size).config
     item_bytes = DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
+    if engine.deterministic:  # it computes with plain numbers
+        return num_parameters(part) * item_bytes
     return weights_bytes(part, item_bytes, on_cpu=on_cpu)
 
 

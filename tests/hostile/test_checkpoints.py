@@ -152,6 +152,7 @@ def with_pickle(name: str) -> Spoil:
         (with_index({"weight_map": {"a": "/etc/passwd"}}), INDEX),
         (with_index({"weight_map": {"a": "."}}), INDEX),
         (with_config(num_hidden_layers=10**9), "num_hidden_layers"),
+        (with_config(num_hidden_layers=2**23), "num_hidden_layers"),
         (with_config(hidden_size=2**63), "hidden_size"),
         (with_config(vocab_size=-1), "vocab_size"),
         (with_config(eos_token_id="2"), "config.json"),

@@ -101,9 +101,14 @@ def test_the_largest_step_has_all_tokens_and_no_fewer_rows_than_may_run(
     assert len({row.sequence.sequence_id for row in rows}) == len(rows)
 
 
-def make_runner() -> TorchRunner:
+def make_runner(max_loras: int = 0) -> TorchRunner:
     return TorchRunner.create(
-        shared_checkpoint("LlamaForCausalLM"), device="cpu", dtype="float32", num_blocks=1, block_size=16
+        shared_checkpoint("LlamaForCausalLM"),
+        device="cpu",
+        dtype="float32",
+        num_blocks=1,
+        block_size=16,
+        max_loras=max_loras,
     )
 
 
@@ -126,6 +131,13 @@ def test_a_runner_measured_on_one_block_serves_on_the_pool_it_gets_then() -> Non
     row = ScheduledRow(sequence=sequence, start=0, num_tokens=len(prompt), samples=True)
     expected = reference_greedy(shared_checkpoint("LlamaForCausalLM"), tuple(prompt), 1).tokens[0]
     assert runner.execute(StepPlan(step=0, rows=(row,))).tokens == [expected]
+
+
+def test_the_largest_step_computes_an_adapter_where_any_is_served() -> None:
+    runner = make_runner(max_loras=1)
+    runner.run_largest_step(64, 4)
+    assert runner.adapters is not None
+    assert list(runner.adapters._held) == [0]
 
 
 class Fixed(Allocations):

@@ -58,6 +58,7 @@ def change(folder: Path, **config: Any) -> None:
         ({"r": 2}, "has shape"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
         ({"lora_alpha": None}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(folder: Path, config: dict[str, Any], named: str) -> None:
@@ -102,6 +103,15 @@ def test_tensors_that_do_not_fit_the_model_are_refused(
     save_file(changed, file)
     with pytest.raises(ValueError, match=named):
         reader(folder).read("a")
+
+
+def test_a_scale_that_takes_numbers_out_of_their_type_is_refused(folder: Path) -> None:
+    file = folder / "a" / "adapter_model.safetensors"
+    save_file({name: tensor.sign() for name, tensor in load_file(file).items()}, file)
+    change(folder, lora_alpha=10**6)
+    reader(folder).read("a")
+    with pytest.raises(ValueError, match=r"lora_B.*out of torch.float16"):
+        reader(folder, dtype=torch.float16).read("a")
 
 
 def test_a_header_that_claims_too_much_allocates_nothing(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from blockyard.deploy.lifecycle.preflight import weights_bytes_of
 from blockyard.kernels.quantised import QuantisedWeight, dequantised
 from blockyard.proto.naming.fingerprint import model_fingerprint
 from blockyard.worker.config import EngineConfig
@@ -173,6 +174,12 @@ def test_memory_is_counted_as_it_is_held(name: str) -> None:
     assert weights_bytes(config, 2, on_cpu=False) == held
     on_cpu = weights_bytes(config, 2, on_cpu=True)
     assert on_cpu == 2 * num_parameters(config) if config.quantisation.is_float else on_cpu == held
+
+
+def test_deterministic_mode_is_counted_with_the_plain_numbers_that_it_computes_with() -> None:
+    folder = checkpoints("w4a16")[0]
+    config, engine = load_config(folder), EngineConfig(model=str(folder), device="cpu", deterministic=True)
+    assert weights_bytes_of(engine, config, on_cpu=True) == 4 * num_parameters(config)
 
 
 def tensors_of(weight: QuantisedWeight | None) -> list[torch.Tensor]:

@@ -51,6 +51,7 @@ from blockyard.worker.sequences.step_plan import FAILED_TOKEN, ScheduledRow, Ste
 
 logger = logging.getLogger(__name__)
 WARM_UP_PREFILL_TOKENS = 64
+_TRIAL_ADAPTER = Adapter(fingerprint="", rank=1, num_bytes=0, weights={})
 
 
 class PendingStep(Protocol):
@@ -243,7 +244,7 @@ class TorchRunner(PartRunner):
             self._try(
                 warm_up_row(-1, 1, self.block_size),
                 warm_up_row(-2, num_tokens, self.block_size),
-                adapter=Adapter(fingerprint="", rank=1, num_bytes=0, weights={}),
+                adapter=_TRIAL_ADAPTER,
             )
         if self.backend.name == "triton":
             longest = self.config.max_position_embeddings
@@ -261,7 +262,8 @@ class TorchRunner(PartRunner):
         """Run the step that takes the most memory beside the pools. A pool of one block is enough for it."""
         longest = self.config.max_position_embeddings
         self._try(
-            *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest)
+            *largest_rows(num_tokens, num_sequences, block_size=self.block_size, max_row_tokens=longest),
+            adapter=None if self.adapters is None else _TRIAL_ADAPTER,
         )
 
     def _try(self, *rows: ScheduledRow, adapter: Adapter | None = None) -> list[int]:

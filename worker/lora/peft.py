@@ -24,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_ALPHA = 1 << 20
+"""Far beyond any adapter's. A larger number may have no place among floats."""
 SCHEME = "blockyard-adapter/1"
 FINGERPRINT_DIGITS = 32
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -129,9 +131,10 @@ class AdapterReader:
                     tensor = stored.get_tensor(name)
                     digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-                    if not torch.isfinite(tensor).all():
-                        raise ValueError(f"tensor {name!r} is not finite")
-                    self._place(weights, key, tensor, config.scale)
+                    if not self._place(weights, key, tensor, config.scale).isfinite().all():
+                        raise ValueError(
+                            f"tensor {name!r} is not finite, or its scale takes it out of {self.dtype}"
+                        )
         except SafetensorError as error:
             raise ValueError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
         tensors = [tensor for linear in weights.values() for tensor in (linear.a_LPRI, linear.b_LRO)]
@@ -183,18 +186,19 @@ class AdapterReader:
             if any(module in modules for module, _ in shape.parts)
         }
 
-    def _place(self, weights: AdapterWeights, key: Key, tensor: torch.Tensor, scale: float) -> None:
-        """Copy a tensor to its place, B transposed and scaled."""
+    def _place(self, weights: AdapterWeights, key: Key, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        """Copy a tensor to its place, B transposed and scaled, and return it there."""
         index, module, side = key
         for name, shape in linear_shapes(self.model).items():
             first = 0
             for part, (own, width) in enumerate(shape.parts):
                 if own == module and side == "A":
-                    weights[name].a_LPRI[index, part].copy_(tensor)
-                elif own == module:
+                    return weights[name].a_LPRI[index, part].copy_(tensor)
+                if own == module:
                     scaled_RO = (tensor.float() * scale).t()
-                    weights[name].b_LRO[index, :, first : first + width].copy_(scaled_RO)
+                    return weights[name].b_LRO[index, :, first : first + width].copy_(scaled_RO)
                 first += width
+        raise AssertionError(f"{module} is checked by `_names`")
 
 
 def _module_shapes(model: ModelConfig, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
@@ -233,8 +237,8 @@ def read_config(file: Path, max_rank: int) -> PeftConfig:
         raise ValueError(f"r must be a positive whole number, not {rank!r}")
     if rank > max_rank:
         raise ValueError(f"r {rank} is more than the worker's --max-lora-rank {max_rank}")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"lora_alpha must be a number, not {alpha!r}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
+        raise ValueError(f"lora_alpha must be a number of at most {MAX_ALPHA}, not {alpha!r}")
     return PeftConfig(
         rank=rank,
         scale=alpha / math.sqrt(rank) if raw.get("use_rslora") else alpha / rank,

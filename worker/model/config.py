@@ -36,6 +36,8 @@ DataTypeName = Literal["float32", "bfloat16", "float16"]
 MAX_SIZE = 2**24
 """Upper bound of any size in a config.json, ten times that of any model. Some sizes become lists before weights are
 checked."""
+MAX_LAYERS = 1024
+"""Upper bound of the layers. Each has a name for every tensor, those of its experts included."""
 HUB_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja")
 # Mistral's repositories hold the same weights a second time in a format of their own.
 HUB_IGNORED_PATTERNS = ("consolidated*",)
@@ -114,7 +116,7 @@ def _load_config(folder: Path) -> ModelConfig:
     raw = family.rope({**family.defaults, **stated})
     refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
-    num_layers = _positive(raw, "num_hidden_layers")
+    num_layers = _positive(raw, "num_hidden_layers", most=MAX_LAYERS)
     trained_context = _positive(raw, "max_position_embeddings")
     hidden_size = _positive(raw, "hidden_size")
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads)
@@ -211,10 +213,10 @@ def _token_ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset([value] if isinstance(value, int) else value)
 
 
-def _positive(raw: RawConfig, key: str, default: int | None = None) -> int:
+def _positive(raw: RawConfig, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
     value = raw.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-        raise ValueError(f"{key}={value!r} in config.json must be a whole number from 1 to {MAX_SIZE}")
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{key}={value!r} in config.json must be a whole number from 1 to {most}")
     return value
