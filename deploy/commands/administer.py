@@ -188,7 +188,7 @@ def lora() -> None:
 @connection_options
 @output_option
 def add(name: str, path: str, tenant: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Let requests use the adapter in the folder PATH as NAME.
+    """Let requests use the adapter in the folder PATH as NAME, with the model that the cluster began with.
 
     PATH lies within the adapter folder of each worker (--adapter-dir). All workers read it at once. If NAME exists, new
     requests get the new content, and those that run keep the old one."""

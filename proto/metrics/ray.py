@@ -76,12 +76,18 @@ class RayExport:
         if metric.kind is not Kind.COUNTER:
             self._gauges[name].set(number, tags)
             return True
-        added = number - self._exported.get(key, 0.0)
-        if added <= 0:
-            return False
+        added = increase(self._exported.get(key, 0.0), number)
         self._exported[key] = number
+        if not added:
+            return False
         self._counters[name].inc(added, tags)
         return True
+
+
+def increase(exported: float, number: float) -> float:
+    """Return what a counter has grown by. One that is lower than before belongs to a model that was added again, and
+    counts from 0."""
+    return number - exported if number >= exported else number
 
 
 async def keep_reporting(source: Source, read: Callable[[], LabelledReadings]) -> None:

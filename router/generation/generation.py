@@ -172,7 +172,7 @@ def admit(
     Raises InvalidRequest, ContextLengthExceeded, UnknownModel or Unsupported.
     """
     if isinstance(message, inference_pb2.EmbedRequest):
-        refuse_adapter(message, parts.adapters.registry, tenant)
+        refuse_adapter(message, parts.adapters.registry, parts.facts, tenant)
         return valid_embedding(message, parts.facts, max_model_len=parts.max_model_len)
     adapter = named_adapter(message, parts.adapters.registry, parts.facts, tenant)
     tokenizer = parts.tokenizing.tokenizer

@@ -99,7 +99,7 @@ PATHS: Mapping[str, Described] = {
         required=("messages",),
         error="AnthropicError",
     ),
-    MODELS: Described(verb="GET", says="The model that is served, and its adapters."),
+    MODELS: Described(verb="GET", says="The models that are served, and adapters."),
     f"{MODELS}/{{model}}": Described(verb="GET", says="One model or adapter, by its name."),
     batch_paths.FILES: Described(
         verb="GET",

@@ -7,7 +7,7 @@ from blockyard.proto.naming.identifiers import is_id
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.router.adapters.registry import AdapterRegistry, RegisteredAdapter
 from blockyard.router.errors import FieldViolation, UnknownModel, Unsupported
-from blockyard.router.request.validation import check_model
+from blockyard.router.request.validation import check_model_name
 from blockyard.router.tokenizing.model_facts import ModelFacts
 
 NamesAdapter = (
@@ -26,20 +26,24 @@ def named_adapter(
     Raises UnknownModel for a name that no adapter of the tenant and no model has. An adapter of another tenant is as
     unknown as one that does not exist.
     """
-    model = message.model if isinstance(message, inference_pb2.GenerateRequest) else ""
+    model = None
+    if not isinstance(message, admin_pb2.PullPrefixRequest) and message.HasField("model"):
+        model = message.model
     if message.HasField("lora_name"):
         adapter = registry.find(message.lora_name, tenant)
         if adapter is None:
             raise _unknown(message.lora_name)
-        if model != adapter.name and isinstance(message, inference_pb2.GenerateRequest):
-            check_model(message, facts)
+        if model is not None and model != adapter.name:
+            check_model_name(model, facts.names)
         return adapter
-    return None if model in facts.names else registry.find(model, tenant)
+    return None if model is None or model in facts.names else registry.find(model, tenant)
 
 
-def refuse_adapter(message: inference_pb2.EmbedRequest, registry: AdapterRegistry, tenant: str) -> None:
+def refuse_adapter(
+    message: inference_pb2.EmbedRequest, registry: AdapterRegistry, facts: ModelFacts, tenant: str
+) -> None:
     """Raise Unsupported for a request that wants an embedding of an adapter."""
-    if message.HasField("model") and registry.find(message.model, tenant) is not None:
+    if message.model not in facts.names and registry.find(message.model, tenant) is not None:
         raise Unsupported.of("model", "is an adapter, which makes no embeddings")
 
 

@@ -128,11 +128,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         found = self._groups.find_worker(request.worker_id)
         assert found is not None, "its link was found"
         parts = found[0].parts
-        async with named(parts, self._bounds, request, context) as (prompt_tokens, names):
-            wanted = await chosen_pull(parts, request, prompt_tokens, names)
-            account = "" if request.public_prefix else tenant
-            seconds = min(PULL_SHARE * self._bounds.seconds_left(context), MAX_PULL_SECONDS)
-            return await ordered_pull(parts, wanted, names, link, tenant=account, seconds=seconds)
+        with found[0].in_use():
+            async with named(parts, self._bounds, request, context) as (prompt_tokens, names):
+                wanted = await chosen_pull(parts, request, prompt_tokens, names)
+                account = "" if request.public_prefix else tenant
+                seconds = min(PULL_SHARE * self._bounds.seconds_left(context), MAX_PULL_SECONDS)
+                return await ordered_pull(parts, wanted, names, link, tenant=account, seconds=seconds)
 
     async def AddAdapter(
         self, request: admin_pb2.AddAdapterRequest, context: Context
@@ -140,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not is_id(request.name):
             raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
         if request.name in self._groups.names:
-            raise InvalidRequest.of("name", "is a name of the model")
+            raise InvalidRequest.of("name", "is a name of a model")
         if not is_name(request.tenant):
             raise InvalidRequest.of("tenant", f"must be {NAME_RULE}")
         if not request.path or len(request.path) > MAX_PATH_CHARS:

@@ -3,15 +3,13 @@
 Errors are raised. interceptor.py turns them into statuses.
 """
 
-from collections.abc import Iterable
-
 from blockyard.proto.naming.identifiers import NAME_RULE, is_id
 from blockyard.proto.v1 import inference_pb2, inference_pb2_grpc
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.generation import RouterParts
-from blockyard.router.model_group import ModelGroup
+from blockyard.router.model_groups import ModelGroups
 from blockyard.router.services.delta_messages import embed_response, gathered, stream_response
 from blockyard.router.services.interceptor import Context, write
 
@@ -71,15 +69,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.AbortResponse()
 
 
-def model_messages(groups: Iterable[ModelGroup], tenant: str) -> list[inference_pb2.Model]:
-    """Return each model under each of its names, its id first, and the adapters of it that a tenant sees."""
+def model_messages(groups: ModelGroups, tenant: str) -> list[inference_pb2.Model]:
+    """Return each model under each of its names, its id first, and the adapters of it that a tenant sees.
+
+    A name that both have means the model.
+    """
     messages = []
     for group in groups:
         parts = group.parts
         messages += [model_message(parts, name) for name in parts.facts.names]
         for adapter in parts.adapters.registry.listed(tenant):
-            messages.append(model_message(parts, adapter.name))
-            messages[-1].parent = parts.facts.name
+            if adapter.name not in groups.names:
+                messages.append(model_message(parts, adapter.name))
+                messages[-1].parent = parts.facts.name
     return messages
 
 

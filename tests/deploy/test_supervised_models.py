@@ -139,6 +139,16 @@ def test_a_worker_of_a_further_model_has_its_index_and_engine() -> None:
     assert config.role == "both"
 
 
+def test_only_workers_of_the_first_model_have_slots_for_adapters() -> None:
+    """A further model may be one that serves no adapters, such as an embedding model."""
+    engine = replace(SPEC.worker.engine, max_loras=4, adapter_dir="/adapters")
+    spec = replace(SPEC, worker=replace(SPEC.worker, engine=engine))
+    further = replace(plan_of(OTHER), engine=replace(engine, model=OTHER.model))
+    replica = Replica(name="x-worker-0", kind="worker")
+    slots = [worker_config(spec.of_model(plan), replica).engine.max_loras for plan in (None, further)]
+    assert slots == [4, 0]
+
+
 def test_models_survive_the_store() -> None:
     desired = DesiredState(num_workers=2, further_models=(plan_of(OTHER, num_workers=3),))
     assert decoded(encoded(desired)) == desired

@@ -126,6 +126,7 @@ async def test_blocks_of_an_adapter_have_names_of_its_content(worker: FakeWorker
     assert len({*bare, *sql, *law}) == len(bare) + len(sql) + len(law)
     found = await admin.lookup_prefix(PROMPT, lora_name="sql")
     assert list(found.block_names) == sql[1:]
+    assert await admin.lookup_prefix(PROMPT, model="sql") == found, "in place of a model, as in Generate"
     worker.folders["sql"] = "3" * 32
     await admin.add_adapter("sql", "sql")
     again = await names(lora_name="sql")
@@ -197,6 +198,7 @@ async def test_only_its_tenant_finds_an_adapter(
                 stranger.generate(PROMPT, lora_name="theirs", max_tokens=2),
                 stranger.generate(PROMPT, model="theirs", max_tokens=2),
                 stranger.explain_placement(PROMPT, lora_name="theirs"),
+                stranger.explain_placement(PROMPT, model="theirs"),
             ):
                 with pytest.raises(NotFoundError) as caught:
                     await asking

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
+from blockyard.router.adapters.registry import Change, RegisteredAdapter
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.model_groups import ModelGroups
 
@@ -20,6 +21,7 @@ from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import FOREVER, MODEL, Router, refused, request, running_router, until, worker_of_model
 
 OTHER = ServedModel(model=str(MODEL), names=("other", "alias"), index="other")
+LIST = inference_pb2.ListModelsRequest()
 DEMO = ServedModel(model=str(MODEL), names=("demo",))
 
 
@@ -111,6 +113,25 @@ async def test_the_gateway_lists_and_serves_all_models(pair: Pair) -> None:
         async with session.post(f"{url}/chat/completions", json=body | {"model": "nothing"}) as answer:
             assert answer.status == 404
             assert (await answer.json())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_is_the_first_models_and_a_name_that_a_model_has_means_the_model(pair: Pair) -> None:
+    router, workers = pair
+    groups(router).default.parts.adapters.registry.replay(
+        Change(name, RegisteredAdapter(name=name, fingerprint=name, path="x")) for name in ("sql", "other")
+    )
+    names = [(one.id, one.parent) for one in (await router.inference.ListModels(LIST)).models]
+    assert names == [("demo", ""), ("sql", "demo"), ("other", ""), ("alias", "")]
+    await ask(router, "other")
+    assert workers["other"].submits[-1].lora_name == ""
+    for adapter, model in (("sql", "other"), ("other", "alias"), ("other", "sql")):
+        error = await refused(ask(router, model, lora_name=adapter))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        question = cluster_pb2.ExplainPlacementRequest(prompt="x", model=model, lora_name=adapter)
+        error = await refused(router.cluster.ExplainPlacement(question))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+    groups(router).default.parts.adapters.registry.replay(())
 
 
 @pytest.mark.asyncio(loop_scope="module")
