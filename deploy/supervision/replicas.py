@@ -65,8 +65,9 @@ class ClusterSpec:
         """Return the spec with the workers of a further model, or unchanged for the first model's."""
         if plan is None:
             return self
+        engine = replace(plan.engine, max_loras=0)  # adapters are of the first model alone
         worker = replace(
-            self.worker, engine=plan.engine, model_name=plan.id, index_model=plan.served.index, role="both"
+            self.worker, engine=engine, model_name=plan.id, index_model=plan.served.index, role="both"
         )
         return replace(
             self,

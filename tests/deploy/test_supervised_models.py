@@ -139,6 +139,13 @@ def test_a_worker_of_a_further_model_has_its_index_and_engine() -> None:
     assert config.role == "both"
 
 
+def test_a_further_model_gets_no_slots_for_adapters() -> None:
+    plan = plan_of(OTHER)
+    plan = replace(plan, engine=replace(plan.engine, max_loras=2, adapter_dir="/adapters"))
+    config = worker_config(SPEC.of_model(plan), Replica(name="x-worker-0", kind="worker"))
+    assert config.engine.max_loras == 0
+
+
 def test_models_survive_the_store() -> None:
     desired = DesiredState(num_workers=2, further_models=(plan_of(OTHER, num_workers=3),))
     assert decoded(encoded(desired)) == desired
