@@ -6,6 +6,7 @@ settings of `blockyard up` too (proto/runtime/settings.py).
 
 import math
 from dataclasses import asdict, dataclass, field
+from os.path import isabs
 from typing import Any, Literal
 
 from blockyard.proto.metrics.readings import MetricNames
@@ -201,8 +202,8 @@ class EngineConfig:
     )
     adapter_dir: str | None = setting(
         None,
-        help="Folder on each worker in which adapters lie, in PEFT's format. --max-loras needs it, and nothing outside "
-        "it is read.",
+        help="Folder on each worker in which adapters lie, in PEFT's format: a full path. --max-loras needs it, and "
+        "nothing outside it is read.",
         group=MODEL,
     )
     speculation: Literal["off", "ngram"] = setting(
@@ -250,6 +251,8 @@ class EngineConfig:
             raise ValueError("preempt swap needs swap space (--swap-space-gib)")
         if self.max_loras and self.adapter_dir is None:
             raise ValueError("max_loras needs a folder with adapters (--adapter-dir)")
+        if self.adapter_dir is not None and not isabs(self.adapter_dir):
+            raise ValueError(f"adapter_dir must be a full path, not {self.adapter_dir!r}")
         if self.max_loras and self.tensor_parallel_size > 1:
             raise ValueError(
                 "adapters need a worker of one rank: max_loras must be 0 with tensor_parallel_size above 1"

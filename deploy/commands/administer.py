@@ -275,7 +275,7 @@ def add_model(
 @cluster_option
 @output_option
 def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> None:
-    """Stop to serve the model NAME, and end its workers.
+    """Stop serving the model NAME, and end its workers.
 
     New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. The model that the
     cluster began with stays."""

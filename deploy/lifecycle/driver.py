@@ -305,7 +305,7 @@ def add_model(model: "ServedModel", num_workers: int, waiting: Callable[["Superv
 
 
 def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Stop to serve a model. Return once its workers are gone. Call `waiting` with reports meanwhile.
+    """Stop serving a model. Return once its workers are gone. Call `waiting` with reports meanwhile.
 
     Raise RuntimeError for an unknown model, and for the one that the cluster began with.
     """

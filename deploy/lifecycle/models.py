@@ -90,7 +90,7 @@ def remove(
     grace_seconds: float,
     report: Report = lambda progress: None,
 ) -> None:
-    """Stop to serve a model. Return once its running requests have ended and its workers are gone.
+    """Stop serving a model. Return once its running requests have ended and its workers are gone.
 
     Raise RuntimeError for an unknown model, and for the one that the cluster began with.
     """

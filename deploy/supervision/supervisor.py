@@ -185,7 +185,7 @@ class Supervisor:
         await self._joining.wait_until_all_in_use(self._never_served(model.id))
 
     async def remove_model(self, model: str, grace_seconds: float) -> None:
-        """Stop to serve a model. Its running requests have the grace period. Return once its workers are gone.
+        """Stop serving a model. Its running requests have the grace period. Return once its workers are gone.
 
         Raise ValueError for an unknown model, and for the one that the cluster began with.
         """

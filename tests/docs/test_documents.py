@@ -153,3 +153,11 @@ def _headings(path: Path) -> set[str]:
     """Return the anchors of the headings, in GitHub's form."""
     lines = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}
+
+
+def test_curl_says_that_its_body_is_json() -> None:
+    """The gateway refuses any other body than JSON, and curl calls its own a form unless told."""
+    for block in blocks("bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("curl") and " -d " in line:
+                assert "Content-Type: application/json" in line, f"{block}: {line}"

@@ -11,6 +11,7 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.lora.catalogue import AdapterCatalogue
 from blockyard.worker.lora.peft import AdapterMissing, AdapterReader
 from blockyard.worker.model.config import load_config
+from blockyard.worker.startup.loading import load_engine
 from safetensors.torch import load_file, save_file
 
 from .adapters import MODULES, make_adapter
@@ -177,5 +178,18 @@ def test_equal_content_is_one_adapter_and_an_unchanged_folder_is_not_read_again(
 def test_settings_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="--adapter-dir"):
         EngineConfig(model="m", max_loras=2)
+    with pytest.raises(ValueError, match="adapter_dir must be a full path, not 'adapters'"):
+        EngineConfig(model="m", max_loras=2, adapter_dir="adapters")
     with pytest.raises(ValueError, match="one rank"):
         EngineConfig(model="m", max_loras=2, adapter_dir="/a", tensor_parallel_size=2)
+
+
+def test_a_worker_does_not_start_without_its_adapter_folder(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(shared_checkpoint(ARCHITECTURE)),
+        device="cpu",
+        max_loras=1,
+        adapter_dir=str(tmp_path / "gone"),
+    )
+    with pytest.raises(ValueError, match="gone' is no folder on this worker's machine"):
+        load_engine(config)

@@ -21,7 +21,7 @@ from blockyard.worker.engine import Engine
 from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import Runner, TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
-from blockyard.worker.lora.peft import AdapterReader
+from blockyard.worker.lora.peft import AdapterReader, check_serves_adapters
 from blockyard.worker.memory.gpu_memory import GIB, CudaMeter
 from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
@@ -136,12 +136,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     device = _resolve_device(config)
     dtype = dtype_of(config, model, on_cpu=device.type == "cpu")
     logger.info("computes in %s", dtype)
-    if config.max_loras and model.pooling is not None:
-        raise ValueError("an embedding model serves no adapters: max_loras must be 0")
-    if config.max_loras and model.mixture is not None:
-        raise ValueError("a mixture of experts serves no adapters: max_loras must be 0")
-    if config.max_loras and model.rotary_dim < model.head_dim:
-        raise ValueError("a model whose heads are rotated in part serves no adapters: max_loras must be 0")
+    if config.max_loras and config.adapter_dir is not None:
+        check_serves_adapters(model, Path(config.adapter_dir))
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ValueError(
