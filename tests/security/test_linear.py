@@ -47,6 +47,7 @@ NOT_OF_MODULES = {
 """Number of uses of `re` in functions, by module."""
 NO_USES = ("Pattern", "Match", "escape", "DOTALL")
 SEARCHED = {
+    "worker.model.traits.mixture._MIXTRAL_EXPERT",
     "worker.grammar.refusals._QUOTED",
     "proto.index.scripts._INCLUDE",
     "proto.index.shards._BETWEEN",
