@@ -267,7 +267,7 @@ async def test_a_prefix_shows_who_caches_it_and_the_explainer_every_candidates_t
     await page.click("#ask button[value=placement]")
     await page.until("document.querySelectorAll('#answer [data-candidate]').length === 2")
     terms = await page.evaluate("document.querySelectorAll('#answer [data-candidate] [data-term]').length")
-    assert terms == 2 * 9  # one for each term of a candidate
+    assert terms == 2 * 10  # one for each term of a candidate
     chosen = await page.text("#answer [data-field=chosen]")
     # Which of two that cost the same is chance, each time that it is asked.
     least = min(candidate.cost for candidate in explained.candidates)

@@ -138,14 +138,14 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
 ) -> None:
     listed = set(watched.prometheus.ask("label/__name__/values"))
     ours = {name for name in listed if "blockyard" in name}
-    # A counter of Ray appears with the first event. Nothing was preempted, split or pulled. No worker was lost, no call
-    # of Redis failed, and no request had a session.
+    # A counter of Ray appears with the first event. Nothing was preempted, split, pulled or guessed. No worker was
+    # lost, no call of Redis failed, and no request had a session.
     silent = {
         *("preemptions", "swaps", "moves", "evictions", "migrations", "stale_blocks"),
         "router_splits",
         *("tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
         *(metric.name for metric in ROUTER_METRICS if metric.name.startswith("router_pull")),
-        *("spliced_tokens", "answer_store_failures"),
+        *("spliced_tokens", "answer_store_failures", "drafted_tokens", "accepted_tokens"),
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),
     }
     known = {name for metric in METRICS for name in metric.series}

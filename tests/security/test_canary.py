@@ -39,8 +39,9 @@ LONG = {"max_tokens": 300, "ignore_eos": True}
 LOOKS = ("blockyard.v1.ClusterService", "blockyard.v1.InferenceService")
 ACTS = ("blockyard.v1.AdminService",)
 CARRY_TEXT = {"Generate", "GenerateStream", "Embed", "Tokenize", "Detokenize", "Abort", "PullPrefix"}
-"""Methods whose answer is the text itself. An Abort ends a request, no prefix can be pulled here, and no text
-embedded."""
+CARRY_TEXT |= {"AddAdapter", "RemoveAdapter"}
+"""Methods whose answer is the text itself. An Abort ends a request, no prefix can be pulled here, no text embedded, and
+no adapter served."""
 FIELDS = {
     "worker_id": "worker-1",
     "page_size": 1000,
@@ -215,6 +216,10 @@ async def failing_requests(caller: Caller) -> None:
     for worker_id in (CANARY, "worker-1"):
         pull = admin_pb2.PullPrefixRequest(prompt=SENTENCE, worker_id=worker_id)
         await caller.fails("Admin.PullPrefix", pull)
+    for adapter in ({"name": SENTENCE, "path": "tuned"}, {"name": "tuned", "path": SENTENCE}):
+        await caller.fails("Admin.AddAdapter", admin_pb2.AddAdapterRequest(**adapter))
+    for name in (SENTENCE, "tuned"):
+        await caller.fails("Admin.RemoveAdapter", admin_pb2.RemoveAdapterRequest(name=name))
     await caller.fails("Cluster.GetBlockPool", cluster_pb2.GetBlockPoolRequest(worker_id=CANARY))
     token = cluster_pb2.ListBlocksRequest(worker_id="worker-0", page_token=CANARY)
     await caller.fails("Cluster.ListBlocks", token)
