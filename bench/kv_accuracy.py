@@ -87,9 +87,12 @@ def held_out_rows() -> torch.Tensor:
     return ids[: len(ids) // ROW_TOKENS * ROW_TOKENS].view(-1, ROW_TOKENS)
 
 
-def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> Iterator[torch.Tensor]:
-    """Yield logits of shape [tokens of a row, vocabulary] in fp32, row by row."""
-    folder, device, dtype = Path(model_path("demo")), torch.device("cpu"), DTYPES[case.dtype]
+def logits_of(
+    case: Case, rows: torch.Tensor, backend: BackendName = "auto", folder: Path | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield logits of shape [tokens of a row, vocabulary] in fp32, row by row. `folder` has a checkpoint other than the
+    demo model."""
+    folder, device, dtype = folder or Path(model_path("demo")), torch.device("cpu"), DTYPES[case.dtype]
     config = load_config(folder)
     weights = load_weights(folder, config, dtype=dtype, device=device)
     decoder = Decoder(config, weights, choose_backend(device, requested=backend, linears=case.linears))
@@ -111,10 +114,12 @@ def logits_of(case: Case, rows: torch.Tensor, backend: BackendName = "auto") -> 
             yield decoder.forward(row, pools, plan, torch.arange(num_tokens)).float()
 
 
-def accuracy_of(case: Case, rows: torch.Tensor, exact: list[torch.Tensor]) -> Accuracy:
-    """Measure a case on `rows` of token ids. `exact` has the logits of EXACT, row by row."""
+def accuracy_of(
+    case: Case, rows: torch.Tensor, exact: list[torch.Tensor], folder: Path | None = None
+) -> Accuracy:
+    """Measure a case on `rows` of token ids. `exact` has the logits of EXACT, row by row. `folder`: see `logits_of`."""
     losses, errors, largest, same = [], [], 0.0, []
-    for row, wanted, logits in zip(rows, exact, logits_of(case, rows), strict=True):
+    for row, wanted, logits in zip(rows, exact, logits_of(case, rows, folder=folder), strict=True):
         difference = (logits - wanted).abs()
         losses.append(float(cross_entropy(logits[:-1], row[1:])))
         errors.append(float(difference.mean()))
