@@ -1,7 +1,7 @@
 """Weights of linear layers in 4 or 8 bits: one layout in memory for each kind of number, for every checkpoint format.
 
 Owns the layouts and their meaning as plain numbers (`dequantised`), which every kernel is tested against. Does not read
-checkpoints (worker/model/quantised_weights.py), and does not multiply (the backends).
+checkpoints (worker/model/quantisation/), and does not multiply (the backends).
 
 A group is a run of `group_size` columns that share a scale and a zero point. Every group is whole: the group size
 divides the inputs.

@@ -122,6 +122,8 @@ class Place:
         while at + _LENGTH.size + NONCE_BYTES <= len(record):
             start = at + _LENGTH.size
             end = start + _LENGTH.unpack_from(record, at)[0]
+            if end > len(record):
+                return
             value = self.opened(record[start:end])
             if value is None:
                 return

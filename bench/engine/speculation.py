@@ -3,7 +3,7 @@
     python -m bench.engine.speculation --model llama-166m --dtype bfloat16
 
 - **grid**: batches of 1 to 64 decodes, with guesses that are right with a probability of 0 to 0.9. Each cell is the
-  rate of tokens over that without speculation, which must not be lower.
+  rate of tokens over that without speculation, which must be at least 0.98.
 - **code edits**: one request at a time. Its prompt is a source file of this project, its output the same file with
   changes. Guesses are those of `--speculation ngram`.
 

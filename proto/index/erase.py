@@ -28,7 +28,7 @@ async def erase_index(urls: str, cluster: str, *, model: str) -> None:
         client = connect(url, timeout_seconds=TIMEOUT_SECONDS)
         try:
             await erase(client, cluster, shard=shard, model=model)
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, ValueError) as error:
             title = index_title(shard, len(split_urls(urls)))
             logger.warning("keys of model %s stay in %s: %s", model, title, type(error).__name__)
         finally:

@@ -48,7 +48,9 @@ class AdapterKeeper:
 
     async def follow(self) -> None:
         """Take the changes of other routers, for ever. Where no worker has slots for adapters, Redis is not asked."""
-        while True:
+        task = asyncio.current_task()
+        # A cancellation at the moment of a time-out may be lost in the Redis client, but the task still counts it.
+        while task is not None and not task.cancelling():
             if self._links():
                 await self.refresh()
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -142,13 +144,15 @@ class AdapterKeeper:
 
     async def _read(self, log: AdapterLog) -> None:
         record = await log.read()
-        if not record and (known := self.registry.changes()):
-            logger.warning("Redis has lost the adapters: they are written again")
-            await log.append(known)
+        if record == self._record and record:
             return
-        if record != self._record:
-            self._record = record
-            self.registry.replay(log.changes(record))
+        changes = log.changes(record)
+        if not changes and (known := self.registry.changes()):
+            logger.warning("Redis has lost the adapters: they are written again")
+            await log.append(known, anew=bool(record))
+            return
+        self._record = record
+        self.registry.replay(changes)
 
     def _is_to_be_written_anew(self, log: AdapterLog) -> bool:
         return len(self._record) > MAX_LOG_BYTES or not log.is_whole(self._record)

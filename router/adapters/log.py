@@ -1,7 +1,8 @@
 """Adapter log: the changes of a cluster's adapters in Redis, sealed with the cluster secret, for all routers.
 
 A router may only append and delete (proto/index/acl.py), so the log is a string of sealed changes, in order. Once it is
-long, it is written anew with the adapters that are left. Does not own the changes (registry.py).
+long, it is written anew with the adapters that are left. Who writes to Redis can bring back an older state of the log,
+but cannot invent an adapter. Does not own the changes (registry.py).
 """
 
 import asyncio

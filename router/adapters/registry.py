@@ -39,7 +39,7 @@ class Change:
 
     def packed(self) -> bytes:
         adapter = None if self.adapter is None else asdict(self.adapter)
-        return json.dumps({"name": self.name, "adapter": adapter}).encode()
+        return json.dumps({"name": self.name, "adapter": adapter}, ensure_ascii=False).encode()
 
     @classmethod
     def unpacked(cls, packed: bytes) -> "Change":

@@ -83,7 +83,7 @@ class AdapterPrices(NamedTuple):
         return cls(load_ms(slots.load_ms, 0), eviction_ms(slots, config))
 
 
-NOT_SERVED_MS = 1e12
+NOT_SERVED_MS = 1e15
 """Price that no worker with slots reaches."""
 NO_PRICES = AdapterPrices(0.0, NOT_SERVED_MS)
 

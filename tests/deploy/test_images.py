@@ -45,6 +45,12 @@ def test_the_image_is_made_of_every_package_and_of_what_the_build_reads() -> Non
     packages = {
         PurePosixPath(folder).parts[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()
     }
+    inner = {
+        path.parent.relative_to(ROOT).parts for top in packages for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {
+        ".".join(("blockyard", *parts)) for parts in inner
+    }
     needed = packages | {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"], "pyproject.toml"}
     assert copied == needed | {"requirements.lock"}
     assert all((ROOT / source).exists() for source in copied)

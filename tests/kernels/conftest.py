@@ -33,10 +33,13 @@ from blockyard.kernels.selection import choose_backend
 NEED_HYPOTHESIS = [
     "test_cpu_backend.py",
     "test_cpu_cascade.py",
+    "test_grouped_linear.py",
     "test_int8_linear.py",
     "test_linear_choice.py",
     "test_panel_linear.py",
     "test_shared_prefix_property.py",
+    "test_tiles.py",
+    "test_vector_units.py",
 ]
 """`make gpu-check` runs on machines that have none; these are about CPUs or plain arithmetic."""
 collect_ignore = [] if importlib.util.find_spec("hypothesis") else NEED_HYPOTHESIS

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from blockyard.proto.naming.identifiers import is_id
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blockyard.worker.sequences.adapter import Adapter
     from google.protobuf.message import Message
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -37,6 +38,7 @@ class AdapterCalls:
         self._adapters = adapters
         self._changing = asyncio.Lock()
         """Held from a change of the catalogue until the engine knows of it."""
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def behaviours(self) -> dict[str, Callable[[bytes, Context], Awaitable[Message]]]:
         return {"AddAdapter": self._add, "RemoveAdapter": self._remove, "ListAdapters": self._list}
@@ -57,17 +59,17 @@ class AdapterCalls:
                 "an adapter's name must have 1-128 characters of [A-Za-z0-9._:-]",
             )
         try:
-            async with self._changing:
-                named, unnamed = await asyncio.to_thread(adapters.add, request.name, request.path)
-                serve = partial(_serve, named.adapter, unnamed)
-                await asyncio.wrap_future(self._engine.call(serve))
+            named = await self._whole(self._added(adapters, request.name, request.path))
         except AdapterMissing as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except (CatalogueFull, MemoryError) as error:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, str(error) or "no host memory for the adapter"
             )
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            # Its text has the path on this machine.
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.strerror or "cannot be read")
+        except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         logger.info("adapter %s: %s, rank %d", named.name, named.adapter.fingerprint, named.adapter.rank)
         return admin_pb2.AddAdapterResponse(adapter=_message(named))
@@ -76,9 +78,7 @@ class AdapterCalls:
         request = await parse(admin_pb2.RemoveAdapterRequest, data, context)
         adapters = await self._catalogue(context)
         try:
-            async with self._changing:
-                unnamed = adapters.remove(request.name)
-                await asyncio.wrap_future(self._engine.call(partial(_serve, None, unnamed)))
+            await self._whole(self._removed(adapters, request.name))
         except KeyError:
             await context.abort(grpc.StatusCode.NOT_FOUND, "the worker has no adapter of this name")
         return admin_pb2.RemoveAdapterResponse()
@@ -86,7 +86,26 @@ class AdapterCalls:
     async def _list(self, data: bytes, context: Context) -> admin_pb2.ListAdaptersResponse:
         await parse(admin_pb2.ListAdaptersRequest, data, context)
         adapters = await self._catalogue(context)
-        return admin_pb2.ListAdaptersResponse(adapters=[_message(named) for named in adapters.all()])
+        found = await asyncio.to_thread(adapters.all)
+        return admin_pb2.ListAdaptersResponse(adapters=[_message(named) for named in found])
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Run a change to its end, also where its call is cancelled meanwhile: catalogue and engine stay alike."""
+        task = asyncio.ensure_future(change)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _added(self, adapters: AdapterCatalogue, name: str, path: str) -> NamedAdapter:
+        async with self._changing:
+            named, unnamed = await asyncio.to_thread(adapters.add, name, path)
+            await asyncio.wrap_future(self._engine.call(partial(_serve, named.adapter, unnamed)))
+            return named
+
+    async def _removed(self, adapters: AdapterCatalogue, name: str) -> None:
+        async with self._changing:
+            unnamed = await asyncio.to_thread(adapters.remove, name)
+            await asyncio.wrap_future(self._engine.call(partial(_serve, None, unnamed)))
 
 
 def _serve(added: Adapter | None, removed: str, engine: Engine) -> None:

@@ -59,7 +59,7 @@ def read_sparse_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int
 
 
 def _count(key: str, value: object, most: int) -> int:
-    if not isinstance(value, int) or not 1 <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise UnsupportedModelError(f"{key}={value!r} in config.json must be a whole number from 1 to {most}")
     return value
 
