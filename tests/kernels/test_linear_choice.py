@@ -15,7 +15,7 @@ from blockyard.kernels.triton.linears.weights import tiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .test_triton_linears import assert_product, inputs_for, int4_weight
+from .test_triton_linears import assert_product, inputs_for, int4_weight, moved
 
 
 @given(num_tiles=st.integers(1, 5000), num_units=st.integers(1, 300), num_multiprocessors=st.integers(1, 160))
@@ -69,13 +69,16 @@ def test_any_shape_is_multiplied(
     has_zeros: bool,
     has_order: bool,
 ) -> None:
-    weight = int4_weight(
-        outputs,
-        groups * group_size,
-        group_size,
-        torch.float16,
-        has_zeros=has_zeros,
-        has_order=has_order,
+    weight = moved(
+        int4_weight(
+            outputs,
+            groups * group_size,
+            group_size,
+            torch.float16,
+            has_zeros=has_zeros,
+            has_order=has_order,
+        ),
+        device,
     )
     x_TI = inputs_for(weight, rows, device)
     assert_product(
