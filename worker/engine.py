@@ -18,8 +18,7 @@ from blockyard.worker.execution.steps import EndedStep, Steps
 from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere
-from blockyard.worker.scheduling.pull_rates import PullRates
-from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder
+from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder, PullRates
 from blockyard.worker.scheduling.queued_work import uncached_work
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
