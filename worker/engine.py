@@ -1,30 +1,31 @@
 """Engine: scheduler, pool, prefix cache and runner in one loop body.
 
-Synchronous, and owned by one thread (engine_thread.py). Needs no Ray, Redis or gRPC. Owns requests: their ids, their
-deadlines, and their outputs. Does not choose what runs (the scheduler).
+Synchronous, and owned by one thread (engine_thread.py). Needs no Ray, Redis or gRPC. Owns requests and their ids
+(engine_requests.py: their deadlines and outputs). Does not choose what runs (the scheduler).
 """
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
+from typing import Unpack
 
 from blockyard.worker.cache.adapter_book import AdapterBook
 from blockyard.worker.cache.block_tables import Loan
+from blockyard.worker.engine_requests import Ending, OpenRequests, TokenCounters, is_late
 from blockyard.worker.engine_types import Continuation, EngineLoad, EngineRequest, SequenceOutput, StepResult
 from blockyard.worker.execution.runner import Runner
 from blockyard.worker.execution.steps import EndedStep, Steps
-from blockyard.worker.scheduling.commit import BeamsUpdate, SequenceUpdate, Update
+from blockyard.worker.scheduling.commit import SequenceUpdate, Update
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere
-from blockyard.worker.scheduling.pull_rates import PullRates
-from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder
+from blockyard.worker.scheduling.pulls import NoHostMemory, Pull, PullOrder, PullRates
 from blockyard.worker.scheduling.queued_work import uncached_work
 from blockyard.worker.scheduling.scheduler import CapacityError, Scheduler, SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName, RequestId, SequenceId, TenantId
 from blockyard.worker.sequences.phases import Phase, PhaseWatch
-from blockyard.worker.sequences.sequence import Sequence, SequenceState, TokenLogprob, token_array
+from blockyard.worker.sequences.sequence import Sequence, token_array
 from blockyard.worker.speculation.speculation import Speculation
 
 MAX_FAILURES_IN_A_ROW = 8
@@ -36,21 +37,6 @@ HELD_SECONDS = 0.05
 SHED_AT_SHARE_OF_ESTIMATE = 0.5
 """A waiting request is shed once less than this share of its estimated prefill time is left. Not even a prefill twice
 as fast as measured would then meet its deadline."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request that has not ended: how many of its outputs have not ended, and its deadline on the engine's clock."""
-
-    num_outputs: int
-    deadline: float | None
-
-
-@dataclass(slots=True)
-class _Counters:
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class EngineFailed(RuntimeError):
@@ -97,12 +83,11 @@ class Engine:
         """Whether it takes requests for embeddings, and no others."""
         self._clock = clock
         self.steps = Steps(self.scheduler, runner, overlap=overlap_steps, clock=clock)
-        self._requests: dict[RequestId, _Request] = {}
+        self._requests = OpenRequests()
         self._watches: dict[RequestId, PhaseWatch] = {}
         """The requests of which a trace is made."""
         self._next_request = 0
         self._next_sequence = 0
-        self._counters = _Counters()
         self._failures_in_a_row = 0
         self._woken = threading.Event()
         self.start_pull: Callable[[Pull], object] | None = None
@@ -146,7 +131,8 @@ class Engine:
             for sequence in sequences:
                 self._pull(sequence, request.pull)
         beams = request.sampling.beam_width > 0
-        self._requests[request_id] = _Request(
+        self._requests.open(
+            request_id,
             num_outputs=1 if beams else sum(sequence.num_outputs for sequence in sequences),
             deadline=sequences[0].deadline,
         )
@@ -211,12 +197,10 @@ class Engine:
 
         Return whether anything of the request continues. If not, no output of it follows.
         """
-        request = self._requests.get(request_id)
-        if request is None:
+        if request_id not in self._requests:
             return False
-        request.num_outputs -= self.scheduler.cancel_request(request_id, index)
-        if index is None or not request.num_outputs:
-            del self._requests[request_id]
+        num_ended = self.scheduler.cancel_request(request_id, index)
+        if self._requests.end_outputs(request_id, None if index is None else num_ended):
             self._watches.pop(request_id, None)
             return False
         return True
@@ -284,129 +268,32 @@ class Engine:
 
     def _expire(self, now: float) -> list[SequenceOutput]:
         """End requests past their deadline, and waiting ones that cannot meet it. Return one result for each."""
-        late = {key for key, request in self._requests.items() if _is_late(request.deadline, now)}
+        late = self._requests.late(now)
         rates, queued_seconds = self.mixed_steps.rates, 0.0
         for sequence in self.scheduler.waiting if rates.prefill_tokens_per_second else ():
             tokens, pairs = uncached_work(sequence)
             estimate = (
                 queued_seconds + tokens / rates.prefill_tokens_per_second + pairs * rates.seconds_per_pair
             )
-            if _is_late(sequence.deadline, now + SHED_AT_SHARE_OF_ESTIMATE * estimate):
+            if is_late(sequence.deadline, now + SHED_AT_SHARE_OF_ESTIMATE * estimate):
                 late.add(sequence.request_id)
             else:
                 queued_seconds = estimate
         return [self._unanswered(request_id, expired=True) for request_id in sorted(late)]
 
-    def _unanswered(
-        self,
-        request_id: RequestId,
-        *,
-        state: SequenceState = SequenceState.CANCELLED,
-        expired: bool = False,
-        has_no_choice: bool = False,
-        is_given_back: bool = False,
-    ) -> SequenceOutput:
+    def _unanswered(self, request_id: RequestId, **how: Unpack[Ending]) -> SequenceOutput:
         """End all outputs of a request, and return the result without tokens that says so."""
         self.scheduler.cancel_request(request_id)
-        del self._requests[request_id]
-        return SequenceOutput(
-            request_id=request_id,
-            token_ids=(),
-            token_offset=0,
-            cached_tokens=0,
-            state=state,
-            expired=expired,
-            has_no_choice=has_no_choice,
-            is_given_back=is_given_back,
-            is_last=True,
-        )
+        return self._requests.end(request_id, **how)
 
     def _outputs(self, update: Update) -> list[SequenceOutput]:
         request_id = update.sequence.request_id
         if request_id not in self._requests:
             return []  # another output of it has failed in this step
-        match update:
-            case BeamsUpdate():
-                return self._beam_outputs(update)
-            case SequenceUpdate(token=None) if update.embedding:
-                return [self._embedding(update)]
-            case SequenceUpdate(token=None):
-                state, has_no_choice = update.sequence.state, update.has_no_choice
-                return [self._unanswered(request_id, state=state, has_no_choice=has_no_choice)]
-            case SequenceUpdate():
-                return [self._output(update)]
-
-    def _output(self, update: SequenceUpdate) -> SequenceOutput:
-        sequence, token_ids = update.sequence, update.token_ids
-        assert token_ids
-        cached = sequence.cached_tokens or 0
-        self._counters.generated_tokens += len(token_ids)
-        prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if sequence.num_generated == 1 and sequence.index == 0:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
-            self._count_prompt(sequence)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            token_ids=token_ids,
-            token_offset=sequence.num_generated - len(token_ids),
-            cached_tokens=cached,
-            state=sequence.state,
-            finish_reason=sequence.finish_reason,
-            stop_token=sequence.stop_token,
-            logprobs=update.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            is_last=sequence.is_over and self._end_output(sequence.request_id),
-        )
-
-    def _embedding(self, update: SequenceUpdate) -> SequenceOutput:
-        sequence = update.sequence
-        self._count_prompt(sequence)
-        return SequenceOutput(
-            request_id=sequence.request_id,
-            token_ids=(),
-            token_offset=0,
-            cached_tokens=sequence.cached_tokens or 0,
-            state=sequence.state,
-            finish_reason=sequence.finish_reason,
-            embedding=update.embedding,
-            is_last=self._end_output(sequence.request_id),
-        )
-
-    def _count_prompt(self, sequence: Sequence) -> None:
-        self._counters.prompt_tokens += sequence.prompt_length
-        self._counters.cached_tokens += sequence.cached_tokens or 0
-
-    def _end_output(self, request_id: RequestId) -> bool:
-        """Count one output of a request as ended, and return whether it was the last."""
-        request = self._requests[request_id]
-        request.num_outputs -= 1
-        if not request.num_outputs:
-            del self._requests[request_id]
-        return not request.num_outputs
-
-    def _beam_outputs(self, update: BeamsUpdate) -> list[SequenceOutput]:
-        sequence = update.sequence
-        self._end_output(sequence.request_id)
-        self._count_prompt(sequence)
-        self._counters.generated_tokens += sum(len(beam.token_ids) for beam in update.hypotheses)
-        last = len(update.hypotheses) - 1
-        return [
-            SequenceOutput(
-                request_id=sequence.request_id,
-                index=index,
-                token_ids=beam.token_ids,
-                token_offset=0,
-                cached_tokens=sequence.cached_tokens or 0,
-                state=SequenceState.FINISHED,
-                finish_reason=beam.finish_reason,
-                stop_token=beam.stop_token,
-                cumulative_logprob=beam.cumulative_logprob,
-                beam_score=beam.score,
-                is_last=index == last,
-            )
-            for index, beam in enumerate(update.hypotheses)
-        ]
+        if isinstance(update, SequenceUpdate) and update.token is None and not update.embedding:
+            state, has_no_choice = update.sequence.state, update.has_no_choice
+            return [self._unanswered(request_id, state=state, has_no_choice=has_no_choice)]
+        return self._requests.outputs(update)
 
     def end_pull(self, pull: Pull, num_blocks: int) -> None:
         """Cache the blocks of a pull that have arrived. Nothing may write to its slots any more."""
@@ -473,7 +360,7 @@ class Engine:
 
     def forget_history(self, *, keeps_rates: bool) -> None:
         """Reset the token counters after a trial, and unless `keeps_rates` the measured rates too."""
-        self._counters = _Counters()
+        self._requests.counters = TokenCounters()
         if not keeps_rates:
             self.mixed_steps.forget_measurements()
 
@@ -482,7 +369,11 @@ class Engine:
         return self._clock() - moment
 
     def load(self) -> EngineLoad:
-        counters, rates, host_cache = self._counters, self.mixed_steps.rates, self.scheduler.host_cache
+        counters, rates, host_cache = (
+            self._requests.counters,
+            self.mixed_steps.rates,
+            self.scheduler.host_cache,
+        )
         queued_tokens, queued_pairs = self.scheduler.queued_prefill()
         work, pulls = self.mixed_steps.work, self.scheduler.pulls
         speculation = self.scheduler.speculation
@@ -527,7 +418,3 @@ class Engine:
             drafted_tokens=0 if speculation is None else speculation.num_drafted,
             accepted_tokens=0 if speculation is None else speculation.num_right,
         )
-
-
-def _is_late(deadline: float | None, now: float) -> bool:
-    return deadline is not None and deadline <= now

@@ -227,22 +227,25 @@ def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dic
 
 
 def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tuple[float, dict[str, float]]:
-    """Return the ratio over all files, and of each file, with the share of guesses that were right."""
+    """Return the ratio over all files and counted turns, and of each file over them, with the share of guesses that
+    were right in all turns."""
     jobs = edit_jobs(loaded.tokenizer_path, options.files, options.edit_tokens)
     speculation = Speculation()
-    seconds = {"none": 0.0, "ngram": 0.0}
-    by_file: dict[str, float] = {}
+    none_seconds, ngram_seconds = [0.0] * len(jobs), [0.0] * len(jobs)
     for turn in range(UNCOUNTED_TURNS + options.repeats):
         for number, job in enumerate(jobs):
             none = tokens_per_second(loaded, [job], None, clock)
             ngram = tokens_per_second(loaded, [job], speculation, clock)
             if turn >= UNCOUNTED_TURNS:
-                seconds["none"] += len(job.output) / none
-                seconds["ngram"] += len(job.output) / ngram
-                by_file[str(number)] = ngram / none
+                none_seconds[number] += len(job.output) / none
+                ngram_seconds[number] += len(job.output) / ngram
+    by_file = {
+        str(number): none / ngram
+        for number, (none, ngram) in enumerate(zip(none_seconds, ngram_seconds, strict=True))
+    }
     by_file["accepted share"] = speculation.num_right / max(speculation.num_drafted, 1)
-    print(f"edits: {seconds} {by_file}", file=sys.stderr, flush=True)
-    return seconds["none"] / seconds["ngram"], by_file
+    print(f"edits: {none_seconds} {ngram_seconds} {by_file}", file=sys.stderr, flush=True)
+    return sum(none_seconds) / sum(ngram_seconds), by_file
 
 
 def lines_of(ratios: Mapping[str, Mapping[str, float]], on_edits: float) -> str:

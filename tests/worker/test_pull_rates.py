@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from blockyard.worker.scheduling.pull_rates import LEAST_SECONDS, PullRates
+from blockyard.worker.scheduling.pulls import LEAST_SECONDS, PullRates
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -50,6 +50,26 @@ def decodes_beside(num_others: int, num_background: int, times: DecodeTimes) -> 
     return count
 
 
+def held_back_of(running: Items[Sequence], waiting: Items[Sequence], times: DecodeTimes) -> Items[Sequence]:
+    """Return the running sequences of background work that the step leaves to others. They are the last ones."""
+    count = num_background(running)
+    num_others = len(running) - count
+    if not count:
+        return []
+    if num_others:
+        return running[num_others + decodes_beside(num_others, count, times) :]
+    others = (sequence for sequence in waiting if not is_background(sequence))
+    first = next(others, None)
+    return [] if first is None else [one for one in running if one.order > first.order]
+
+
+def has_background_alone(running: Items[Sequence], waiting: Items[Sequence]) -> bool:
+    last = running[-1:] or waiting[-1:]
+    if not last or not is_background(last[0]):
+        return False
+    return num_background(running) == len(running) and all(map(is_background, waiting))
+
+
 def background_prefill(tokens_per_second: float) -> int:
     """Return how many prompt tokens a step takes that has background work alone. 0 tokens a second: not measured."""
     return max(int(tokens_per_second * PREFILL_SECONDS), LEAST_PREFILL_TOKENS)

@@ -1,18 +1,26 @@
 """Commit: applies a step's tokens to its sequences. They grow, fork, advance their beam search, or end.
 
-Owns the commit of one step's rows. Does not own the queues (queues.py), the blocks (cache/block_tables.py) or the beam
-search (sequences/beams.py).
+Owns the commit of one step's rows, and takes back rows whose results do not count. Does not own the queues (queues.py),
+the blocks (cache/block_tables.py) or the beam search (sequences/beams.py).
 """
 
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from blockyard.worker.cache.block_tables import BlockTables
 from blockyard.worker.scheduling.queues import Queues
 from blockyard.worker.sequences.beams import BeamGroup, Hypothesis, NextBeam
-from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.identifiers import HostSlot, SequenceId
 from blockyard.worker.sequences.sequence import FinishReason, Sequence, SequenceState, TokenLogprob
-from blockyard.worker.sequences.step_plan import FAILED_TOKEN, NO_CHOICE, NO_TOKEN, RowExtras, ScheduledRow
+from blockyard.worker.sequences.step_plan import (
+    FAILED_TOKEN,
+    NO_CHOICE,
+    NO_TOKEN,
+    RowExtras,
+    ScheduledRow,
+    StepPlan,
+)
 
 
 class SequenceUpdate(NamedTuple):
@@ -184,3 +192,34 @@ class StepCommit:
             return []
         self._queues.leave(row.sequence, SequenceState.FAILED)
         return [SequenceUpdate(sequence=row.sequence, token=None)]
+
+    def lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
+        """Drop what these slots of host memory held, and make the sequences of `rows`, which needed it, wait again."""
+        if self._tables.host_cache is not None:
+            self._tables.host_cache.drop(slots)
+        for row in rows:
+            if not row.sequence.num_generated and not row.sequence.num_preemptions:
+                row.sequence.cached_tokens = None  # counted again at its next admission
+        self.take_back(rows)
+
+    def take_back(self, rows: Collection[ScheduledRow]) -> None:
+        """Release the sequences of rows whose results do not count, and queue them again. With a beam goes its
+        search."""
+        for row in rows:
+            row.sequence.num_in_flight -= 1
+            if row.sequence.is_over:
+                self._queues.release_if_idle(row.sequence)
+        for row in rows:
+            group = row.sequence.group
+            for sequence in (row.sequence,) if group is None else tuple(group.live):
+                if sequence.state is SequenceState.RUNNING:
+                    self._tables.release(sequence)
+                    self._queues.wait_again(sequence)
+
+    def distrust_host_memory(self, plan: StepPlan) -> None:
+        """Drop all blocks in host memory after a step that failed, if it moved any."""
+        if plan.to_host or plan.from_host:
+            for waiting in self._queues.waiting:
+                self._tables.forget_swapped(waiting)
+            if self._tables.host_cache is not None:
+                self._tables.host_cache.clear()

@@ -29,6 +29,19 @@ class SchedulerConfig:
     most_lent_blocks: int = 0
     """Most blocks of the pool that are kept at once for other workers to fetch."""
 
+    def check(self, num_blocks: int) -> None:
+        """Raise ValueError for budgets that a pool of so many blocks cannot serve."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
+                f"{self.max_num_seqs}: some sequences would never decode"
+            )
+        if num_blocks * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"the KV cache holds {num_blocks * self.block_size} tokens, fewer than max_model_len "
+                f"{self.max_model_len}: give it more memory or lower max_model_len"
+            )
+
 
 class CapacityError(ValueError):
     """The request can never fit this engine."""

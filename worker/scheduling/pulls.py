@@ -2,7 +2,8 @@
 
 A pull receives named blocks into reserved slots of host memory, which nothing else sees. When it ends, the blocks that
 arrived intact are cached there like any others, and its sequences are admitted with them. What did not arrive is
-computed. So a pull can fail at any moment without harm.
+computed. So a pull can fail at any moment without harm. Routers price later pulls
+by the rates of those that have ended.
 
 Owns the bookkeeping, on the engine's thread. Does not own the bytes (../transfer/) or the choice of a source (the
 router). Has no clock: time is an argument.
@@ -20,6 +21,10 @@ MAX_PULLS = 64
 """Pulls that are under way or wait for their turn, such as those of all sequences that a worker hands over."""
 LATE_SECONDS = 0.25
 """Time after its deadline in which a pull must end. After it, its sequences go on without it."""
+KEPT_SHARE = 0.8
+"""Share of their weight that earlier measurements keep at each new one."""
+LEAST_SECONDS = 1e-6
+"""Shortest time of a transfer, so that a rate is finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,3 +270,35 @@ class Pulls:
         fetched = [name for pull in self._waiting for name in pull.names]
         assert len(fetched) == len(set(fetched))
         assert set(fetched) == self._under_way.keys()
+
+
+class PullRates:
+    """Moving averages of the set-up of pulls, and of the rate at which their bytes arrive. Both are 0 until one was
+    measured."""
+
+    def __init__(self) -> None:
+        self.setup_seconds = 0.0
+        """Time of a pull without that of its bytes: until its source answers, and until the engine takes the blocks.
+
+        Both engines do that between two steps.
+        """
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Rate after the answer. Each transfer counts by its time, so a short one of a few blocks says little."""
+        return self._bytes / self._seconds if self._seconds else 0.0
+
+    def answered(self, setup_seconds: float, num_bytes: float, transfer_seconds: float) -> None:
+        """Add a pull that its source answered, and the bytes that have arrived. Time may have ended it."""
+        if self.setup_seconds:
+            setup_seconds = self.setup_seconds + (1 - KEPT_SHARE) * (setup_seconds - self.setup_seconds)
+        self.setup_seconds = max(setup_seconds, LEAST_SECONDS)
+        self._bytes = KEPT_SHARE * self._bytes + num_bytes
+        self._seconds = KEPT_SHARE * self._seconds + max(transfer_seconds, LEAST_SECONDS)
+
+    def unanswered(self, seconds: float) -> None:
+        """Add a pull whose time ran out before an answer. The set-up takes longer than `seconds`."""
+        if seconds > self.setup_seconds > 0:
+            self.setup_seconds += (1 - KEPT_SHARE) * (seconds - self.setup_seconds)

@@ -1,4 +1,4 @@
-"""Queued work: the tokens that sequences have still to compute, for the load that routers see.
+"""Queued work: the tokens that sequences have still to compute, for the next step and for the load that routers see.
 
 Pure estimates. A new sequence counts only what is neither cached nor computed for another one before it.
 """
@@ -7,7 +7,23 @@ from collections.abc import Iterable
 
 from blockyard.proto.step_costs import pairs_of
 from blockyard.worker.cache.block_tables import BlockTables
-from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.sequences.sequence import Sequence, SequenceState
+
+
+def tokens_to_compute(sequence: Sequence) -> int:
+    """Return how many tokens of a running sequence the next step may compute, beyond those that are scheduled."""
+    if sequence.state is not SequenceState.RUNNING or sequence.num_drafted:
+        return 0
+    in_flight = sequence.num_samples_in_flight if sequence.num_in_flight else 0
+    group = sequence.group
+    if in_flight and (group is not None or sequence.num_outputs > 1):
+        return 0
+    if group is not None and group.waits(sequence):
+        return 0
+    known = len(sequence.tokens)
+    if known - sequence.prompt_length + in_flight >= sequence.sampling.max_results:
+        return 0
+    return known + in_flight - sequence.num_scheduled
 
 
 def queued_prefill(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> tuple[int, int]:

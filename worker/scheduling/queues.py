@@ -50,6 +50,12 @@ class Queues:
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
+    def wait_again(self, sequence: Sequence) -> None:
+        """Put a sequence that no longer runs among the waiting ones. A beam search forgets its candidates."""
+        if sequence.group is not None:
+            sequence.group.forget_candidates()
+        self.wait(sequence)
+
     def next_waiting(
         self,
         is_held: Callable[[Sequence], bool],

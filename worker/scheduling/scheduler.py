@@ -19,28 +19,26 @@ A request with several outputs runs as one sequence until its first token, and t
 search decides (sequences/beams.py). Owns the queues and the counters of sequences. Has no tensors, clocks or I/O.
 """
 
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable
 from functools import partial
 
-from blockyard.worker.cache.adapter_slots import AdapterGate, AdapterSlots, tokens_left
+from blockyard.worker.cache.adapter_slots import AdapterSlots
 from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.block_tables import BlockTables, Moves
 from blockyard.worker.cache.host_memory import HostCache, SwapSpace
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
+from blockyard.worker.scheduling.admission import Admission
 from blockyard.worker.scheduling.background import (
     background_prefill,
-    decodes_beside,
-    goes_before,
+    has_background_alone,
+    held_back_of,
     is_background,
-    num_background,
 )
 from blockyard.worker.scheduling.capacity import (
     available_blocks,
-    fits,
     most_blocks,
     seq_slots,
-    seq_slots_taken,
 )
 from blockyard.worker.scheduling.commit import StepCommit, Update
 from blockyard.worker.scheduling.config import CapacityError as CapacityError
@@ -49,11 +47,10 @@ from blockyard.worker.scheduling.drafts import commit_drafts, draft_rows, is_wor
 from blockyard.worker.scheduling.mixed_steps import MixedStepController
 from blockyard.worker.scheduling.preemption import Elsewhere, Victim, choose_victim
 from blockyard.worker.scheduling.pulls import Pulls
-from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill
+from blockyard.worker.scheduling.queued_work import expected_blocks, queued_prefill, tokens_to_compute
 from blockyard.worker.scheduling.queues import Queues
-from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.sequences.beams import BeamGroup
-from blockyard.worker.sequences.identifiers import HostSlot, RequestId, SequenceId
+from blockyard.worker.sequences.identifiers import RequestId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence, SequenceState
 from blockyard.worker.sequences.step_plan import (
     LOST_TOKEN,
@@ -100,6 +97,14 @@ class Scheduler:
         self.adapters = AdapterSlots(config.max_loras)
         self.pulls = Pulls(self.tables, index_stride_blocks=config.index_stride_blocks)
         self._queues = Queues(self.tables)
+        self._admission = Admission(
+            config,
+            queues=self._queues,
+            tables=self.tables,
+            adapters=self.adapters,
+            is_held=self._is_held,
+            rates=self.mixed_steps.rates,
+        )
         self._step_commit = StepCommit(self._queues, self.tables, max_model_len=config.max_model_len)
         self.must_wait_for_mask: Callable[[Sequence], bool] | None = None
         """Returns whether a sequence must wait for its grammar's mask. No step computes the sequence meanwhile, so a
@@ -115,16 +120,7 @@ class Scheduler:
         self._moves: dict[int, Moves] = {}
         """Block moves of the steps in flight, by number of the step."""
         self._next_step = 0
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs "
-                f"{config.max_num_seqs}: some sequences would never decode"
-            )
-        if num_blocks < self.tables.blocks_for(config.max_model_len):
-            raise ValueError(
-                f"the KV cache holds {num_blocks * config.block_size} tokens, fewer than max_model_len "
-                f"{config.max_model_len}: give it more memory or lower max_model_len"
-            )
+        config.check(num_blocks)
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -195,7 +191,7 @@ class Scheduler:
         rows: dict[SequenceId, ScheduledRow] = {}
         budget = self.config.max_num_batched_tokens
         chunks: list[tuple[Sequence, int]] = []
-        held_back = self._held_back()
+        held_back = held_back_of(self.running, self.waiting, self.mixed_steps.decode_times)
         for sequence in self.running[: len(self.running) - len(held_back)]:
             if sequence.grammar is not None and self._is_held(sequence):
                 continue
@@ -214,7 +210,7 @@ class Scheduler:
                 rows[sequence.sequence_id] = _make_row((sequence, start, 1, True, True, ()))
                 budget -= 1
                 continue
-            todo = self._tokens_to_compute(sequence)
+            todo = tokens_to_compute(sequence)
             if todo > 1:
                 if not held_back or not is_background(sequence):
                     chunks.append((sequence, todo))
@@ -224,7 +220,7 @@ class Scheduler:
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
         budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
-        if self._has_background_alone():
+        if has_background_alone(self.running, self.waiting):
             budget = min(budget, background_prefill(self.mixed_steps.rates.prefill_tokens_per_second))
         for sequence, todo in chunks:
             if self.waiting and self.waiting[0].order < sequence.order:
@@ -234,10 +230,12 @@ class Scheduler:
         if not rows:
             # What they are held back for cannot go on now.
             for sequence in held_back:
-                budget -= self._schedule_running(
-                    sequence, min(self._tokens_to_compute(sequence), budget), rows
-                )
-        drafts = self._draft(rows.values())
+                budget -= self._schedule_running(sequence, min(tokens_to_compute(sequence), budget), rows)
+        drafts: list[ScheduledRow] = []
+        if self.speculation is not None:
+            drafts = draft_rows(
+                self.speculation, rows.values(), config=self.config, queues=self._queues, tables=self.tables
+            )
         step, self._next_step = self._next_step, self._next_step + 1
         moves = self.tables.take_moves()
         plan = StepPlan(
@@ -247,7 +245,7 @@ class Scheduler:
             from_host=tuple(moves.from_host),
             copies=tuple(moves.copies),
             ended=self._queues.ended(),
-            adapters=self._adapters_of(rows.values()) if self.config.max_loras else (),
+            adapters=self._admission.place_adapters(rows.values()) if self.config.max_loras else (),
             num_drafts=len(drafts),
         )
         if plan.has_work:
@@ -257,17 +255,6 @@ class Scheduler:
                 self.speculation.forget(plan.ended)
         return plan
 
-    def _adapters_of(self, rows: Iterable[ScheduledRow]) -> tuple[tuple[int, Adapter], ...]:
-        """Return the adapters of a step with their slots. Those of running sequences stay where they are."""
-        wanted = [row.sequence.adapter for row in rows if row.sequence.adapter is not None]
-        held = self._queues.holding if wanted else ()
-        return self.adapters.place(wanted, (one.adapter for one in held if one.adapter is not None))
-
-    def _gate(self) -> Callable[[Sequence], bool] | None:
-        """Return the gate of one pass over the waiting sequences, or None without slots for adapters."""
-        slots = self.config.max_loras
-        return AdapterGate(slots, lambda: tokens_left(self._queues.holding)).holds if slots else None
-
     def waits_for_tokens(self) -> bool:
         """Return whether the next step should be planned only once the step in flight is committed."""
         return (
@@ -276,50 +263,12 @@ class Scheduler:
             and is_worth_waiting(self.speculation, self.running, self.config)
         )
 
-    def _draft(self, rows: Collection[ScheduledRow]) -> list[ScheduledRow]:
-        if self.speculation is None:
-            return []
-        return draft_rows(self.speculation, rows, config=self.config, queues=self._queues, tables=self.tables)
-
-    def _has_background_alone(self) -> bool:
-        last = self.running[-1:] or self.waiting[-1:]
-        if not last or not is_background(last[0]):
-            return False
-        return num_background(self.running) == len(self.running) and all(map(is_background, self.waiting))
-
-    def _held_back(self) -> list[Sequence]:
-        """Return the running sequences of background work that the step leaves to others. They are the last ones."""
-        count = num_background(self.running)
-        num_others = len(self.running) - count
-        if not count:
-            return []
-        if num_others:
-            beside = decodes_beside(num_others, count, self.mixed_steps.decode_times)
-            return self.running[num_others + beside :]
-        others = (sequence for sequence in self.waiting if not is_background(sequence))
-        first = next(others, None)
-        return [] if first is None else [one for one in self.running if one.order > first.order]
-
     def _is_held(self, sequence: Sequence) -> bool:
         return (
             self.must_wait_for_mask is not None
             and not sequence.num_samples_in_flight
             and self.must_wait_for_mask(sequence)
         )
-
-    def _tokens_to_compute(self, sequence: Sequence) -> int:
-        if sequence.state is not SequenceState.RUNNING or sequence.num_drafted:
-            return 0
-        in_flight = sequence.num_samples_in_flight if sequence.num_in_flight else 0
-        group = sequence.group
-        if in_flight and (group is not None or sequence.num_outputs > 1):
-            return 0
-        if group is not None and group.waits(sequence):
-            return 0
-        known = len(sequence.tokens)
-        if known - sequence.prompt_length + in_flight >= sequence.sampling.max_results:
-            return 0
-        return known + in_flight - sequence.num_scheduled
 
     def _schedule_running(
         self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]
@@ -380,7 +329,7 @@ class Scheduler:
                 self.tables.release(sequence)
             sequence.num_preemptions += 1
             self.num_preemptions += 1
-            self._wait_again(sequence)
+            self._queues.wait_again(sequence)
 
     def _give_back(self, victim: Victim) -> None:
         """End a request that goes on on another worker. Its blocks stay cached until others need the room."""
@@ -397,11 +346,6 @@ class Scheduler:
         given_back, self._given_back = self._given_back, []
         return given_back
 
-    def _wait_again(self, sequence: Sequence) -> None:
-        if sequence.group is not None:
-            sequence.group.forget_candidates()
-        self._queues.wait(sequence)
-
     # Admission
 
     def _admit(
@@ -412,60 +356,23 @@ class Scheduler:
         With `before`, admit only what is more urgent than that sequence. Return the budget that is left.
         """
         while budget > 0 and self.waiting:
-            sequence = self._queues.next_waiting(self._is_held, lacks_slot=self._gate())
-            if sequence is not None and is_background(sequence) and goes_before(self.running, sequence):
-                # However long it has waited, it is in nobody's way.
-                sequence = self._queues.next_waiting(
-                    self._is_held, lacks_slot=self._gate(), skips=is_background
-                )
-            if sequence is None or (before is not None and sequence.order >= before.order):
+            sequence = self._admission.next(before)
+            if sequence is None:
                 return budget
-            if seq_slots_taken(self.running) + seq_slots(sequence, self.running) > self.config.max_num_seqs:
-                if self._makes_room(sequence, rows):
-                    continue
-                return budget
-            hits = self.tables.match(sequence)
-            is_reserved = sequence.num_preemptions >= self.config.max_preemptions
-            if not fits(
-                sequence,
-                hits,
-                queues=self._queues,
-                tables=self.tables,
-                is_reserved=is_reserved,
-                max_protected=self.config.protected_blocks,
-            ):
-                if self._makes_room(sequence, rows):
-                    continue
-                return budget
-            sequence.is_reserved = is_reserved
-            self._queues.run(sequence)
-            self.tables.start(sequence, hits)
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = min(len(hits) * self.config.block_size, sequence.prompt_length)
+            hits = self._admission.room_for(sequence)
+            if hits is None:
+                victim = self._admission.victim_for(sequence, rows)
+                if victim is None:
+                    return budget
+                self._preempt(victim)
+                continue
+            self._admission.admit(sequence, hits)
             todo = min(len(sequence.tokens) - sequence.num_scheduled, budget)
             self.tables.extend(sequence, sequence.num_scheduled + todo)
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
             budget -= todo
         return budget
-
-    def _makes_room(self, sequence: Sequence, rows: dict[SequenceId, ScheduledRow]) -> bool:
-        """Preempt background work for a waiting sequence that is not. Return False if there is none to preempt."""
-        count = num_background(self.running)
-        if is_background(sequence) or not count:
-            return False
-        # The first one is never chosen.
-        victim = choose_victim(
-            [self.running[0], *self.running[max(len(self.running) - count, 1) :]],
-            rows,
-            self.tables,
-            mode=self.config.preemption,
-            rates=self.mixed_steps.rates,
-        )
-        if victim is None:
-            return False
-        self._preempt(victim)
-        return True
 
     # Committing
 
@@ -484,17 +391,8 @@ class Scheduler:
             commit_drafts(plan, step, updates, self._step_commit, self.speculation)
         if step.lost_slots:
             rows = zip(plan.rows, step.tokens, strict=True)
-            self._lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
+            self._step_commit.lose(step.lost_slots, [row for row, token in rows if token == LOST_TOKEN])
         return updates
-
-    def _lose(self, slots: Set[HostSlot], rows: Collection[ScheduledRow]) -> None:
-        """Drop what these slots of host memory held, and make the sequences of `rows`, which needed it, wait again."""
-        if self.host_cache is not None:
-            self.host_cache.drop(slots)
-        for row in rows:
-            if not row.sequence.num_generated and not row.sequence.num_preemptions:
-                row.sequence.cached_tokens = None  # counted again at its next admission
-        self._take_back(rows)
 
     def fail(self, plan: StepPlan) -> list[Update]:
         """End every sequence of a step that raised. No block that the step computed is published.
@@ -503,7 +401,7 @@ class Scheduler:
         cannot be read would fail every later request that hits it.
         """
         self._end_step(plan)
-        self._distrust_host_memory(plan)
+        self._step_commit.distrust_host_memory(plan)
         return [update for row in plan.rows for update in self._step_commit.fail(row)]
 
     def abandon(self, plan: StepPlan, *, moved: bool) -> None:
@@ -515,29 +413,8 @@ class Scheduler:
         self._end_step(plan, are_loaded=False)  # What it loaded is released below.
         self._queues.report_ended_again(plan.ended)
         if not moved:
-            self._distrust_host_memory(plan)
-        self._take_back(plan.rows)
-
-    def _take_back(self, rows: Collection[ScheduledRow]) -> None:
-        """Release the sequences of rows whose results do not count, and queue them again. With a beam goes its
-        search."""
-        for row in rows:
-            row.sequence.num_in_flight -= 1
-            if row.sequence.is_over:
-                self._queues.release_if_idle(row.sequence)
-        for row in rows:
-            group = row.sequence.group
-            for sequence in (row.sequence,) if group is None else tuple(group.live):
-                if sequence.state is SequenceState.RUNNING:
-                    self.tables.release(sequence)
-                    self._wait_again(sequence)
-
-    def _distrust_host_memory(self, plan: StepPlan) -> None:
-        if plan.to_host or plan.from_host:
-            for waiting in self.waiting:
-                self.tables.forget_swapped(waiting)
-            if self.host_cache is not None:
-                self.host_cache.clear()
+            self._step_commit.distrust_host_memory(plan)
+        self._step_commit.take_back(plan.rows)
 
     def _end_step(self, plan: StepPlan, *, are_loaded: bool = True) -> None:
         if plan.has_work:
