@@ -1,7 +1,7 @@
 """Engine link: the router's one long-lived stream to one worker.
 
 The link connects, checks the worker, keeps the stream alive, routes messages, and reconnects. When a stream ends, the
-sink of every open request (open_requests.py) gets `Lost`, and the relay places the request again. Any message shows
+sink of every open request (events.py) gets `Lost`, and the relay places the request again. Any message shows
 that the worker is alive. The link ends a stream that is silent for too long, because a hung process keeps its
 connections open. It also ends the stream of a worker whose engine makes no progress.
 
@@ -22,8 +22,7 @@ import grpc
 from blockyard.proto.limits import MAX_MESSAGE_BYTES
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
-from blockyard.router.cluster.events import Lost, Refused, Sink, events_of
-from blockyard.router.cluster.open_requests import OpenRequests
+from blockyard.router.cluster.events import Lost, OpenRequests, Refused, Sink, events_of
 from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)

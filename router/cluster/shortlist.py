@@ -1,7 +1,8 @@
 """Shortlist: the few workers that may be the best for a prompt, found by columns over the table of loads.
 
 Scoring one worker exactly costs more than pricing a thousand by columns. So a placement prices all of them here, and
-scores only these few (placement/scoring.py). Pure. Does not own the rows (loads.py) or the workers' state (view.py).
+scores only these few (placement/scoring.py). Pure. Does not own the rows (loads.py) or the workers' state
+(known_workers.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

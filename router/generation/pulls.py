@@ -3,7 +3,7 @@
 Pure, except for the log. A pull begins when its request is sent to a worker. It ends with the worker's report, or when
 the request leaves that worker. A worker that needs no pull reports none: it has the blocks by then, or fetches them for
 another request. Does not own prices and plans (placement/pulls.py) or the bytes in flight
-(cluster/view.py).
+(cluster/known_workers.py).
 """
 
 import logging

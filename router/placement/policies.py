@@ -12,7 +12,7 @@
 - `dynamo`: the published cost of NVIDIA Dynamo's KV router, as a reference.
 
 Owns the policies. Does not own the terms of the cost, such as load_ms (scoring.py), or the state of workers
-(cluster/view.py).
+(cluster/known_workers.py).
 """
 
 from collections.abc import Sequence

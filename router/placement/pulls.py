@@ -6,7 +6,7 @@ Both ends still have `moving_bytes` to move. `setup_ms` is the measured one, or 
 longer, since both engines act between two steps.
 
 The rates are measured by the destination. Until they are known nothing is pulled. Pure. Does not own the other terms of
-the cost (scoring.py) or who has cached what (cluster/view.py).
+the cost (scoring.py) or who has cached what (cluster/known_workers.py).
 """
 
 from enum import Enum, auto

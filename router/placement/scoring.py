@@ -13,7 +13,7 @@ cached, and its context slows their steps. Otherwise long prompts would be pulle
 ones. A worker whose memory is short fetches nothing, since the copy would make others wait for room.
 
 Does not own the time of a pull (pulls.py) or the cost of an adapter (adapters.py). Nor does it own the choice among the
-costs (policies.py) or the state of workers (cluster/view.py).
+costs (policies.py) or the state of workers (cluster/known_workers.py).
 """
 
 from collections.abc import Sequence

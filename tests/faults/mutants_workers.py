@@ -63,7 +63,7 @@ MUTANTS = (
         20,
         "the suspect get new requests",
         "worker_silence.py::test_a_frozen_worker_loses_its_streams_and_changes_nothing_when_it_wakes",
-        ("router:ClusterView._is_ready", "now - worker.last_heard < self._suspect_seconds", "True"),
+        ("router:KnownWorkers._is_ready", "now - worker.last_heard < self._suspect_seconds", "True"),
     ),
     mutant(
         22,
