@@ -64,33 +64,7 @@ def native_experts(
     assert isinstance(down, torch.Tensor)
     num_tokens, hidden = x_TH.shape
     width, num_experts = _num_inputs(down), len(down)
-    need(
-        x_TH.dtype == logits_TE.dtype and x_TH.stride(1) == logits_TE.stride(1) == 1 and x_TH.is_cpu,
-        "inputs of {} and logits of {}, or not in rows",
-        x_TH.dtype,
-        logits_TE.dtype,
-    )
-    need(
-        len(gate_up) == num_experts
-        and logits_TE.shape == (num_tokens, num_experts)
-        and 1 <= top_k <= num_experts,
-        "{} experts of {} for logits {}",
-        top_k,
-        num_experts,
-        logits_TE.shape,
-    )
-    need(
-        (_num_inputs(gate_up), gate_up.shape[1] * LANES) == (hidden, 2 * width)
-        and down.shape[1] * LANES == hidden
-        and gate_up.dtype == down.dtype
-        and gate_up.dtype in (torch.int8, x_TH.dtype)
-        and gate_up[0].is_contiguous()
-        and down[0].is_contiguous(),
-        "experts {} and {} for inputs {}",
-        gate_up.shape,
-        down.shape,
-        x_TH.shape,
-    )
+    _check(x_TH, logits_TE, gate_up, down, top_k)
     rows = min(num_tokens, MOST_ROWS)
     out_TH = x_TH.new_empty(num_tokens, hidden)
     pairs = torch.empty(2, num_tokens, top_k, dtype=torch.int32)
@@ -126,6 +100,41 @@ def native_experts(
     )
     library.experts(x_TH.dtype == torch.bfloat16, torch.get_num_threads(), work)
     return out_TH
+
+
+def _check(
+    x_TH: torch.Tensor, logits_TE: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, top_k: int
+) -> None:
+    """Raise ValueError for tensors that do not fit."""
+    num_tokens, hidden = x_TH.shape
+    width, num_experts = _num_inputs(down), len(down)
+    need(
+        x_TH.dtype == logits_TE.dtype and x_TH.stride(1) == logits_TE.stride(1) == 1 and x_TH.is_cpu,
+        "inputs of {} and logits of {}, or not in rows",
+        x_TH.dtype,
+        logits_TE.dtype,
+    )
+    need(
+        len(gate_up) == num_experts
+        and logits_TE.shape == (num_tokens, num_experts)
+        and 1 <= top_k <= num_experts,
+        "{} experts of {} for logits {}",
+        top_k,
+        num_experts,
+        logits_TE.shape,
+    )
+    need(
+        (_num_inputs(gate_up), gate_up.shape[1] * LANES) == (hidden, 2 * width)
+        and down.shape[1] * LANES == hidden
+        and gate_up.dtype == down.dtype
+        and gate_up.dtype in (torch.int8, x_TH.dtype)
+        and gate_up[0].is_contiguous()
+        and down[0].is_contiguous(),
+        "experts {} and {} for inputs {}",
+        gate_up.shape,
+        down.shape,
+        x_TH.shape,
+    )
 
 
 def _num_inputs(stacked: torch.Tensor) -> int:

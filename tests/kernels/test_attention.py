@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from blockyard.kernels.interface import Backend
-from blockyard.kernels.torch import backend as torch_backend
+from blockyard.kernels.torch import attention as torch_attention
 from blockyard.kernels.torch import reference
+from blockyard.kernels.torch.backend import TorchBackend
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]
@@ -149,9 +150,9 @@ def test_queries_may_be_a_view_of_a_fused_projection(
 def test_torch_groups_of_any_size_give_the_same_result(
     make_step: MakeStep, assert_near: AssertNear, monkeypatch: pytest.MonkeyPatch, max_group_bytes: int
 ) -> None:
-    monkeypatch.setattr(torch_backend, "MAX_GROUP_BYTES", max_group_bytes)
+    monkeypatch.setattr(torch_attention, "MAX_GROUP_BYTES", max_group_bytes)
     step = make_step([1] * 7, [33, 40, 3, 48, 47, 36, 100])
-    assert_near(attend(torch_backend.TorchBackend(), step), expected_of(step))
+    assert_near(attend(TorchBackend(), step), expected_of(step))
 
 
 def test_a_step_without_rows_does_nothing(backend: Backend, make_step: MakeStep) -> None:
@@ -165,7 +166,7 @@ def test_a_head_size_that_is_no_power_of_two_is_refused_by_triton_and_served_by_
     step = make_step([1, 3], [20, 3], head_dim=48)
     with pytest.raises(ValueError, match="powers of two"):
         attend(triton_backend, step)
-    assert_near(attend(torch_backend.TorchBackend(), step), expected_of(step))
+    assert_near(attend(TorchBackend(), step), expected_of(step))
 
 
 def test_triton_refuses_a_plan_without_items(triton_backend: Backend, make_step: MakeStep) -> None:
@@ -176,7 +177,7 @@ def test_triton_refuses_a_plan_without_items(triton_backend: Backend, make_step:
 
 
 def test_backends_that_walk_rows_need_no_items(make_step: MakeStep, assert_near: AssertNear) -> None:
-    backend = torch_backend.TorchBackend()
+    backend = TorchBackend()
     step = make_step([1, 4], [20, 9])
     no_items = step.plan.decode_items_W6[:0]
     bare = replace(step.plan, has_items=False, decode_items_W6=no_items, prefill_items_X6=no_items)

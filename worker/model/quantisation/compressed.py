@@ -38,11 +38,10 @@ def read_compressed(given: dict[str, Any]) -> QuantScheme:
     refuse_unknown(given, _REMARKS | _READ)
     refuse_unless(given, "kv_cache_scheme", (None,))
     refuse_unless(given, "quantization_status", ("compressed", "frozen", None))
-    sparsity = given.get("sparsity_config") or {}
-    refuse_unless(sparsity, "format", ("dense", None))
+    refuse_unless(_object(given, "sparsity_config"), "format", ("dense", None))
     group = _only_group(given)
     form = group.get("format") or given.get("format")
-    weights = group.get("weights") or {}
+    weights = _object(group, "weights")
     refuse_unknown(weights, _WEIGHT_REMARKS | _WEIGHT_KEYS)
     refuse_unless(weights, "dynamic", (False, None))
     refuse_unless(weights, "actorder", (None, False, "weight", "static", "group", "dynamic"))
@@ -79,13 +78,22 @@ def _only_group(given: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(groups, dict) or len(groups) != 1:
         found = sorted(groups) if isinstance(groups, dict) else groups
         raise UnsupportedModelError(f"config_groups={found!r} in quantization_config must be one group")
-    (group,) = groups.values()
+    (name,) = groups
+    group = _object(groups, name)
     refuse_unknown(group, _GROUP_KEYS)
     if group.get("targets") != ["Linear"]:
         raise UnsupportedModelError(
             f"targets={group.get('targets')!r} in quantization_config is not ['Linear']"
         )
-    return dict(group)
+    return group
+
+
+def _object(given: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a value that must be an object, or missing."""
+    value = given.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedModelError(f"{key}={value!r} in quantization_config is no object")
+    return value or {}
 
 
 def _scale_of(weights: dict[str, Any], strategies: tuple[str, ...]) -> int | None:

@@ -212,6 +212,6 @@ def names(given: dict[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _positive(key: str, value: object) -> int:
-    if not isinstance(value, int) or not 1 <= value <= MOST_CALIBRATED:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_CALIBRATED:
         raise UnsupportedModelError(f"{key}={value!r} in quantization_config must be a whole number above 0")
     return value
