@@ -1,6 +1,7 @@
 """Speed of one batch whose sequences use eight adapters, beside the same batch on the bare model.
 
     python -m bench.lora --model llama-166m --dtypes float32,bfloat16
+    python -m bench.lora --device cuda --model qwen3-0.6b --dtypes bfloat16 --prove tests/kernels/test_lora.py
 
 Two engines take turns in one process: one without slots, and one with eight. The second also runs the batch without
 adapters, which shows what slots alone cost. The adapters are random, of one rank, and change all linear layers. A
@@ -30,7 +31,7 @@ from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from blockyard.worker.startup.openmp import bound_spinning
 
 from bench.engine.shapes import model_folder
-from bench.proof import prove
+from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, Floor, write_report
 
 NUM_ADAPTERS = 8
@@ -181,8 +182,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
+    add_proof_options(parser, default=PROOF, about="tests that must pass, or the report is unproven")
     arguments = parser.parse_args()
-    proven = prove(PROOF)
+    proof = proof_of(
+        [arguments.prove],
+        device=arguments.device,
+        is_skipped=arguments.skip_proof,
+        seconds=arguments.proof_seconds,
+    )
     bound_spinning()
     floors: list[Floor] = []
     rows: list[str] = []
@@ -203,7 +210,7 @@ def main() -> None:
     text = "\n".join(
         [
             f"{__doc__.rpartition(chr(10) * 2)[2].strip()} Model {arguments.model}, rank {arguments.rank}, "
-            f"{arguments.rounds} rounds. {proven}.",
+            f"{arguments.rounds} rounds. {proof.proven}.",
             "",
             "| batch | engine | decoded tokens a second | prompt tokens a second |",
             "|---|---|---|---|",
@@ -218,8 +225,10 @@ def main() -> None:
         floors=floors,
         versions={"torch": torch.__version__},
         folder=arguments.output,
+        unproven=proof.unproven,
     )
     print(path.read_text(encoding="utf-8"))
+    end_if_unproven(proof, is_skipped=arguments.skip_proof)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.lora.catalogue import AdapterCatalogue
+from blockyard.worker.lora.layout import slot_bytes
 from blockyard.worker.lora.peft import AdapterMissing, AdapterReader
 from blockyard.worker.model.config import load_config
 from blockyard.worker.startup.loading import load_engine
@@ -90,6 +91,7 @@ def test_options_that_are_off_or_only_trained_with_are_accepted(folder: Path) ->
         ({Q_NAME: torch.full((4, 64), float("inf"))}, "not finite"),
         ({Q_NAME: None}, "one half"),
         ({Q_NAME: None, Q_NAME.replace("lora_A", "lora_B"): None}, "lacks q_proj"),
+        ({Q_NAME.replace("layers.0", "layers.00"): torch.zeros(4, 64)}, "layers.00"),
         ({Q_NAME.replace("layers.0", "layers.3"): torch.zeros(4, 64)}, "layers.3"),
         ({Q_NAME.replace("layers.0", "layers." + "9" * 5000): torch.zeros(4, 64)}, "none of this model's"),
         ({Q_NAME.replace("lora_A.weight", "lora_magnitude_vector"): torch.zeros(4)}, "magnitude"),
@@ -193,3 +195,20 @@ def test_a_worker_does_not_start_without_its_adapter_folder(tmp_path: Path) -> N
     )
     with pytest.raises(ValueError, match="gone' is no folder on this worker's machine"):
         load_engine(config)
+
+
+def test_a_slot_has_the_bytes_of_an_adapter_of_the_largest_rank(folder: Path) -> None:
+    adapter = reader(folder).read("a")
+    model = load_config(shared_checkpoint(ARCHITECTURE))
+    assert slot_bytes(model, adapter.rank, 4) == adapter.num_bytes
+
+
+def test_no_host_memory_for_an_adapter_is_a_memory_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    with pytest.raises(MemoryError, match=r"^no host memory for the adapter$"):
+        reader(folder).read("a")

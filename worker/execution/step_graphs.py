@@ -187,7 +187,7 @@ class DecodeGraphs:
         self._sizes = sizes
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
         self._lora_layers = lora_layers
-        self._lora = StaticLora(sizes.rows[-1], device)
+        self._lora = None if lora_layers is None else StaticLora(sizes.rows[-1], device)
         self._graphs: dict[tuple[int, bool], StepGraph] = {}
         self._lora_graphs: dict[tuple[int, bool], StepGraph] = {}
 
@@ -216,6 +216,7 @@ class DecodeGraphs:
         lora = None
         if has_adapters:
             assert self._lora_layers is not None
+            assert self._lora is not None
             lora = LoraStep(layers=self._lora_layers, plan=self._lora.plan(size))
         graph = self._sizes.make_graph()
         graph.capture(lambda: self._decoder.hidden(tokens_T, self._kv_pools, plan, None, lora=lora))
@@ -232,6 +233,7 @@ class DecodeGraphs:
         self._static.fill(plan, size)
         self._tokens_T[:num_rows].copy_(tokens_T)
         if lora is not None:
+            assert self._lora is not None
             self._lora.fill(lora.plan, size)
         graph = self._graph(size, len(plan.shared_items_Y5) > 0, has_adapters=lora is not None)
         return graph.replay()[:num_rows]

@@ -47,3 +47,11 @@ def linear_shapes(config: ModelConfig) -> dict[str, LinearShape]:
         "gate_up": LinearShape(num_inputs=hidden, parts=(("mlp.gate_proj", inner), ("mlp.up_proj", inner))),
         "down": LinearShape(num_inputs=inner, parts=(("mlp.down_proj", hidden),)),
     }
+
+
+def slot_bytes(config: ModelConfig, max_rank: int, element_bytes: int) -> int:
+    """Return the bytes of one adapter slot in all decoder layers, on a device that holds the whole model."""
+    numbers = sum(
+        len(shape.parts) * shape.num_inputs + sum(shape.widths) for shape in linear_shapes(config).values()
+    )
+    return config.num_layers * max_rank * numbers * element_bytes

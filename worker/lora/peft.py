@@ -48,7 +48,7 @@ HARMLESS = frozenset(
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the weights of the model itself."""
 _TENSOR = re.compile(
-    r"base_model\.model\.(?P<layer>model\.layers\.(?P<index>\d+)\.(?P<module>(?:self_attn|mlp)\.\w+))"
+    r"base_model\.model\.(?P<layer>model\.layers\.(?P<index>0|[1-9]\d*)\.(?P<module>(?:self_attn|mlp)\.\w+))"
     r"\.lora_(?P<side>[AB])\.weight"
 )
 _DTYPES = ("F32", "BF16", "F16")
@@ -174,7 +174,11 @@ class AdapterReader:
 
     def _allocate(self, rank: int, modules: set[str]) -> AdapterWeights:
         def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=self.dtype, pin_memory=self.pins)
+            try:
+                return torch.zeros(shape, dtype=self.dtype, pin_memory=self.pins)
+            except RuntimeError as error:
+                # PyTorch's way to say that the host has no memory. Its text has sizes and addresses.
+                raise MemoryError("no host memory for the adapter") from error
 
         layers = self.model.num_layers
         return {
