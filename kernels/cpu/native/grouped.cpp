@@ -175,7 +175,7 @@ static inline void add_chunk(const Layout<BITS>& at, const Row (&rows)[R], const
     for (int g = 0; g < G; g++) {
         const uint8_t* group = weight + g * at.group;
         const f32x16 scale = load((const float*)(group + at.scales + c * LINE));
-        const u32x16 zero = __builtin_convertvector(read<u8x16>(group + at.zeros + c * LANES), u32x16);
+        const u32x16 zero = widened(read<u8x16>(group + at.zeros + c * LANES));
         for (int r = 0; r < R; r++) {
             // Element by element: with the address of an array taken, gcc would keep it in memory.
             Bytes sums_of[2][PARTS_OF_LINE];

@@ -71,11 +71,13 @@ static inline V read(const void* p) {
 #ifdef __AVX512F__
 static inline u32x16 widened(u16x16 v) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)v); }
 static inline i32x16 widened(i8x16 v) { return (i32x16)_mm512_cvtepi8_epi32((__m128i)v); }
+static inline u32x16 widened(u8x16 v) { return (u32x16)_mm512_cvtepu8_epi32((__m128i)v); }
 #else
 static inline u32x16 widened(u16x16 v) { return __builtin_convertvector(v, u32x16); }
 static inline i32x16 widened(i8x16 v) {
     return __builtin_convertvector(__builtin_convertvector(v, i16x16), i32x16);
 }
+static inline u32x16 widened(u8x16 v) { return (u32x16)widened((i8x16)v) & 255u; }
 #endif
 
 static inline f32x16 load(const float* p) {
