@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from blockyard.proto.security.tls import SESSION_NAME, peer_contexts
+from blockyard.proto.security.peer_sockets import SESSION_NAME, peer_contexts
 from blockyard.proto.v1.session_pb2 import PullRequest
 from blockyard.worker.memory.checksums import crc32
 from blockyard.worker.memory.host_blocks import HostBlocks

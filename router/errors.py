@@ -52,6 +52,10 @@ class FieldViolation:
     description: str
 
 
+MAX_TOLD = 5
+"""The most violations in the text of an error. Its details have all of them."""
+
+
 class RouterError(Exception):
     """An error that a client receives. Subclasses set the reason, and services/grpc_status.py their code."""
 
@@ -76,6 +80,13 @@ class RouterError(Exception):
         """Return an error about one wrong field."""
         violation = FieldViolation(field=field, description=description)
         return cls(f"{field}: {description}", violations=(violation,))
+
+    @classmethod
+    def of_all(cls, violations: Sequence[FieldViolation]) -> Self:
+        """Return an error about several wrong fields. Its text has the first MAX_TOLD of them."""
+        text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:MAX_TOLD])
+        left = len(violations) - MAX_TOLD
+        return cls(text + (f"; and {left} more" if left > 0 else ""), violations=violations)
 
 
 class InvalidRequest(RouterError):

@@ -26,9 +26,10 @@ from blockyard.router.config import (
 from blockyard.router.dispatch.placer import Placer
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.router.errors import DeadlinePassed, RouterError
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.joined_outputs import TokenChunk
 from blockyard.router.generation.registry import RequestRegistry
-from blockyard.router.generation.relay import Generation, Progress, Relay
+from blockyard.router.generation.relay import Generation, Relay
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 
 from simulation.calls import Connections, MemoryChannel

@@ -39,11 +39,12 @@ class LLM:
         self.config = EngineConfig(model=model, **settings)
         bound_spinning()
         from blockyard.worker.lora.catalogue import AdapterCatalogue
-        from blockyard.worker.ranks import RankLeader
         from blockyard.worker.startup.loading import ALONE, load_engine
 
         ranks = ALONE
         if self.config.tensor_parallel_size > 1:
+            from blockyard.worker.ranks import RankLeader
+
             leader = RankLeader(self.config, secret="", cluster="offline")
             # The other ranks end with this object, and at the latest with this process.
             weakref.finalize(self, leader.close)

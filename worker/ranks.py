@@ -35,7 +35,7 @@ from blockyard.kernels.cpu.group import MAX_RANKS, RankLost
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
 from blockyard.proto.security.loopback import LOOPBACK, is_loopback, with_brackets, without_brackets
-from blockyard.proto.security.tls import peer_contexts
+from blockyard.proto.security.peer_sockets import peer_contexts
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.parallel.collective import Collective, RanksLost
 from blockyard.worker.parallel.exchange import Exchange, Names, kernels_for

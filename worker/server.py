@@ -21,7 +21,8 @@ from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.cluster_identity import record_proof
 from blockyard.proto.security.loopback import is_loopback
-from blockyard.proto.security.tls import listen, peer_contexts, session_server_credentials
+from blockyard.proto.security.peer_sockets import peer_contexts
+from blockyard.proto.security.tls import listen, session_server_credentials
 from blockyard.proto.v1.cluster_pb2 import WorkerIndex
 from blockyard.proto.v1.session_pb2 import Hello
 from blockyard.worker.cache.prefix_cache import CacheChanges

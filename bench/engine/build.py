@@ -20,7 +20,6 @@ from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.memory.kv_size import KVCacheDtype, bytes_per_block, stored_dtype
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.weights import load_weights, random_weights
-from blockyard.worker.ranks import RankLeader
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.sequences.sampling_params import SamplingParams
@@ -126,6 +125,9 @@ def _divided_engine(settings: EngineSettings) -> Engine:
     )
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(max(1, settings.threads // settings.ranks))
+    # Ranks prove themselves with certificates. An engine alone runs without that package.
+    from blockyard.worker.ranks import RankLeader
+
     leader = RankLeader(config, secret="", cluster="bench")
     atexit.register(leader.close)
     leader.spawn()

@@ -7,11 +7,12 @@ one. Only one check is in flight at a time, so a slow answer, as on a busy machi
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from math import inf, isinf
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from blockyard.deploy.supervision.replicas import PUSH_SECONDS
+from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica
 from blockyard.proto.runtime.tasks import BackgroundTasks, running
 
 ANSWER_SECONDS = PUSH_SECONDS
@@ -76,6 +77,42 @@ class HealthCheck:
     async def stop(self) -> None:
         self._asked = None
         await self._checks.aclose()
+
+
+class HealthChecks:
+    """Health checks of all workers and routers that run or start."""
+
+    def __init__(self) -> None:
+        self._checks: dict[str, tuple[Replica, HealthCheck]] = {}
+        """Replicas and their checks, by the replica's name."""
+
+    @contextlib.asynccontextmanager
+    async def of(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
+        """Have `look_at_all` check this replica inside the block. Yield the check."""
+        question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
+        health = HealthCheck(question.remote)
+        self._checks[replica.name] = replica, health
+        try:
+            yield health
+        finally:
+            del self._checks[replica.name]
+            await health.stop()
+
+    async def look_at_all(self) -> None:
+        """Ask each replica, and note in it what it missed and whether it drains.
+
+        Leaves out leaving ones, because a stop has a deadline of its own. Ignores failures, which count as answers.
+        """
+        asked = [check for check in self._checks.values() if not check[0].is_leaving]
+        await asyncio.gather(*(self._look(*check) for check in asked), return_exceptions=True)
+
+    async def _look(self, replica: Replica, health: HealthCheck) -> None:
+        answered = await health.look()
+        if self._checks.get(replica.name, (None, None))[1] is not health or replica.is_leaving:
+            return
+        replica.num_missed = health.num_missed
+        if replica.kind == "worker" and replica.is_up and answered is not None:
+            replica.phase = "draining" if answered else "serving"
 
 
 async def _awaited(work: Awaitable[T]) -> T:

@@ -10,11 +10,10 @@ only the operator restarts it. A worker that retires because the cluster shrinks
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +36,7 @@ from blockyard.deploy.supervision.desired_state import DesiredStateStore, RayDes
 from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
-from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthCheck, HungError
+from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthChecks, HungError
 from blockyard.deploy.supervision.placing import free, free_all_but, place
 from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
@@ -83,8 +82,7 @@ class Supervisor:
         self._goal = Goal(spec, self._store)
         self._replicas = self._goal.replicas()
         self._actors: dict[str, Any] = {}
-        self._health_checks: dict[str, HealthCheck] = {}
-        """Health checks of replicas that run or start, by name."""
+        self._health = HealthChecks()
         self._changed = asyncio.Event()
         self._joining = Joining(
             replicas=self._replicas,
@@ -376,7 +374,7 @@ class Supervisor:
         replica.pid, replica.node_id, replica.ranks = 0, "", ()
         group = await self._place(replica)
         actor = self._actors[replica.name] = self._adopt_or_create(replica, group)
-        async with self._health_check(replica, actor) as health, deaths_as_errors() as death:
+        async with self._health.of(replica, actor) as health, deaths_as_errors() as death:
             if replica.name in self._found:
                 self._found.discard(replica.name)
                 health.silence_seconds = STARTING_SECONDS
@@ -393,17 +391,6 @@ class Supervisor:
             await all_of(self._goal.keep_addresses(self._replicas))
             health.silence_seconds = self._spec.hung_seconds
             await health.unless_hung(actor.until_stopped.remote())
-
-    @contextlib.asynccontextmanager
-    async def _health_check(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
-        """Have `_watch_all` check this replica's health inside the block. Yield the check."""
-        question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
-        health = self._health_checks[replica.name] = HealthCheck(question.remote)
-        try:
-            yield health
-        finally:
-            del self._health_checks[replica.name]
-            await health.stop()
 
     def _has_started(self, replica: Replica, started: StartedWorker | StartedRouter) -> None:
         replica.address, replica.pid, replica.node_id = started.address, started.pid, started.node_id
@@ -425,27 +412,11 @@ class Supervisor:
         """
         while True:
             await asyncio.sleep(PUSH_SECONDS)
-            await all_of(*(self._look(replica, health) for replica, health in self._looked_at()))
+            await self._health.look_at_all()
             taken_out = taken_out_of(self._workers(), self._goal.desired.taken_out)
             if taken_out != self._goal.desired.taken_out:
                 # If this fails, the next check tries again.
                 await all_of(self._goal.change(taken_out=taken_out))
-
-    def _looked_at(self) -> list[tuple[Replica, HealthCheck]]:
-        """Return replicas and their health checks. Leave out leaving ones, because a stop has a deadline of its own."""
-        return [
-            (replica, self._health_checks[replica.name])
-            for replica in self._replicas
-            if replica.name in self._health_checks and not replica.is_leaving
-        ]
-
-    async def _look(self, replica: Replica, health: HealthCheck) -> None:
-        answered = await health.look()
-        if self._health_checks.get(replica.name) is not health or replica.is_leaving:
-            return
-        replica.num_missed = health.num_missed
-        if replica.kind == "worker" and replica.is_up and answered is not None:
-            replica.phase = "draining" if answered else "serving"
 
     def _actors_of(self, kind: Kind) -> list[Any]:
         return [

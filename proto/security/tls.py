@@ -4,11 +4,9 @@ Does not own which files there are (tls_files.py) or how they are read (certific
 router/client/connection.py owns the client's side of the public port.
 
 On the session port both sides show a certificate: the operator's, or else one of the authority that follows from the
-cluster secret (cluster_identity.py). Workers move and are dialled by number, so a session certificate stands for no
-host. Each carries the name SESSION_NAME, and the CA signs for nothing else.
+cluster secret (cluster_identity.py). Sockets between workers, which need no gRPC, are in peer_sockets.py.
 """
 
-import os
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +17,9 @@ import grpc
 import grpc.aio
 from blockyard.proto.security.certificate_files import Reloaded, no_password, read_ca, read_pair
 from blockyard.proto.security.cluster_identity import issue_identity
+from blockyard.proto.security.peer_sockets import SESSION_NAME, file_paths, session_pems
 from blockyard.proto.security.tls_files import ServerTls, SessionTls
 
-SESSION_NAME = "blockyard-session"
-"""The DNS name in every session certificate."""
 REISSUE_SECONDS = 24 * 3600.0
 """Age at which a worker replaces a certificate that it issued to itself. Routers issue one for each connection."""
 
@@ -39,7 +36,7 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
         pair = read_pair(tls.key, tls.cert)
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)
 
-    files = Reloaded(_paths(tls.cert, tls.key, client_ca), read)
+    files = Reloaded(file_paths(tls.cert, tls.key, client_ca), read)
     current = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -63,10 +60,6 @@ def _dynamic(
     return grpc.dynamic_ssl_server_credentials(
         first, fetcher, require_client_authentication=asks_for_certificate
     )
-
-
-def _paths(*paths: str | None) -> list[str]:
-    return [path for path in paths if path is not None]
 
 
 def session_server_credentials(
@@ -116,7 +109,7 @@ class _HttpsContext(ssl.SSLContext):
     def of(cls, tls: ServerTls) -> "_HttpsContext":
         """Build the context of a port. Raises ValueError for files that cannot be used."""
         port = cls(ssl.PROTOCOL_TLS_SERVER)
-        files = Reloaded(_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
+        files = Reloaded(file_paths(tls.cert, tls.key, tls.client_ca), partial(_loaded_context, tls))
         port._current, port._asks_for_certificate = files.current, tls.client_ca is not None
         return port
 
@@ -174,51 +167,13 @@ def listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCreden
     return server.add_secure_port(address, credentials)
 
 
-def peer_contexts(
-    files: SessionTls | None, *, secret: str, cluster: str
-) -> Callable[[bool], ssl.SSLContext] | None:
-    """Return a function that makes the TLS context of a socket between workers; its argument says whether for the
-    server's side. None means plaintext. Both sides prove themselves as on the session port.
-
-    Raises ValueError for files that cannot be used.
-    """
-    if files is not None:
-        own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_pems, files))
-        return lambda is_server: _peer_context(*own.current(), is_server=is_server)
-    if not secret:
-        return None
-
-    def issued(is_server: bool) -> ssl.SSLContext:
-        identity = issue_identity(secret, cluster, dns_name=SESSION_NAME)
-        return _peer_context(identity.key, identity.certificate, identity.authority, is_server=is_server)
-
-    return issued
-
-
-def _session_pems(files: SessionTls) -> tuple[bytes, bytes, bytes]:
-    return *read_pair(files.key, files.cert), read_ca(files.ca)
-
-
-def _peer_context(key: bytes, certificate: bytes, ca: bytes, *, is_server: bool) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=ca.decode("ascii"))
-    # OpenSSL takes a key only from a file. This one is in memory, and only this process can open it.
-    with os.fdopen(os.memfd_create("key"), "wb") as file:
-        file.write(key + certificate)
-        file.flush()
-        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password=no_password)
-    return context
-
-
 def session_channels(
     files: SessionTls | None, *, secret: str, cluster: str, options: Sequence[tuple[str, Any]] = ()
 ) -> Callable[[str], grpc.aio.Channel]:
     """Return a function that opens a router's channel to a worker's address, in plaintext if there are neither files
     nor a secret. Raises ValueError for files that cannot be used."""
     if files is not None:
-        own = Reloaded(_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))
+        own = Reloaded(file_paths(files.cert, files.key, files.ca), partial(_session_credentials, files))
         return partial(_session_channel, own.current, options)
     if not secret:
         return partial(grpc.aio.insecure_channel, options=options)
@@ -231,7 +186,7 @@ def session_channels(
 
 
 def _session_credentials(files: SessionTls) -> grpc.ChannelCredentials:
-    key, certificate, ca = _session_pems(files)
+    key, certificate, ca = session_pems(files)
     return grpc.ssl_channel_credentials(ca, key, certificate)
 
 

@@ -26,12 +26,8 @@ from blockyard.router.generation.registry import RequestRecord
 from blockyard.router.generation.request_trace import RequestTrace
 from blockyard.router.model_groups import ModelGroups
 from blockyard.router.parsing.formats import AnswerFormat
-from blockyard.router.request.validation import (
-    ValidGeneration,
-    check_detokenize,
-    prompt_estimate,
-    valid_prompt,
-)
+from blockyard.router.request.prompts import prompt_estimate, valid_prompt
+from blockyard.router.request.validation import ValidGeneration, check_detokenize
 
 if TYPE_CHECKING:
     from blockyard.router.calls.tracing import Tracing

@@ -32,13 +32,11 @@ from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
 from blockyard.router.request.adapter_names import named_adapter, refuse_adapter
+from blockyard.router.request.prompts import check_context, check_prompt_report, most_encoded_tokens
 from blockyard.router.request.sampling_checks import SamplingLimits, ban_words
 from blockyard.router.request.validation import (
     ValidGeneration,
-    check_context,
-    check_prompt_report,
     kept_tokens,
-    most_encoded_tokens,
     valid_embedding,
     valid_generation,
 )

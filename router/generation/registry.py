@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from blockyard.router.errors import DuplicateRequest, RequestAborted, RouterDraining, UnknownRequest
-from blockyard.router.generation.relay import Progress
+from blockyard.router.generation.attempt import Progress
 
 RETRY_AFTER_SECONDS = 0.5
 

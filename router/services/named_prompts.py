@@ -7,7 +7,8 @@ from blockyard.proto.naming.block_hash import split_names
 from blockyard.router.calls.bounds import CallBounds
 from blockyard.router.generation.generation import RouterParts, tokenise
 from blockyard.router.request.adapter_names import named_adapter
-from blockyard.router.request.validation import PrefixQuestion, check_context, prompt_estimate, valid_question
+from blockyard.router.request.prompts import check_context, prompt_estimate
+from blockyard.router.request.validation import PrefixQuestion, valid_question
 from blockyard.router.services.interceptor import Context
 
 

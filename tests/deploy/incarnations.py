@@ -189,7 +189,7 @@ class FakeIncarnations(WithoutActors):
     async def _run_once(self, replica: Replica) -> None:
         if replica.kind == "router":
             self._actors[replica.name] = self.router
-            async with self._health_check(replica, self.router) as health:
+            async with self._health.of(replica, self.router) as health:
                 replica.phase, replica.address = "serving", "router:1"
                 health.silence_seconds = self._spec.hung_seconds
                 await health.unless_hung(asyncio.Event().wait())
@@ -199,7 +199,7 @@ class FakeIncarnations(WithoutActors):
             raise RuntimeError("no such model")
         worker = self._adopt_or_make(replica.name)
         replica.pid = len(self.incarnations)
-        async with self._health_check(replica, worker) as health:
+        async with self._health.of(replica, worker) as health:
             if self.loads_for_seconds:
                 await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
             replica.phase, replica.address, replica.incarnation = (

@@ -222,7 +222,7 @@ MUTANTS = (
         "a move counts as a failure of the worker",
         "router/test_moves.py::test_a_source_that_dies_before_its_blocks_are_fetched_costs_only_the_computing",
         (
-            "router:_Attempt._refused",
+            "router:Attempt._refused",
             "self.was_preempted, self.was_handed_over = True, self.brought_tokens",
             "self.has_failed = True",
         ),

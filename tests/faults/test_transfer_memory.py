@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from blockyard.proto.naming.block_hash import chain
-from blockyard.proto.security.tls import SESSION_NAME
+from blockyard.proto.security.peer_sockets import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullReply
 from blockyard.worker.engine import Engine
 from blockyard.worker.scheduling.pulls import PullOrder

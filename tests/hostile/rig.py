@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from blockyard.proto.security.cluster_identity import issue_identity
-from blockyard.proto.security.tls import SESSION_NAME
+from blockyard.proto.security.peer_sockets import SESSION_NAME
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub

@@ -16,6 +16,7 @@ ABSENT = (
     "hypothesis",
     "aiohttp",
     "click",
+    "cryptography",
     "google",
     "grpc",
     "prometheus_client",

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from blockyard.router.generation.relay import Progress
+from blockyard.router.generation.attempt import Progress
 
 from .fake_worker import FakeWorker, Script
 from .relay_rig import generation, rig

@@ -16,8 +16,8 @@ from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.pulls import MOST_RECENT, RECENT_SECONDS, Pulls
-from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.pulls import PullPlan, PullSource, PullVerdict
 from blockyard.router.services.messages import PULL_VERDICTS, candidate_message, pull_message
 from hypothesis import given

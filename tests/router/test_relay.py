@@ -17,8 +17,9 @@ from blockyard.router.errors import (
     RouterError,
     WorkerLost,
 )
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.joined_outputs import TokenChunk
-from blockyard.router.generation.relay import MAX_PREEMPTIONS, Generation, Progress
+from blockyard.router.generation.relay import MAX_PREEMPTIONS, Generation
 
 from simulation.virtual_time import in_virtual_time
 

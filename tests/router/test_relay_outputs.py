@@ -11,8 +11,9 @@ from blockyard.proto.naming.block_hash import split_names, unpack_tokens
 from blockyard.proto.v1 import session_pb2
 from blockyard.router.cluster.events import Tokens
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.joined_outputs import Outputs, TokenChunk
-from blockyard.router.generation.relay import Generation, Progress
+from blockyard.router.generation.relay import Generation
 from blockyard.router.placement.scoring import Candidate
 from hypothesis import given
 from hypothesis import strategies as st

@@ -12,7 +12,7 @@ from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup
-from blockyard.router.generation.relay import Progress
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.placement.config import PlacementConfig
 
 from .fake_worker import BLOCK_SIZE, FakeWorker

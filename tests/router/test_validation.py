@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from blockyard.router.request.prompts import check_prompt_report
 from blockyard.router.request.sampling_checks import SamplingLimits
-from blockyard.router.request.validation import (
-    check_model_name,
-    check_prompt_report,
-    kept_tokens,
-    valid_generation,
-)
+from blockyard.router.request.validation import check_model_name, kept_tokens, valid_generation
 
 from .facts import FACTS
 

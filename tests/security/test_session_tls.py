@@ -6,7 +6,8 @@ from pathlib import Path
 import grpc
 import pytest
 from blockyard.proto.security.certificate_files import read_ca
-from blockyard.proto.security.tls import SESSION_NAME, session_channels
+from blockyard.proto.security.peer_sockets import SESSION_NAME
+from blockyard.proto.security.tls import session_channels
 from blockyard.proto.security.tls_files import SessionTls
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub

@@ -139,6 +139,8 @@ def test_and_these_would_not(text: str) -> None:
 
 
 REQUEST_CHECKS = (
+    "router/request/chats.py",
+    "router/request/prompts.py",
     "router/request/validation.py",
     "router/request/sampling_checks.py",
     "router/request/structured_output.py",

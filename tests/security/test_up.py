@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from blockyard.proto.security.tls import SESSION_NAME
+from blockyard.proto.security.peer_sockets import SESSION_NAME
 
 from .certificates import Authority
 from .conftest import Tokens

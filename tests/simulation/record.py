@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.joined_outputs import TokenChunk
-from blockyard.router.generation.relay import Progress
 
 from .scenario import Request
 

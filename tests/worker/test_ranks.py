@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from blockyard.kernels.cpu.extension import load_extension
 from blockyard.proto.naming.code_version import code_version
-from blockyard.proto.security.tls import peer_contexts
+from blockyard.proto.security.peer_sockets import peer_contexts
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
 from blockyard.worker.parallel import link as links

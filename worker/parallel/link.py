@@ -16,7 +16,7 @@ from enum import IntEnum
 from threading import Lock
 from typing import Any, NamedTuple
 
-from blockyard.proto.security.tls import SESSION_NAME
+from blockyard.proto.security.peer_sockets import SESSION_NAME
 
 MAX_FRAME_BYTES = 256 * 2**20
 SEND_SECONDS = 10.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from blockyard.proto.security.tls import SESSION_NAME
+from blockyard.proto.security.peer_sockets import SESSION_NAME
 from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReply, PullRequest
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull

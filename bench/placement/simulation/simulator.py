@@ -19,8 +19,8 @@ from blockyard.proto.roles import Role
 from blockyard.proto.v1.session_pb2 import EngineSampling
 from blockyard.router.adapters.registry import RegisteredAdapter
 from blockyard.router.cluster.depths import usable_cached_tokens
+from blockyard.router.generation.attempt import Progress
 from blockyard.router.generation.joined_outputs import TokenChunk
-from blockyard.router.generation.relay import Progress
 from blockyard.router.placement.config import PlacementConfig, PolicyName
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed
 from blockyard.worker.config import EngineConfig, WorkerConfig

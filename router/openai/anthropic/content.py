@@ -11,7 +11,7 @@ from blockyard.router.errors import InvalidRequest, Unsupported
 from blockyard.router.openai.anthropic.checks import closed, required
 from blockyard.router.openai.requests.fields import Kind, boolean, given, items, json_text, mapping, text
 from blockyard.router.openai.requests.tools import function_name
-from blockyard.router.request.validation import MAX_MESSAGES
+from blockyard.router.request.chats import MAX_MESSAGES
 
 Role = Literal["user", "assistant", "system"]
 ATTRIBUTION = "x-anthropic-billing-header:"

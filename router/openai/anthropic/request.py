@@ -30,7 +30,7 @@ from blockyard.router.openai.requests.fields import (
 from blockyard.router.openai.requests.sampling import POSITIVE, SHARED
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
-from blockyard.router.request.validation import MAX_MESSAGES
+from blockyard.router.request.chats import MAX_MESSAGES
 
 LEAST_BUDGET_TOKENS = 1024
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}

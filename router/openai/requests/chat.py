@@ -28,7 +28,7 @@ from blockyard.router.openai.requests.unsupported import UNSUPPORTED, refuse_uns
 from blockyard.router.openai.requests.wanted import STREAM_FIELDS, Wanted, answering, field_names
 from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
 from blockyard.router.parsing.reading import Reading
-from blockyard.router.request.validation import MAX_MESSAGES, MAX_NAME_CHARS
+from blockyard.router.request.chats import MAX_MESSAGES, MAX_NAME_CHARS
 
 NAMES = {
     "input": "messages",
