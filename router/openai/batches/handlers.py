@@ -7,7 +7,7 @@ out (../routes.py).
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,12 +51,9 @@ Headed = Callable[[StreamResponse, BaseRequest, CallNotes], None]
 class BatchRoutes:
     """Files and batches of one gateway."""
 
-    def __init__(
-        self, folder: Path, calls: Calls, line_calls: LineCalls, intake: Intake, *, endpoints: Sequence[str]
-    ) -> None:
-        """`endpoints` are the paths whose requests a batch may have."""
+    def __init__(self, folder: Path, calls: Calls, line_calls: LineCalls, intake: Intake) -> None:
         self._store = Store(folder)
-        self._calls, self._intake, self._endpoints = calls, intake, endpoints
+        self._calls, self._intake, self._endpoints = calls, intake, line_calls.endpoints
         self._uploads = Uploads()
         self.runner = Runner(self._store, calls, line_calls)
 
