@@ -76,9 +76,9 @@ def run_batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Requests may be for /v1/completions and /v1/chat/completions. To continue an interrupted run, give the same files. A
-    line that cannot be sent, or that the server refuses, becomes an error in the output. The first error is printed,
-    and the exit code is 1."""
+    Requests may be for completions, chats, embeddings and responses. To continue an interrupted run, give the same
+    files. A line that cannot be sent, or that the server refuses, becomes an error in the output. The first error is
+    printed, and the exit code is 1."""
     is_ours, url = url is None, url or _own_url(cluster)
     if priority is None and is_ours:
         priority = MAX_PRIORITY

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from blockyard.deploy.requests.openai_server import CallFailed, OpenAIServer
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses")
 OUT_OF_REACH = frozenset({"NO_CONNECTION", "NO_TLS", "NOT_HTTP"})
 """Reasons of errors that end a run, because no further line would be answered."""
 RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)

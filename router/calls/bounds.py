@@ -7,7 +7,7 @@ Does not own the limits (config.py, admission/ledger.py, admission/rate_limits.p
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Protocol
@@ -96,6 +96,23 @@ class CallBounds:
         with self.charged(self.caller(context), tokens, ledger) as (charge, _):
             async with self.deadline(context):
                 yield charge
+
+    @asynccontextmanager
+    async def admitted_to_read(
+        self, context: CallContext, ledger: AdmissionLedger, *, is_limited: bool = True
+    ) -> AsyncIterator[str]:
+        """Admit a call to what it reads or changes on disk or in Redis. Yield its tenant, and apply its deadline.
+
+        The call holds a request and a token of the ledger for the life of the context. It needs room in the limits per
+        minute and takes none. With `is_limited=False` it needs no room there either.
+
+        Raises InvalidRequest, Forbidden, Overloaded, RateLimited or DeadlinePassed.
+        """
+        caller = self.caller(context)
+        with self.charged(caller if is_limited else replace(caller, limited=()), 1, ledger) as (_, rate):
+            rate.void()
+            async with self.deadline(context):
+                yield caller.tenant
 
     @contextmanager
     def charged(

@@ -4,7 +4,6 @@ import asyncio
 from base64 import b64encode
 from typing import Any
 
-from aiohttp.web import Response
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import InvalidRequest
@@ -12,7 +11,7 @@ from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.embedding import Embedding, sized
 from blockyard.router.openai.answers.outputs import outputs
 from blockyard.router.openai.http.call import HttpCall
-from blockyard.router.openai.http.json_response import encoded, json_body_response
+from blockyard.router.openai.http.json_response import encoded
 from blockyard.router.openai.requests.embedding import WantedEmbeddings
 from blockyard.router.openai.requests.prompts import set_ids
 
@@ -20,8 +19,8 @@ MAX_NUMBERS = 2**22
 """Most numbers of one answer: 2048 embeddings of 2048 numbers, about 80 MB of text."""
 
 
-async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, request_id: str) -> Response:
-    """Run one call and answer it. Raises RouterErrors, also in groups."""
+async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, request_id: str) -> bytes:
+    """Run one call and return its answer as JSON. Raises RouterErrors, also in groups."""
     facts = calls.groups.of(wanted.requests[0].model).parts.facts
     size = min(wanted.dimensions or facts.embedding_size, facts.embedding_size)
     if len(wanted.requests) * size > MAX_NUMBERS:
@@ -48,7 +47,7 @@ async def embeddings(calls: Calls, wanted: WantedEmbeddings, call: HttpCall, req
         # A call may have 2048 embeddings of thousands of numbers. Other calls take their turns between them.
         await asyncio.sleep(0)
     head = encoded({"object": "list", "model": facts.name, "usage": _usage(list(found.values()))})
-    return json_body_response(head[:-1] + b',"data":[' + b",".join(items) + b"]}")
+    return head[:-1] + b',"data":[' + b",".join(items) + b"]}"
 
 
 def _base64(embedding: Embedding) -> str:

@@ -26,7 +26,7 @@ from blockyard.router.openai.anthropic.errors import anthropic_response
 from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
 from blockyard.router.openai.batches import paths as batch_paths
 from blockyard.router.openai.batches.handlers import BatchRoutes
-from blockyard.router.openai.batches.line_calls import LineCalls
+from blockyard.router.openai.batches.line_calls import LineCalls, embedded, generated, responded
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
@@ -41,7 +41,7 @@ from blockyard.router.openai.http.call import (
 )
 from blockyard.router.openai.http.cors import cors_headers, preflight
 from blockyard.router.openai.http.errors import BatchesOff, MethodNotAllowed, NoSuchRoute
-from blockyard.router.openai.http.json_response import error_response, json_response
+from blockyard.router.openai.http.json_response import error_response, json_body_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
 from blockyard.router.openai.openapi import INPUT_ITEMS, MODELS, PATHS, RESPONSE, RESPONSES
@@ -104,17 +104,14 @@ class Routes:
                 "completions", lambda body, answers: completion_wanted(body), groups
             ),
         }
-        self.batches = (
-            BatchRoutes(
-                batch_dir,
-                calls,
-                LineCalls(self._completions.whole, asks),
-                intake,
-                endpoints=tuple(asks),
-            )
-            if batch_dir is not None
-            else None
+        lines = LineCalls(
+            {
+                **{path: generated(self._completions, ask) for path, ask in asks.items()},
+                "/v1/embeddings": embedded(calls),
+                RESPONSES: responded(self._completions, responses.asked),
+            }
         )
+        self.batches = BatchRoutes(batch_dir, calls, lines, intake) if batch_dir is not None else None
         self._routes: Mapping[str, _Route] = {
             **{path: _Route(generates, self._generating(_at_once(ask))) for path, ask in asks.items()},
             "/v1/embeddings": _Route(embeds, self._embedding),
@@ -221,7 +218,7 @@ class Routes:
         notes.names = embedding_request.NAMES
         wanted = embedding_request.embeddings_wanted(body)
         notes.ignored = wanted.ignored
-        return await embeddings(self._calls, wanted, call, notes.request_id)
+        return json_body_response(await embeddings(self._calls, wanted, call, notes.request_id))
 
     def _answering(self, answer: Callable[[Calls, Body, HttpCall], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(request: BaseRequest, notes: CallNotes) -> StreamResponse:

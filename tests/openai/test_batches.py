@@ -291,7 +291,7 @@ async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenA
     [
         ({"input_file_id": "file-" + "0" * 32}, "input_file_id"),
         ({"input_file_id": "../owner.lock"}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/messages"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"k": 1}}, "metadata"),
         ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata"),

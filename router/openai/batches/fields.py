@@ -9,7 +9,9 @@ from blockyard.router.openai.requests.fields import Fields, mapping, text
 MAX_PAIRS, MAX_KEY_CHARACTERS, MAX_VALUE_CHARACTERS = 16, 64, 512
 CREATE_FIELDS: Fields = {
     "input_file_id": text.said("The file of requests, uploaded with the purpose batch."),
-    "endpoint": text.said("The path of all its requests: /v1/chat/completions or /v1/completions."),
+    "endpoint": text.said(
+        "The path of all its requests: that of chats, completions, responses or embeddings."
+    ),
     "completion_window": text.said("Must be 24h."),
     "metadata": mapping.said("Up to 16 pairs of strings, which come back with the batch."),
 }

@@ -7,8 +7,8 @@ out (../routes.py).
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,12 +51,9 @@ Headed = Callable[[StreamResponse, BaseRequest, CallNotes], None]
 class BatchRoutes:
     """Files and batches of one gateway."""
 
-    def __init__(
-        self, folder: Path, calls: Calls, line_calls: LineCalls, intake: Intake, *, endpoints: Sequence[str]
-    ) -> None:
-        """`endpoints` are the paths whose requests a batch may have."""
+    def __init__(self, folder: Path, calls: Calls, line_calls: LineCalls, intake: Intake) -> None:
         self._store = Store(folder)
-        self._calls, self._intake, self._endpoints = calls, intake, endpoints
+        self._calls, self._intake, self._endpoints = calls, intake, line_calls.endpoints
         self._uploads = Uploads()
         self.runner = Runner(self._store, calls, line_calls)
 
@@ -65,8 +62,8 @@ class BatchRoutes:
     async def files(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if request.method == "POST":
             return await self._upload(request)
-        store, _ = self._tenant(request)
-        shown = [record.shown() for record in await asyncio.to_thread(store.files)]
+        async with self._admitted(request) as store:
+            shown = [record.shown() for record in await asyncio.to_thread(store.files)]
         purpose = request.query.get("purpose")
         return _listed([one for one in shown if purpose in (None, one["purpose"])], request, FILES)
 
@@ -129,8 +126,8 @@ class BatchRoutes:
         return json_response(record.shown())
 
     async def _found_file(self, request: BaseRequest) -> tuple[TenantStore, FileRecord]:
-        store, _ = self._tenant(request)
-        record = await asyncio.to_thread(store.file, _id_in(request))
+        async with self._admitted(request) as store:
+            record = await asyncio.to_thread(store.file, _id_in(request))
         if record is None:
             raise NoSuchFile("no such file")
         return store, record
@@ -140,15 +137,18 @@ class BatchRoutes:
     async def batches(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if request.method == "POST":
             return await self._create(request)
-        store, _ = self._tenant(request)
-        return _listed(await asyncio.to_thread(_shown_batches, store), request, BATCHES)
+        async with self._admitted(request) as store:
+            shown = await asyncio.to_thread(_shown_batches, store)
+        return _listed(shown, request, BATCHES)
 
     async def batch(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
-        store, record = await self._found_batch(request)
-        return await self._shown(store, record)
+        async with self._admitted(request) as store:
+            return await self._shown(store, await self._found_batch(store, request))
 
     async def cancel(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
-        store, record = await self._found_batch(request)
+        # Not admitted first: a router that is full should hear of work that is not wanted any more.
+        store, _ = self._tenant(request)
+        record = await self._found_batch(store, request)
         if record.has_ended:
             raise Conflict(f"the batch has ended: it is {record.status}")
         await asyncio.to_thread(store.cancel, record.id)
@@ -166,7 +166,8 @@ class BatchRoutes:
         input_file_id = text("input_file_id", body.get("input_file_id"))
         metadata = checked_metadata(given(body, "metadata", CREATE_FIELDS["metadata"]))
         store, caller = self._tenant(request)
-        source = await asyncio.to_thread(store.file, input_file_id)
+        async with self._admitted(request):
+            source = await asyncio.to_thread(store.file, input_file_id)
         if source is None or source.purpose != "batch":
             raise InvalidRequest.of("input_file_id", "must be a file with the purpose batch")
         now = int(time.time())
@@ -189,16 +190,27 @@ class BatchRoutes:
         self.runner.look()
         return json_response(record.shown(is_cancelled=False))
 
-    async def _found_batch(self, request: BaseRequest) -> tuple[TenantStore, BatchRecord]:
-        store, _ = self._tenant(request)
+    async def _found_batch(self, store: TenantStore, request: BaseRequest) -> BatchRecord:
         record = await asyncio.to_thread(store.batch, _id_in(request))
         if record is None:
             raise NoSuchBatch("no such batch")
-        return store, record
+        return record
 
     async def _shown(self, store: TenantStore, record: BatchRecord) -> Response:
         is_cancelled = await asyncio.to_thread(store.is_cancelled, record.id)
         return json_response(record.shown(is_cancelled=is_cancelled))
+
+    @asynccontextmanager
+    async def _admitted(self, request: BaseRequest) -> AsyncIterator[TenantStore]:
+        """Admit a call before it reads records, and yield what its tenant has.
+
+        Limits per minute do not apply: the tenant's own batch may use them up, and its state must stay visible.
+        """
+        calls = self._calls
+        call = http_call(request, default_timeout_seconds=calls.bounds.default_timeout_seconds)
+        ledger = calls.groups.default.parts.ledger
+        async with calls.bounds.admitted_to_read(call, ledger, is_limited=False) as tenant:
+            yield self._store.of(tenant)
 
     def _tenant(self, request: BaseRequest) -> tuple[TenantStore, Caller]:
         """Return what the caller's tenant has. Raises InvalidRequest or Forbidden."""

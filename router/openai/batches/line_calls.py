@@ -7,48 +7,123 @@ line's answer. Does not own files (answer_file.py) or which line runs when (runn
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from blockyard.proto.limits import MAX_PRIORITY
 from blockyard.proto.naming.headers import TENANT
 from blockyard.router.admission.auth import PRINCIPAL, Principal, Role
 from blockyard.router.admission.rate_limits import RateLimit
 from blockyard.router.calls.gate import answer_to
+from blockyard.router.calls.generating import Calls
 from blockyard.router.errors import RouterError, Unsupported
 from blockyard.router.openai.answers.face import Asked
 from blockyard.router.openai.batches.lines import Line, answer_line
 from blockyard.router.openai.batches.records import BatchRecord, Owner
-from blockyard.router.openai.http.call import HttpCall, drawn_id
-from blockyard.router.openai.http.errors import NO_NAMES, WORTH_RETRYING, HttpRefusal, error_body, status_of
-from blockyard.router.openai.requests.fields import Body
+from blockyard.router.openai.completions import Completions
+from blockyard.router.openai.embeddings import embeddings
+from blockyard.router.openai.http.call import CallNotes, HttpCall, drawn_id
+from blockyard.router.openai.http.errors import WORTH_RETRYING, HttpRefusal, error_body, status_of
+from blockyard.router.openai.http.json_response import encoded
+from blockyard.router.openai.requests import embedding as embedding_request
+from blockyard.router.openai.requests.fields import Body, boolean, given
 from blockyard.router.services.grpc_status import code_of
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LATER_SECONDS = 60.0
-Whole = Callable[[Asked, HttpCall, str], Awaitable[dict[str, Any]]]
-"""Runs a call with this request id and returns its answer. Raises RouterErrors, also in groups."""
 ADDRESS = "unix:batch"
 """Stands for the address of a client without a tenant: all their batches share one account."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of one line."""
+
+    run: Callable[[HttpCall, CallNotes], Awaitable[bytes]]
+    """Runs the call and returns its answer as JSON. It may be called again. Raises RouterErrors, also in groups."""
+    num_sequences: int = 1
+    """Most sequences that the call runs at once."""
+
+
+Prepare = Callable[[Body], Work]
+"""Checks a line's body as far as that needs neither Redis nor a worker. Raises RouterErrors."""
+
+
+def generated(completions: Completions, ask: Callable[[Body], Asked]) -> Prepare:
+    """Return what prepares lines of a route that generates, by the function that checks its bodies."""
+
+    def prepare(body: Body) -> Work:
+        asked = _in_background(ask(body))
+        wanted = asked.wanted
+
+        async def run(call: HttpCall, notes: CallNotes) -> bytes:
+            notes.names = wanted.names
+            return encoded(await completions.whole(asked, call, notes.request_id))
+
+        return Work(run, wanted.sequences_a_prompt * len(wanted.requests))
+
+    return prepare
+
+
+def responded(completions: Completions, ask: Callable[[Body, HttpCall], Awaitable[Asked]]) -> Prepare:
+    """Return what prepares lines of /v1/responses. Their earlier responses are read when the line runs."""
+
+    def prepare(body: Body) -> Work:
+        if given(body, "stream", boolean):
+            raise _streams()
+
+        async def run(call: HttpCall, notes: CallNotes) -> bytes:
+            asked = _in_background(await ask(body, call))
+            notes.names = asked.wanted.names
+            return encoded(await completions.whole(asked, call, notes.request_id))
+
+        return Work(run)
+
+    return prepare
+
+
+def embedded(calls: Calls) -> Prepare:
+    """Return what prepares lines of /v1/embeddings."""
+
+    def prepare(body: Body) -> Work:
+        wanted = embedding_request.embeddings_wanted(body)
+        for request in wanted.requests:
+            request.priority = MAX_PRIORITY
+
+        async def run(call: HttpCall, notes: CallNotes) -> bytes:
+            notes.names = embedding_request.NAMES
+            return await embeddings(calls, wanted, call, notes.request_id)
+
+        return Work(run, len(wanted.requests))
+
+    return prepare
+
+
+def _in_background(asked: Asked) -> Asked:
+    """Give the lowest priority to a call's requests. Raises Unsupported for one that streams."""
+    if asked.wanted.answering.streams:
+        raise _streams()
+    for request in asked.wanted.requests:
+        request.priority = MAX_PRIORITY
+    return asked
+
+
+def _streams() -> Unsupported:
+    return Unsupported.of("stream", "a batch does not stream")
+
+
 @dataclass(slots=True, kw_only=True)
 class LineCall:
-    """One line, with the call that its body asks for, or with the refusal of its body."""
+    """One line, with the work that its body asks for, or with the refusal of its body."""
 
     custom_id: str
-    asked: Asked | RouterError
+    work: Work | RouterError
     record: BatchRecord
-    whole: Whole
-    _pause_seconds: float = FIRST_PAUSE_SECONDS
+    _pause_seconds: float = field(default=FIRST_PAUSE_SECONDS, init=False)
 
     @property
     def num_sequences(self) -> int:
-        if isinstance(self.asked, RouterError):
-            return 1
-        wanted = self.asked.wanted
-        return wanted.sequences_a_prompt * len(wanted.requests)
+        return 1 if isinstance(self.work, RouterError) else self.work.num_sequences
 
     async def attempt(self) -> tuple[bool, bytes] | float:
         """Return whether the request succeeded, and the line of its answer, or the seconds until the next attempt.
@@ -56,12 +131,12 @@ class LineCall:
         The task that calls it must make no other call.
         """
         PRINCIPAL.set(_principal(self.record.owner))
-        request_id = drawn_id()
+        notes = CallNotes(request_id=drawn_id())
         try:
-            if isinstance(self.asked, RouterError):
-                raise self.asked
-            body = await self.whole(self.asked, self._call(), request_id)
-            return True, answer_line(self.custom_id, status=200, request_id=request_id, body=body)
+            if isinstance(self.work, RouterError):
+                raise self.work
+            body = await self.work.run(self._call(), notes)
+            return True, answer_line(self.custom_id, status=200, request_id=notes.request_id, body=body)
         except Exception as error:
             refusal = answer_to(error, "a line of a batch")
         if not isinstance(refusal, HttpRefusal) and code_of(refusal) in WORTH_RETRYING:
@@ -70,9 +145,8 @@ class LineCall:
                 min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS),
             )
             return max(pause * (0.5 + random.random()), refusal.retry_after_seconds or 0.0)
-        names = NO_NAMES if isinstance(self.asked, RouterError) else self.asked.wanted.names
-        status, body = status_of(refusal), error_body(refusal, names)
-        return False, answer_line(self.custom_id, status=status, request_id=request_id, body=body)
+        status, body = status_of(refusal), encoded(error_body(refusal, notes.names))
+        return False, answer_line(self.custom_id, status=status, request_id=notes.request_id, body=body)
 
     def _call(self) -> HttpCall:
         tenant = self.record.owner.tenant
@@ -88,28 +162,21 @@ class LineCall:
 class LineCalls:
     """Makes the calls of lines for one gateway."""
 
-    def __init__(self, whole: Whole, asks: Mapping[str, Callable[[Body], Asked]]) -> None:
-        """`whole` runs a call. `asks` has what turns a body into a call, by the endpoint of the batch."""
-        self._whole_answer, self._asks = whole, asks
+    def __init__(self, prepares: Mapping[str, Prepare]) -> None:
+        """`prepares` has what prepares a line, by the endpoint of its batch."""
+        self._prepares = prepares
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Return the paths whose requests a batch may have."""
+        return tuple(self._prepares)
 
     def call(self, line: Line, record: BatchRecord) -> LineCall:
-        return LineCall(
-            custom_id=line.custom_id,
-            asked=self._asked(line, record.endpoint),
-            record=record,
-            whole=self._whole_answer,
-        )
-
-    def _asked(self, line: Line, endpoint: str) -> Asked | RouterError:
         try:
-            asked = self._asks[endpoint](line.body)
+            work: Work | RouterError = self._prepares[record.endpoint](line.body)
         except RouterError as error:
-            return error
-        if asked.wanted.answering.streams:
-            return Unsupported.of("stream", "a batch does not stream")
-        for request in asked.wanted.requests:
-            request.priority = MAX_PRIORITY
-        return asked
+            work = error
+        return LineCall(custom_id=line.custom_id, work=work, record=record)
 
 
 def _principal(owner: Owner) -> Principal | None:

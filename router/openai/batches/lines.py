@@ -62,22 +62,26 @@ def parse_line(raw: bytes, *, endpoint: str, most_values: int) -> Line:
     return Line(custom_id=custom_id, body=body)
 
 
-def answer_line(custom_id: str, *, status: int, request_id: str, body: Mapping[str, Any]) -> bytes:
-    """Return the line of a request that the route has answered or refused."""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return _line(custom_id, response, None)
+def num_inputs(body: Mapping[str, Any]) -> int:
+    """Return how many embeddings a body asks for. What is no valid input counts as one."""
+    asked = body.get("input")
+    return len(asked) if isinstance(asked, list) and asked and not isinstance(asked[0], int) else 1
+
+
+def answer_line(custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of a request that the route has answered or refused, with the JSON of its answer."""
+    response = encoded({"status_code": status, "request_id": request_id})
+    return _line(custom_id, response[:-1] + b',"body":' + body + b"}", None)
 
 
 def unanswered_line(custom_id: str, *, code: str, message: str) -> bytes:
     """Return the line of a request that was not sent, or has not ended."""
-    return _line(custom_id, None, {"code": code, "message": message})
+    return _line(custom_id, b"null", {"code": code, "message": message})
 
 
-def _line(custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, str] | None) -> bytes:
-    document = {
-        "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
-    return encoded(document) + b"\n"
+def _line(custom_id: str, response: bytes, error: Mapping[str, str] | None) -> bytes:
+    head = encoded(
+        {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "error": error},
+    )
+    # An answer may have megabytes of numbers. It is not parsed again to be encoded with its line.
+    return head[:-1] + b',"response":' + response + b"}\n"

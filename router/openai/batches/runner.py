@@ -17,7 +17,14 @@ from blockyard.router.calls.generating import Calls
 from blockyard.router.openai.batches.answer_file import Answers
 from blockyard.router.openai.batches.lane import Lane
 from blockyard.router.openai.batches.line_calls import LineCall, LineCalls
-from blockyard.router.openai.batches.lines import LINE_BYTES, BadLine, Line, parse_line, unanswered_line
+from blockyard.router.openai.batches.lines import (
+    LINE_BYTES,
+    BadLine,
+    Line,
+    num_inputs,
+    parse_line,
+    unanswered_line,
+)
 from blockyard.router.openai.batches.records import BatchRecord, FileRecord, LineError, Status
 from blockyard.router.openai.batches.store import Store, TenantStore
 from blockyard.router.openai.http.body import max_body_bytes, max_values
@@ -31,6 +38,8 @@ RETRY_SECONDS = 5.0
 SYNC_SECONDS = 1.0
 READ_BYTES = 2**20
 MAX_LINES = 50_000
+MAX_INPUTS = 50_000
+"""Most embeddings of a batch, over all its lines, as in OpenAI's API."""
 MAX_ERRORS = 100
 CHECKS_A_TICK = 8
 """Lines that are checked in one tick of the event loop before a batch runs."""
@@ -150,7 +159,7 @@ class Runner:
         """Check the form of all lines before the first one runs. A batch with a line that is no request fails."""
         errors: list[LineError] = []
         seen: set[str] = set()
-        num_lines = 0
+        num_lines = num_embeddings = 0
         async for number, raw in self._lines(job):
             num_lines += 1
             try:
@@ -158,14 +167,17 @@ class Runner:
                 if line.custom_id in seen:
                     raise BadLine("duplicate_custom_id", "an earlier line has this custom_id", "custom_id")
                 seen.add(line.custom_id)
+                num_embeddings += num_inputs(line.body) if job.record.endpoint == "/v1/embeddings" else 0
             except BadLine as error:
                 errors.append(error.at(number))
-            if len(errors) >= MAX_ERRORS or num_lines > MAX_LINES:
+            if len(errors) >= MAX_ERRORS or num_lines > MAX_LINES or num_embeddings > MAX_INPUTS:
                 break
             if num_lines % CHECKS_A_TICK == 0:
                 await asyncio.sleep(CHECK_PAUSE_SECONDS)
         if num_lines > MAX_LINES:
             errors = [LineError(code="too_many_lines", message=f"a batch has at most {MAX_LINES} lines")]
+        elif num_embeddings > MAX_INPUTS:
+            errors = [LineError(code="too_many_inputs", message=f"a batch has at most {MAX_INPUTS} inputs")]
         elif not num_lines:
             errors = [LineError(code="empty_file", message="the file has no line")]
         if errors:

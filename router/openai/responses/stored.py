@@ -63,7 +63,7 @@ class Responses:
         earlier: Sequence[Item] = ()
         tenant = self._tenant(call)
         if request.previous_id is not None:
-            earlier = (await self._stored("previous_response_id", request.previous_id, tenant)).items
+            earlier = await self._earlier(request.previous_id, call, body.get("model"))
         context = [*earlier, *request.items(earlier)]
         stores = self._records is not None and request.asks_to_store is not False
         answers = self._calls.groups.of(body.get("model")).parts.answers
@@ -72,6 +72,15 @@ class Responses:
         keeps = stores and not wanted.requests[0].prefetch
         keep: Keep = partial(self._keep, context, tenant) if keeps else keep_nothing
         return Asked(wanted, partial(ResponseFace, wanted, request.echo(), keep))
+
+    async def _earlier(self, previous_id: str, call: HttpCall, model: object) -> Sequence[Item]:
+        """Return the items of an earlier response. A call that would be refused now reads nothing.
+
+        The whole prompt is charged later, once its size is known. Raises RouterErrors.
+        """
+        ledger = self._calls.groups.of(model).parts.ledger
+        async with self._calls.bounds.admitted_to_read(call, ledger) as tenant:
+            return (await self._stored("previous_response_id", previous_id, tenant)).items
 
     async def get(self, request: BaseRequest, notes: CallNotes) -> Response:
         if request.query.get("stream", "false") != "false":
