@@ -26,7 +26,7 @@ from blockyard.router.openai.anthropic.errors import anthropic_response
 from blockyard.router.openai.anthropic.face import counted_tokens, messages_asked
 from blockyard.router.openai.batches import paths as batch_paths
 from blockyard.router.openai.batches.handlers import BatchRoutes
-from blockyard.router.openai.batches.line_calls import LineCalls, embedded, generated, responded
+from blockyard.router.openai.batches.line_calls import LineCalls
 from blockyard.router.openai.completions import Completions
 from blockyard.router.openai.embeddings import embeddings
 from blockyard.router.openai.http.body import read_json
@@ -44,6 +44,7 @@ from blockyard.router.openai.http.errors import BatchesOff, MethodNotAllowed, No
 from blockyard.router.openai.http.json_response import error_response, json_body_response, json_response
 from blockyard.router.openai.http.rate_headers import rate_headers
 from blockyard.router.openai.http.sse import EventStream
+from blockyard.router.openai.line_routes import embedded, generated, responded
 from blockyard.router.openai.openapi import INPUT_ITEMS, MODELS, PATHS, RESPONSE, RESPONSES
 from blockyard.router.openai.requests import embedding as embedding_request
 from blockyard.router.openai.requests.chat import chat_wanted
