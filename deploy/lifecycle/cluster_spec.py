@@ -26,11 +26,35 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
     from blockyard.deploy.supervision.model_plans import ModelPlan
     from blockyard.deploy.supervision.replicas import ClusterSpec
 
+    return ClusterSpec(
+        namespace=on_ray.namespace(cluster.cluster),
+        worker=_worker_of(cluster, options),
+        num_workers=shape.num_workers,
+        num_prefill_workers=options.num_prefill_workers,
+        num_cpus_per_worker=shape.num_cpus,
+        num_gpus_per_worker=shape.num_gpus,
+        router=_router_of(cluster, options),
+        num_routers=options.num_routers,
+        further_models=tuple(
+            ModelPlan(
+                served=model,
+                engine=replace(options.engine, model=model.model),
+                num_workers=shape.num_workers,
+                num_cpus_per_worker=shape.num_cpus,
+                num_gpus_per_worker=shape.num_gpus,
+            )
+            for model in options.served_models[1:]
+        ),
+        router_resource=options.router_resource,
+        hung_seconds=options.hung_seconds,
+        code="" if options.address is None else code_version(),
+    )
+
+
+def _worker_of(cluster: ClusterState, options: UpOptions) -> WorkerConfig:
     # On a cluster of several nodes, routers connect to a worker by the address of its node.
     worker_host = LOOPBACK if options.address is None else ""
-    # The commands and the live page of a local cluster are on this machine.
-    advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None
-    worker = WorkerConfig(
+    return WorkerConfig(
         engine=options.engine,
         stall_seconds=options.limits.stall_seconds,
         cluster=cluster.cluster,
@@ -43,7 +67,12 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         log=options.log,
         **options.worker_limits.as_settings(),
     )
-    router = RouterConfig(
+
+
+def _router_of(cluster: ClusterState, options: UpOptions) -> RouterConfig:
+    # The commands and the live page of a local cluster are on this machine.
+    advertise_host = LOOPBACK if options.address is None and is_every_interface(options.host) else None
+    return RouterConfig(
         model=options.engine.model,
         tokenizer=options.engine.tokenizer,
         chat_template=options.chat_template,
@@ -70,27 +99,4 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         priority_ageing_seconds=options.engine.priority_ageing_seconds,
         log=options.log,
         **options.limits.as_settings(),
-    )
-    return ClusterSpec(
-        namespace=on_ray.namespace(cluster.cluster),
-        worker=worker,
-        num_workers=shape.num_workers,
-        num_prefill_workers=options.num_prefill_workers,
-        num_cpus_per_worker=shape.num_cpus,
-        num_gpus_per_worker=shape.num_gpus,
-        router=router,
-        num_routers=options.num_routers,
-        further_models=tuple(
-            ModelPlan(
-                served=model,
-                engine=replace(options.engine, model=model.model),
-                num_workers=shape.num_workers,
-                num_cpus_per_worker=shape.num_cpus,
-                num_gpus_per_worker=shape.num_gpus,
-            )
-            for model in options.served_models[1:]
-        ),
-        router_resource=options.router_resource,
-        hung_seconds=options.hung_seconds,
-        code="" if options.address is None else code_version(),
     )
