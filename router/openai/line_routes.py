@@ -1,6 +1,6 @@
-"""Routes whose calls may be lines of a batch: what checks a line's body, and the work that it asks for.
+"""Line routes: for each route that a batch may use, the function that turns the body of a line into work.
 
-Does not own how a line is tried (batches/line_calls.py).
+Does not own when a line runs or is tried again (batches/).
 """
 
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from blockyard.router.openai.requests.fields import Body, boolean, given
 
 
 def generated(completions: Completions, ask: Callable[[Body], Asked]) -> Prepare:
-    """Return what prepares lines of a route that generates, by the function that checks its bodies."""
+    """Return the function for a route that generates text. `ask` checks the bodies of the route."""
 
     def prepare(body: Body) -> Work:
         asked = _in_background(ask(body))
@@ -35,7 +35,7 @@ def generated(completions: Completions, ask: Callable[[Body], Asked]) -> Prepare
 
 
 def responded(completions: Completions, ask: Callable[[Body, HttpCall], Awaitable[Asked]]) -> Prepare:
-    """Return what prepares lines of /v1/responses. Their earlier responses are read when the line runs."""
+    """Return the function for /v1/responses. An earlier response is read when the line runs."""
 
     def prepare(body: Body) -> Work:
         if given(body, "stream", boolean):
@@ -52,7 +52,7 @@ def responded(completions: Completions, ask: Callable[[Body, HttpCall], Awaitabl
 
 
 def embedded(calls: Calls) -> Prepare:
-    """Return what prepares lines of /v1/embeddings."""
+    """Return the function for /v1/embeddings."""
 
     def prepare(body: Body) -> Work:
         wanted = embedding_request.embeddings_wanted(body)

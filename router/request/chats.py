@@ -82,23 +82,14 @@ def _tools_problem(text: str, required: str) -> str | None:
     `required`."""
     if not text:
         return None
-    if len(text) > MAX_TOOLS_BYTES or len(text.encode()) > MAX_TOOLS_BYTES:
-        return f"at most {MAX_TOOLS_BYTES} bytes of JSON are allowed"
-    try:
-        tools = parse_json(text)
-        # JSON can spell a lone surrogate, which is not a character.
-        json.dumps(tools, ensure_ascii=False).encode()
-    except RecursionError:
-        return f"must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
-    except ValueError:
-        return "must be JSON"
+    tools, problem = _read_json(text, most_bytes=MAX_TOOLS_BYTES, most_levels=MAX_SCHEMA_DEPTH)
+    if problem is not None:
+        return problem
     if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
         return f"must be a list of 1 to {MAX_TOOLS}"
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
     if not all(isinstance(one, dict) and isinstance(one.get(required), str) for one in functions):
         return f"each must have a function with the text `{required}`"
-    if is_deeper_than(tools, MAX_SCHEMA_DEPTH):
-        return f"must not be nested deeper than {MAX_SCHEMA_DEPTH} levels"
     return None
 
 
@@ -106,21 +97,30 @@ def _template_kwargs_problem(text: str) -> str | None:
     """Return what is wrong with the template's variables, or None. The tokenizer process checks their names."""
     if not text:
         return None
-    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
-        return f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON are allowed"
-    try:
-        kwargs = parse_json(text)
-        # JSON can spell a lone surrogate, which is not a character.
-        json.dumps(kwargs, ensure_ascii=False).encode()
-    except RecursionError:
-        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
-    except ValueError:
-        return "must be JSON"
+    kwargs, problem = _read_json(
+        text, most_bytes=MAX_TEMPLATE_KWARGS_BYTES, most_levels=MAX_TEMPLATE_KWARGS_DEPTH
+    )
+    if problem is not None:
+        return problem
     if not isinstance(kwargs, dict) or not all(map(is_variable, kwargs)):
         return "must be an object with names of variables"
-    if is_deeper_than(kwargs, MAX_TEMPLATE_KWARGS_DEPTH):
-        return f"must not be nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels"
     return None
+
+
+def _read_json(text: str, *, most_bytes: int, most_levels: int) -> tuple[object, str | None]:
+    """Return the value of a JSON text, and what is wrong with the text, or None."""
+    too_deep = f"must not be nested deeper than {most_levels} levels"
+    if len(text) > most_bytes or len(text.encode()) > most_bytes:
+        return None, f"at most {most_bytes} bytes of JSON are allowed"
+    try:
+        value = parse_json(text)
+        # JSON can spell a lone surrogate, which is not a character.
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        return None, too_deep
+    except ValueError:
+        return None, "must be JSON"
+    return value, too_deep if is_deeper_than(value, most_levels) else None
 
 
 def _continuation_problem(chat: inference_pb2.Chat) -> str | None:

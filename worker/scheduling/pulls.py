@@ -2,8 +2,8 @@
 
 A pull receives named blocks into reserved slots of host memory, which nothing else sees. When it ends, the blocks that
 arrived intact are cached there like any others, and its sequences are admitted with them. What did not arrive is
-computed. So a pull can fail at any moment without harm. Routers price later pulls
-by the rates of those that have ended.
+computed. So a pull can fail at any moment without harm. Routers price later pulls by the rates of those that have
+ended.
 
 Owns the bookkeeping, on the engine's thread. Does not own the bytes (../transfer/) or the choice of a source (the
 router). Has no clock: time is an argument.
