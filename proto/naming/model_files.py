@@ -11,11 +11,13 @@ behave differently.
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 CODE_KEY = "auto_map"
+TEXT_CONFIG = "text_config"
+"""Key of a config.json with the fields of the text part, of a model that also reads images."""
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 """Suffixes of a model's files. A folder with such a suffix is refused."""
@@ -34,6 +36,17 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "vocab.*", "merges.txt", "
 HUB_TIMEOUT_SECONDS = 10.0
 CACHE_VARIABLE = "HF_HUB_CACHE"
 """The hub's own variable for the folder where downloads go."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the model's text part.
+
+    A model that also reads images has it in `text_config`, and there it wins over the top level.
+    """
+    text = config.get(TEXT_CONFIG)
+    if not isinstance(text, dict):
+        return dict(config)
+    return {**config, **text, "architectures": config.get("architectures")}
 
 
 def name_and_revision(model: str) -> tuple[str, str | None]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from blockyard.proto.naming import model_files
 from blockyard.proto.naming.pooling import Pooling, read_pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SIZES = ("vocab_size", "max_position_embeddings", "hidden_size")
 NORMALISER_SHRINK = 3
 """Unicode normal forms shorten a character by at most this factor in bytes."""
 
@@ -79,7 +81,7 @@ def read_facts(
     ValueError for a folder without a readable config.json, and for an embedding model that is not supported.
     """
     pooling = read_pooling(folder)
-    config = _read_json(folder / "config.json")
+    config = _read_config(folder)
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer.eos_token_id))
@@ -142,6 +144,16 @@ def longest_token_bytes(tokenizer: "PreTrainedTokenizerBase") -> int:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalises = backend is None or backend.normalizer is not None
     return longest * NORMALISER_SHRINK if normalises else longest
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the text part of config.json, with the defaults of transformers where it lacks sizes."""
+    config = model_files.text_config(_read_json(folder / "config.json"))
+    if model_files.TEXT_CONFIG not in config or all(key in config for key in SIZES):
+        return config
+    from transformers import AutoConfig
+
+    return {**AutoConfig.from_pretrained(folder).get_text_config().to_dict(), **config}
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Sampling parameters: values out of range are named, conflicts are refused, and the engine gets the rest."""
 
+import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -390,3 +392,23 @@ def test_the_demo_model_is_sampled_as_its_generation_config_says_unless_told_not
         for choice in get_args(GenerationConfig)
     }
     assert defaults == {"auto": SamplingDefaults(temperature=0.7), "none": SamplingDefaults()}
+
+
+def test_sizes_that_gemma_3_leaves_to_transformers_are_known(tmp_path: Path) -> None:
+    """Its config.json has the fields of the text part apart, and few of them."""
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "max_position_embeddings": 4096}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+    }
+    tokenizer = load_tokenizer(CHECKPOINT)
+    for stated, context in ((text, 4096), ({**text, "max_position_embeddings": None}, 131_072)):
+        fields = {key: value for key, value in stated.items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": fields}))
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        facts = read_facts(tmp_path, names=("gemma",), tokenizer=tokenizer)
+        assert facts.max_position_embeddings == context
+        assert facts.vocab_size == len(tokenizer)
+        assert facts.eos_token_ids == {1, 106}

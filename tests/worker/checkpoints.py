@@ -15,12 +15,17 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -48,9 +53,37 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
     "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_size": 28, "patch_size": 14},
+    "mistral3": {"image_size": 32, "patch_size": 16, "head_dim": 16},
+}
+"""Fields of the part that reads images, beside those of every one."""
+
+
+def with_images(config_class: Any) -> Any:
+    """Return what makes the config of a model that also reads images from the fields of its text part."""
+
+    def config(**text: Any) -> Any:
+        kind = config_class.model_type
+        vision = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        is_tied = text["tie_word_embeddings"]
+        return config_class(
+            text_config=text, vision_config=vision | VISION[kind], tie_word_embeddings=is_tied
+        )
+
+    return config
+
+
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "Gemma3ForConditionalGeneration": (with_images(Gemma3Config), Gemma3ForConditionalGeneration),
     "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
+    "Mistral3ForConditionalGeneration": (with_images(Mistral3Config), Mistral3ForConditionalGeneration),
     "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
     "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),
     "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
@@ -169,9 +202,10 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
 
 @functools.cache
 def _reference_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, experts_implementation="eager"
-    )
+    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+    reads_images = architecture.endswith("ForConditionalGeneration")
+    kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
     return model.eval()
 
 

@@ -12,7 +12,7 @@ import torch
 from blockyard.kernels.interface import BackendName
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
-from blockyard.worker.model.config import UnsupportedModelError, load_config
+from blockyard.worker.model.config import ModelConfig, UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.families import llama
 from blockyard.worker.model.families.table import FAMILIES
@@ -69,7 +69,9 @@ LONG = PART | {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
+    "gemma3-images": ("Gemma3ForConditionalGeneration", GEMMA3 | {"tie_word_embeddings": True}),
     "granite": ("GraniteForCausalLM", GRANITE | {"attention_bias": True}),
+    "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": 20}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo3": ("Olmo3ForCausalLM", OLMO3),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 20, "rope_parameters": PART}),
@@ -248,6 +250,51 @@ def test_a_missing_or_misshapen_tensor_is_named_as_in_the_checkpoint(folder: Pat
         check_shards(tmp_path, load_config(tmp_path))
 
 
+@pytest.mark.parametrize("folder", ["gemma3-images", "mistral3"], indirect=True)
+def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: Path) -> None:
+    """Transformers 5 has these names in memory, and some checkpoints too. It writes the older ones."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    newer = {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    }
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        [head] = [head for head in newer if name.startswith(head)]
+        tensors[newer[head] + name.removeprefix(head)] = tensor
+    assert any("vision_tower" in name for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    [actual] = Model(tmp_path, name="torch").step([(prompt(), 0, list(range(5)))])
+    [expected] = Model(folder, name="torch").step([(prompt(), 0, list(range(5)))])
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "named"),
+    [
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "model_type='ministral3' of text_config"),
+        ("mistral3", {"text_config": None}, "model_type=None of text_config"),
+        ("mistral3", {"architectures": ["MistralForCausalLM"]}, "model_type='mistral' of text_config"),
+        (
+            "mistral3",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantised checkpoints of a Mistral3ForConditionalGeneration are not supported",
+        ),
+    ],
+    indirect=["folder"],
+)
+def test_a_text_part_of_another_model_is_refused(
+    folder: Path, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_config(tmp_path)
+    assert named in str(refusal.value)
+
+
 def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
     architecture, overrides = MODELS["phi3-longrope"]
     folder = make_checkpoint(tmp_path, architecture, **overrides)
@@ -279,6 +326,62 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "torch_dtype": "bfloat16",
         "vocab_size": 262144,
+    },
+    "google/gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "model_type": "siglip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+    },
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+        "vision_feature_layer": -1,
     },
     "microsoft/Phi-4-mini-instruct": {
         "architectures": ["Phi3ForCausalLM"],
@@ -312,10 +415,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Files as earlier versions of transformers wrote them. The factors of longrope are made up."""
 
 
-def test_gemmas_older_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    fields = PUBLISHED["google/gemma-3-1b-it"]
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["google/gemma-3-1b-it", "google/gemma-3-4b-it"])
+def test_gemmas_older_file_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert_sizes_equal(ours, theirs)
     windows = [theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types]
     assert list(ours.layer_windows) == windows
     ropes = theirs.rope_parameters
@@ -324,6 +428,26 @@ def test_gemmas_older_file_is_read_as_transformers_reads_it(tmp_path: Path) -> N
     assert ours.rope_theta == ropes[FULL]["rope_theta"]
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.attention_scale == theirs.query_pre_attn_scalar**-0.5
+
+
+def test_mistral_3s_older_file_is_read_as_its_checkpoint_needs_it(tmp_path: Path) -> None:
+    """Its head is stored, and its file does not say whether it is tied. Transformers 4 and 5 take that differently."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(PUBLISHED["mistralai/Mistral-Small-3.1-24B-Instruct-2503"])
+    )
+    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert_sizes_equal(ours, theirs)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.layer_windows == (None,) * 40
+    assert not ours.tie_word_embeddings
+
+
+def assert_sizes_equal(ours: ModelConfig, theirs: Any) -> None:
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    for name in ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps"):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 def test_phis_older_file_gives_the_rotary_table_of_transformers(tmp_path: Path) -> None:

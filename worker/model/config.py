@@ -23,6 +23,7 @@ from blockyard.worker.model.rope import (
     read_rotary_dim,
 )
 from blockyard.worker.model.traits.family import (
+    Family,
     RawConfig,
     Sizes,
     Traits,
@@ -107,12 +108,14 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _load_config(folder: Path) -> ModelConfig:
-    stated = _read_json(folder / "config.json")
+    whole = _read_json(folder / "config.json")
+    stated = model_files.text_config(whole)
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
     pooling = read_pooling(folder)
     architecture = find_architecture(stated.get("architectures") or [], is_bare=pooling is not None)
     family = FAMILIES[architecture]
+    _check_text_part(whole, family, architecture)
     raw = family.rope({**family.defaults, **stated})
     refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
@@ -160,7 +163,8 @@ def _load_config(folder: Path) -> ModelConfig:
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
-    if config.quantisation is not None and (family.stored or config.rotary_dim < config.head_dim):
+    is_renamed = family.stored or family.text_model
+    if config.quantisation is not None and (is_renamed or config.rotary_dim < config.head_dim):
         raise UnsupportedModelError(
             f"quantization_config in config.json: quantised checkpoints of a {architecture} are not supported"
         )
@@ -170,6 +174,16 @@ def _load_config(folder: Path) -> ModelConfig:
             f"head_dim={config.head_dim}: heads must divide into groups and halves"
         )
     return config
+
+
+def _check_text_part(whole: RawConfig, family: Family, architecture: str) -> None:
+    """Raise UnsupportedModelError where config.json has a text part that the family does not read, or lacks it."""
+    text = whole.get(model_files.TEXT_CONFIG) or {}
+    found = text.get("model_type") if text else None
+    if found != family.text_model:
+        raise UnsupportedModelError(
+            f"model_type={found!r} of text_config in config.json: a {architecture} needs {family.text_model!r}"
+        )
 
 
 def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:

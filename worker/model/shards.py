@@ -6,6 +6,7 @@ does not import torch. Never unpickles: a .bin checkpoint is refused.
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 """Llama's names for the norms before attention and before the MLP."""
+IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+"""Modules of a model that also reads images, which are not loaded."""
+_TEXT_PART = re.compile(r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.)")
+"""Where such a model has its text part: as checkpoints have it, or as transformers 5 names it in memory."""
 POST_NORMS = ("attention_output_norm", "mlp_output_norm")
 """Our names for norms that Llama has not: behind attention and behind the MLP."""
 
@@ -166,13 +171,18 @@ def _joined(parts: Sequence[StoredTensor]) -> tuple[tuple[Shape, ...], tuple[str
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, or a tied head."""
+    """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, a tied head, or the part that
+    reads images."""
+    if FAMILIES[config.architecture].text_model and name.removeprefix("model.").startswith(IMAGE_PARTS):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
 def full_name(name: str, config: ModelConfig) -> str:
     """Return the name of a stored tensor in a model with a head, the same for all architectures. An embedding model may
     be stored without its `model.`."""
+    if FAMILIES[config.architecture].text_model:
+        name = _TEXT_PART.sub(lambda found: found[1] or "model.", name)
     name = name if config.mixture is None else common_name(name)
     is_full = config.pooling is None or name.startswith(("model.", "lm_head."))
     return name if is_full else f"model.{name}"

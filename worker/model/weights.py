@@ -334,10 +334,12 @@ def _read_shard(
                 if quantised is not None and quantised.takes(names[0]):
                     yield names[0], shard.get_tensor(stored)
                     continue
+                if is_redundant(names[0], part.whole):
+                    continue
                 place = part.place(names[0])
                 if len(names) > 1:
                     yield from _slices(names, shard.get_slice(stored), part, shapes)
-                elif place is not None and not is_redundant(names[0], part.whole):
+                elif place is not None:
                     yield (
                         names[0],
                         shard.get_tensor(stored) if part.size == 1 else shard.get_slice(stored)[place],

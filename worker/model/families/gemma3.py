@@ -1,7 +1,10 @@
-"""Gemma 3, text alone: four norms a layer, GELU, scaled embeddings, and windows in five of six layers.
+"""Gemma 3: four norms a layer, GELU, scaled embeddings, and windows in five of six layers.
 
-Layers with a window have a rotary base of their own, and their rotary embedding is not scaled.
+Layers with a window have a rotary base of their own, and their rotary embedding is not scaled. Of a model that also
+reads images, only the text part is loaded.
 """
+
+from dataclasses import replace
 
 from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
 from blockyard.worker.model.traits.family import (
@@ -54,12 +57,18 @@ FAMILY = Family(
     defaults={
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
         "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "rope_local_base_freq": 10_000.0,
         "rope_theta": 1_000_000.0,
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
+        "vocab_size": 262_208,
     },
     stored={
         "post_attention_layernorm": ("attention_output_norm",),
@@ -68,3 +77,4 @@ FAMILY = Family(
     },
     rope=rope_of_full_attention,
 )
+WITH_IMAGES = replace(FAMILY, text_model="gemma3_text")

@@ -1,5 +1,7 @@
 """Mistral: Llama with the same attention window in every layer, and without biases."""
 
+from dataclasses import replace
+
 from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
 from blockyard.worker.model.traits.windows import one_window
 
@@ -12,3 +14,5 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
 FAMILY = Family(
     traits=traits, allowed={"attention_bias": allows(False, None, why="this architecture has no biases")}
 )
+WITH_IMAGES = replace(FAMILY, text_model="mistral")
+"""Mistral 3: Mistral with a part that reads images, which is not loaded."""

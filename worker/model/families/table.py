@@ -18,8 +18,10 @@ from blockyard.worker.unsupported import UnsupportedModelError
 
 FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": gemma3.FAMILY,
+    "Gemma3ForConditionalGeneration": gemma3.WITH_IMAGES,
     "GraniteForCausalLM": granite.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
+    "Mistral3ForConditionalGeneration": mistral.WITH_IMAGES,
     "MistralForCausalLM": mistral.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
     "Olmo2ForCausalLM": olmo2.FAMILY,
