@@ -12,10 +12,20 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from blockyard.kernels.triton.linears.choice import WARM_UP_TOKENS, LinearTiles, linear_tiles
+from blockyard.kernels.triton.linears.choice import (
+    PLAIN_OUTPUTS,
+    PLAIN_WARPS,
+    WARM_UP_TOKENS,
+    LinearTiles,
+    linear_tiles,
+)
 from blockyard.kernels.triton.linears.inputs import quantise_inputs_kernel, warps_of
 from blockyard.kernels.triton.linears.launches import SUM_TILE, form_of
-from blockyard.kernels.triton.linears.product import quantised_linear_kernel, sum_parts_kernel
+from blockyard.kernels.triton.linears.product import (
+    dequantise_kernel,
+    quantised_linear_kernel,
+    sum_parts_kernel,
+)
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
 from triton.backends.compiler import GPUTarget
 
@@ -40,7 +50,7 @@ NAMES = {
 }
 ELSEWHERE = (A100, B200, CONSUMER, NEW_CONSUMER)
 LIMITS = MAX_SHARED_BYTES | {A100: 163 << 10, B200: 227 << 10, NEW_CONSUMER: 99 << 10}
-FEW, SOME, MANY = WARM_UP_TOKENS
+FEW, SOME, MANY, _ = WARM_UP_TOKENS
 PLAINEST = ("int4", "int8 in groups", "fp8 in blocks")
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8, "fp8e4nv": tl.float8e4nv}
 COUNTS = (
@@ -140,14 +150,36 @@ def compile_product(name: str, tokens: int, target: GPUTarget = H100, dtype: str
     )
 
 
+def compile_dequantise(name: str, target: GPUTarget) -> Any:
+    """Compile what writes a weight out in bf16."""
+    scheme = SCHEMES[name]
+    numbers = "u8" if target == A100 and scheme.numbers == "fp8e4nv" else scheme.numbers
+    return compile_kernel(
+        dequantise_kernel,
+        {
+            "numbers_ptr": f"*{numbers}",
+            "scale_ptr": "*fp32",
+            "zero_ptr": "*i8" if numbers == "i8" else "*u8",
+            "plain_ptr": "*bf16",
+        },
+        dict.fromkeys(
+            ("first_output", "end_output", *COUNTS[1:3], "num_scales", "unit_stride", "output_stride"), "i32"
+        ),
+        {"TYPE": tl.bfloat16, "BLOCK_O": PLAIN_OUTPUTS, **form_of(scheme.weight)},
+        target,
+        ("num_outputs", "num_inputs"),
+        num_warps=PLAIN_WARPS,
+    )
+
+
 def products(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
     """Yield the products that the docs show, by their names there. A quick run compiles a few."""
     if is_quick:
         chosen = [("int4", FEW, H100), ("int4", MANY, H100), ("int4", FEW, CONSUMER)]
         chosen += [("fp8 in blocks, inputs too", MANY, H100)]
     else:
-        chosen = [(name, tokens, H100) for name in SCHEMES for tokens in WARM_UP_TOKENS]
-        chosen += [("int4", tokens, target) for target in ELSEWHERE for tokens in WARM_UP_TOKENS]
+        chosen = [(name, tokens, H100) for name in SCHEMES for tokens in (FEW, SOME, MANY)]
+        chosen += [("int4", tokens, target) for target in ELSEWHERE for tokens in (FEW, SOME, MANY)]
     for name, tokens, target in chosen:
         where = "" if target == H100 else f", {NAMES[target]}"
         upper = tiles_of(name, tokens, target).tokens
@@ -184,6 +216,8 @@ def others(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
                     num_warps=warps_of(unit),
                 ),
             )
+    for name, target in ((name, target) for name in SCHEMES for target in (H100, A100)):
+        yield f"plain weight from {name}, {NAMES[target]}", compile_dequantise(name, target)
     yield (
         "sum of parts",
         compile_kernel(

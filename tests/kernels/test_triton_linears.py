@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.kv_pool import quantise
 from blockyard.kernels.quantised import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight, dequantised
+from blockyard.kernels.triton.linears import launches
+from blockyard.kernels.triton.linears.choice import PLAIN_FROM_TOKENS
 from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
@@ -137,6 +139,25 @@ def test_the_product_is_that_of_the_weight_as_plain_numbers(
     for rows, bias in ((1, None), (19, bias_O)):
         x_TI = inputs_for(weight, rows, device)
         result = triton_backend.linear(x_TI, packed, bias)
+        assert result.dtype == dtype
+        assert_product(result, F.linear(x_TI.float(), plain_OI, None if bias is None else bias.float()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", NAMES)
+def test_many_tokens_are_multiplied_by_the_weight_written_out(
+    device: torch.device, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out in parts, of which the last is smaller, it is the weight as plain numbers but for its rounding."""
+    weight = of(name, dtype, device)
+    outputs, inputs = weight.shape
+    monkeypatch.setattr(launches, "PLAIN_BYTES", 40 * inputs * dtype.itemsize)
+    monkeypatch.setattr(launches, "quantised_linear_kernel", None)
+    bias_O = torch.randn(outputs, generator=of_seed(1)).to(device, dtype)
+    x_TI = inputs_for(weight, PLAIN_FROM_TOKENS, device)
+    plain_OI = dequantised(weight).float()
+    for bias in (None, bias_O):
+        result = launch_quantised_linear(x_TI, tiled(weight), bias)
         assert result.dtype == dtype
         assert_product(result, F.linear(x_TI.float(), plain_OI, None if bias is None else bias.float()))
 

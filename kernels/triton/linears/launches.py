@@ -12,13 +12,21 @@ import torch
 import triton
 import triton.language as tl
 from blockyard.kernels.triton.linears.choice import (
+    PLAIN_BYTES,
+    PLAIN_FROM_TOKENS,
+    PLAIN_OUTPUTS,
+    PLAIN_WARPS,
     has_wide_products,
     linear_tiles,
     multiprocessors_of,
     units_a_split,
 )
 from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
-from blockyard.kernels.triton.linears.product import quantised_linear_kernel, sum_parts_kernel
+from blockyard.kernels.triton.linears.product import (
+    dequantise_kernel,
+    quantised_linear_kernel,
+    sum_parts_kernel,
+)
 from blockyard.kernels.triton.linears.weights import TiledWeight
 from blockyard.kernels.triton.numbers.devices import converts_e4m3
 
@@ -46,6 +54,8 @@ def launch_quantised_linear(
     if weight.order_I is not None:
         x_TI = x_TI.index_select(1, weight.order_I)
     assert x_TI.stride(1) == 1, x_TI.stride()
+    if num_rows >= PLAIN_FROM_TOKENS and not _rounds_inputs(weight):
+        return _multiplied_plain(x_TI, weight, bias_O, out_TO)
     tiles = linear_tiles(
         num_rows,
         x_TI.dtype,
@@ -104,10 +114,8 @@ def form_of(weight: TiledWeight) -> dict[str, Any]:
 
 def _operands(x_TI: torch.Tensor, weight: TiledWeight) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return inputs and scales as the kernel reads them, and the constants that say so."""
-    wide = (
-        torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype
-    )  # The interpreter multiplies bf16 as bits.
-    if not weight.quantises_inputs or not _multiplies(weight.numbers):
+    wide = _wide(x_TI)
+    if not _rounds_inputs(weight):
         return x_TI, weight.scale_GA, {"X_SCALES": "none", "TYPE": _TYPES[wide]}
     is_by_token = weight.units_a_group == 0
     numbers_TI, scale_UT = launch_quantise_inputs(
@@ -116,6 +124,49 @@ def _operands(x_TI: torch.Tensor, weight: TiledWeight) -> tuple[torch.Tensor, to
     # The interpreter reads e4m3 as bits, and both sides are widened.
     operand = wide if numbers_TI.dtype == torch.uint8 else numbers_TI.dtype
     return numbers_TI, scale_UT, {"X_SCALES": "token" if is_by_token else "unit", "TYPE": _TYPES[operand]}
+
+
+def _wide(x_TI: torch.Tensor) -> torch.dtype:
+    """Return the type of operands that are not rounded. The interpreter multiplies bf16 as bits."""
+    return torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype
+
+
+def _rounds_inputs(weight: TiledWeight) -> bool:
+    return weight.quantises_inputs and _multiplies(weight.numbers)
+
+
+def _multiplied_plain(
+    x_TI: torch.Tensor, weight: TiledWeight, bias_O: torch.Tensor | None, out_TO: torch.Tensor
+) -> torch.Tensor:
+    """Write the weight out in the type of the inputs, some outputs after the others, and fill the result with the
+    product."""
+    num_outputs, num_inputs = weight.shape
+    outputs = min(max(PLAIN_OUTPUTS, PLAIN_BYTES // (num_inputs * x_TI.element_size())), num_outputs)
+    plain_PI = x_TI.new_empty(outputs, num_inputs)
+    for first in range(0, num_outputs, outputs):
+        end = min(first + outputs, num_outputs)
+        dequantise_kernel[(triton.cdiv(end - first, PLAIN_OUTPUTS), weight.num_units)](
+            _as_loaded(weight.numbers),
+            weight.scale_GA,
+            weight.scale_GA if weight.zero_GO is None else weight.zero_GO,
+            plain_PI,
+            first,
+            end,
+            num_outputs,
+            num_inputs,
+            weight.scale_GA.shape[1],
+            *_strides(weight),
+            TYPE=_TYPES[_wide(x_TI)],
+            BLOCK_O=PLAIN_OUTPUTS,
+            num_warps=PLAIN_WARPS,
+            **form_of(weight),
+        )
+        weight_IP, out_TP = plain_PI[: end - first].T, out_TO[:, first:end]
+        if bias_O is None:
+            torch.mm(x_TI, weight_IP, out=out_TP)
+        else:
+            torch.addmm(bias_O[first:end], x_TI, weight_IP, out=out_TP)
+    return out_TO
 
 
 def _multiplies(numbers: torch.Tensor) -> bool:

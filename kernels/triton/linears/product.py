@@ -1,4 +1,4 @@
-"""Triton kernels of linear layers whose weight has 4 or 8 bits: the product, and the sum of its parts.
+"""Triton kernels of linears whose weight has 4 or 8 bits: the product, the sum of its parts, and plain weights.
 
 The product is computed transposed, weight @ x^T. Hopper's matrix instructions read their left operand from registers,
 where numbers are unpacked, and their right one, the inputs, from shared memory as they were loaded. Few tokens then
@@ -236,3 +236,66 @@ def sum_parts_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + output, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_output", "end_output"])
+def dequantise_kernel(
+    numbers_ptr,  # 4 bits: [U, O, H] bytes; 8 bits: [O, I], int8 or e4m3 (also as bits)
+    scale_ptr,  # [G, A], fp32, one for ROWS_A_SCALE outputs each
+    zero_ptr,  # [G, O], only if ZERO is None
+    plain_ptr,  # [end_output - first_output, I], contiguous
+    first_output,
+    end_output,
+    num_outputs,
+    num_inputs,
+    num_scales,
+    unit_stride,  # of numbers_ptr
+    output_stride,
+    IS_INT4: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS_A_GROUP: tl.constexpr,  # 0: all units are one group
+    ROWS_A_SCALE: tl.constexpr,
+    ZERO: tl.constexpr,
+    MASKED: tl.constexpr,
+    TYPE: tl.constexpr,  # in which a number minus its zero point is exact
+    BLOCK_O: tl.constexpr,
+):
+    """plain = (number - zero) * scale, for the outputs from `first_output` to `end_output`.
+
+    Grid (ceil(outputs / BLOCK_O), U): a program takes one unit. Bytes: the numbers, and outputs * I * itemsize.
+    """
+    output_O = first_output + tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_output_O = output_O < end_output
+    kept_O = tl.where(is_output_O, output_O, first_output)
+    unit = tl.program_id(1)
+    WIDTH: tl.constexpr = UNIT // 2 if IS_INT4 else UNIT
+    step_W = tl.arange(0, WIDTH)
+    column_W = unit * UNIT + step_W
+    group = 0 if UNITS_A_GROUP == 0 else unit // UNITS_A_GROUP
+    scale_O, zero_O = _scales(scale_ptr, zero_ptr, group, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO)
+    numbers_OW = tl.load(
+        numbers_ptr
+        + unit.to(tl.int64) * unit_stride
+        + kept_O.to(tl.int64)[:, None] * output_stride
+        + step_W[None, :],
+        mask=(column_W < num_inputs)[None, :] if MASKED and not IS_INT4 else None,
+        other=0.0 if MASKED and not IS_INT4 else None,
+    )
+    place_OW = (kept_O - first_output).to(tl.int64)[:, None] * num_inputs + column_W[None, :]
+    mask_OW = is_output_O[:, None] & (column_W < num_inputs)[None, :]
+    if IS_INT4:
+        low_OW, high_OW = _unpacked(numbers_OW, zero_O, TYPE)
+        _store_scaled(plain_ptr, place_OW, low_OW, scale_O, mask_OW)
+        high_mask_OW = is_output_O[:, None] & (column_W + WIDTH < num_inputs)[None, :]
+        _store_scaled(plain_ptr, place_OW + WIDTH, high_OW, scale_O, high_mask_OW)
+    else:
+        wide_OW = widened(numbers_OW, TYPE, False)
+        if ZERO != 0:
+            wide_OW -= zero_O.to(TYPE)[:, None]
+        _store_scaled(plain_ptr, place_OW, wide_OW, scale_O, mask_OW)
+
+
+@triton.jit
+def _store_scaled(plain_ptr, place_OW, number_OW, scale_O, mask_OW):
+    plain_OW = number_OW.to(tl.float32) * scale_O[:, None]
+    tl.store(plain_ptr + place_OW, plain_OW.to(plain_ptr.dtype.element_ty), mask=mask_OW)
