@@ -278,14 +278,14 @@ def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: 
         ("mistral3", {"text_config": None}, "model_type=None of text_config"),
         ("mistral3", {"architectures": ["MistralForCausalLM"]}, "model_type='mistral' of text_config"),
         (
-            "mistral3",
+            "phi3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantised checkpoints of a Mistral3ForConditionalGeneration are not supported",
+            "quantised checkpoints of a Phi3ForCausalLM are not supported",
         ),
     ],
     indirect=["folder"],
 )
-def test_a_text_part_of_another_model_is_refused(
+def test_another_text_part_and_quantised_fused_matrices_are_refused(
     folder: Path, changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -20,7 +20,7 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import UnsupportedModelError, load_config
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.quantisation.scheme import read_scheme
-from blockyard.worker.model.shards import num_parameters, weights_bytes
+from blockyard.worker.model.shards import check_shards, num_parameters, weights_bytes
 from blockyard.worker.model.weights import load_weights, random_weights
 from safetensors.torch import load_file, save_file
 
@@ -126,6 +126,50 @@ def assert_serves(folder: Path, plain_folder: Path, *, size: int = 1, **settings
         expected = reference_greedy(plain_folder, prompt, NUM_TOKENS)
         assert expected.min_gap > MIN_GAP, "the reference itself is undecided: choose another prompt"
         assert answers[key][0] == list(expected.tokens)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "awq", "fp8-blocks"])
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Gemma3ForCausalLM", {"sliding_window": 20}),
+        ("Gemma3ForConditionalGeneration", {"sliding_window": 20}),
+        ("Mistral3ForConditionalGeneration", {"model_type": "mistral"}),
+        ("Olmo2ForCausalLM", {}),
+    ],
+)
+def test_other_families_are_served_quantised(
+    architecture: str, fields: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    """The image part is left out, as the tools that make these checkpoints do. They name it in different ways."""
+    source = shared_checkpoint(architecture, **SIZES, **fields)
+    folder, plain_folder = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(source, RECIPES[name], folder, plain_folder)
+    if architecture.endswith("ForConditionalGeneration"):
+        key = "ignore" if name == "w4a16" else "modules_to_not_convert"
+        images = ["re:vision_tower.*", "re:multi_modal_projector.*", "language_model.lm_head"]
+        change_scheme(folder, **{key: images if name == "w4a16" else ["vision_tower", "lm_head"]})
+    assert_serves(folder, plain_folder)
+
+
+def test_a_layer_of_the_text_part_is_left_out_by_its_name_there(tmp_path: Path) -> None:
+    source = shared_checkpoint("Mistral3ForConditionalGeneration", **SIZES, model_type="mistral")
+    quantise_checkpoint(source, RECIPES["w4a16"], tmp_path / "quantised", tmp_path / "plain")
+    folder, exact = tmp_path / "quantised", load_file(tmp_path / "plain" / "model.safetensors")
+    left_out = [f"language_model.model.layers.1.mlp.{kind}_proj" for kind in ("gate", "up", "down")]
+
+    def put_back(tensors: Tensors) -> None:
+        for module in left_out:
+            for name in [name for name in tensors if name.startswith(f"{module}.")]:
+                del tensors[name]
+            tensors[f"{module}.weight"] = exact[f"{module}.weight"]
+
+    change_tensors(folder, put_back)
+    with pytest.raises(ValueError, match="is unexpected in a Mistral3"):
+        check_shards(folder, load_config(folder))
+    for ignore in (left_out, [r"re:.*language_model\.model\.layers\.1\.mlp\..*"]):
+        change_scheme(folder, ignore=["lm_head", *ignore])
+        assert_serves(folder, tmp_path / "plain")
 
 
 def test_shards_may_separate_the_tensors_of_a_layer(tmp_path: Path) -> None:

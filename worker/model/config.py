@@ -163,8 +163,8 @@ def _load_config(folder: Path) -> ModelConfig:
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
-    is_renamed = family.stored or family.text_model
-    if config.quantisation is not None and (is_renamed or config.rotary_dim < config.head_dim):
+    has_fused = any(len(parts) > 1 for parts in family.stored.values())
+    if config.quantisation is not None and (has_fused or config.rotary_dim < config.head_dim):
         raise UnsupportedModelError(
             f"quantization_config in config.json: quantised checkpoints of a {architecture} are not supported"
         )

@@ -75,7 +75,9 @@ class QuantScheme:
         """Return whether a linear layer of the model, given by its name, is quantised."""
         if module == "lm_head" and not self.head:
             return False
-        return not any(is_named(module, pattern) for pattern in self.ignored)
+        # A model that also reads images has its text part under either of these names.
+        spellings = (module, f"language_model.{module}", module.replace("model.", "model.language_model.", 1))
+        return not any(is_named(name, pattern) for name in spellings for pattern in self.ignored)
 
 
 def read_scheme(raw: Mapping[str, Any]) -> QuantScheme | None:
