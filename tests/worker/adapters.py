@@ -32,7 +32,7 @@ def make_adapter(
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        if module.split(".")[-1] in modules:
+        if module.split(".")[-1] in modules and "vision_tower" not in module:
             outputs, inputs = weight.shape
             scale = float(weight.float().std()) * (rank / alpha) / rank**0.5
             sides = {"A": torch.randn(rank, inputs, generator=generator)}

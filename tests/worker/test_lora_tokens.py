@@ -1,5 +1,6 @@
 """Tokens with an adapter equal those of a checkpoint with the adapter merged into its weights."""
 
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,9 +15,10 @@ from blockyard.worker.engine_types import EngineRequest
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
+from safetensors.torch import load_file, save_file
 
 from .adapters import make_adapter, merge
-from .checkpoints import make_embedding_checkpoint, reference_greedy, shared_checkpoint
+from .checkpoints import make_checkpoint, make_embedding_checkpoint, reference_greedy, shared_checkpoint
 from .test_engine_tokens import prompt_of
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -65,6 +67,10 @@ def submit(loaded: LoadedEngine, number: int | None, prompt: Sequence[int], **sa
         content = loaded.adapters.read(adapter(number))
         loaded.engine.adapters.add(content)
         fingerprint = content.fingerprint
+    return submit_with(loaded, fingerprint, prompt, **sampling)
+
+
+def submit_with(loaded: LoadedEngine, fingerprint: str, prompt: Sequence[int], **sampling: Any) -> RequestId:
     root = root_name(
         cluster_secret="", model_fingerprint="x", block_size=16, kv_dtype="float32", adapter=fingerprint
     )
@@ -236,3 +242,36 @@ def test_an_embedding_model_serves_no_adapters(tmp_path: Path) -> None:
     checkpoint = make_embedding_checkpoint(tmp_path / "embeds", ARCHITECTURE)
     with pytest.raises(ValueError, match="embedding model"):
         load(model=str(checkpoint))
+
+
+def test_an_adapter_of_a_model_that_also_reads_images_is_that_of_its_text_part(tmp_path: Path) -> None:
+    """PEFT names its tensors as transformers names the model's: as version 4 did before 4.52, or as it does since."""
+    checkpoint = make_checkpoint(
+        tmp_path / "model", "Mistral3ForConditionalGeneration", model_type="mistral", intermediate_size=96
+    )
+    older, newer = make_adapter(tmp_path / "older", checkpoint, seed=1), tmp_path / "newer"
+    shutil.copytree(older, newer)
+    tensors = load_file(older / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.language_model.model.layers.") for name in tensors)
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, newer / "adapter_model.safetensors")
+    loaded, prompt = load(model=str(checkpoint), adapter_dir=str(tmp_path)), prompt_of(21, seed=3)
+    assert loaded.adapters is not None
+    contents = [loaded.adapters.read(folder.name) for folder in (older, newer)]
+    assert contents[0].fingerprint == contents[1].fingerprint
+    wanted = reference_greedy(merge(checkpoint, older, tmp_path / "merged"), prompt, NUM_TOKENS)
+    assert wanted.min_gap > MIN_GAP
+    loaded.engine.adapters.add(contents[1])
+    submit_with(loaded, contents[1].fingerprint, prompt)
+    [tokens] = run(loaded.engine).values()
+    assert tokens == wanted.tokens
+
+    both = tmp_path / "both"
+    shutil.copytree(older, both)
+    copied = {name: tensor.clone() for name, tensor in renamed.items()}
+    save_file(tensors | copied, both / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="are for the same layer"):
+        loaded.adapters.read("both")

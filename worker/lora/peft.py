@@ -48,9 +48,10 @@ HARMLESS = frozenset(
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` that change the weights of the model itself."""
 _TENSOR = re.compile(
-    r"base_model\.model\.(?P<layer>model\.layers\.(?P<index>0|[1-9]\d*)\.(?P<module>(?:self_attn|mlp)\.\w+))"
-    r"\.lora_(?P<side>[AB])\.weight"
+    r"base_model\.model\.(?:model|model\.language_model|language_model\.model)\.layers\.(?P<index>0|[1-9]\d*)"
+    r"\.(?P<module>(?:self_attn|mlp)\.\w+)\.lora_(?P<side>[AB])\.weight"
 )
+"""The second and third forms are those of models that also read images."""
 _DTYPES = ("F32", "BF16", "F16")
 FileState = tuple[tuple[int, int, int], ...]
 """Size, time of change and number of each file of an adapter."""
@@ -160,7 +161,8 @@ class AdapterReader:
                 raise ValueError(f"tensor {name!r} has shape {tuple(part.get_shape())}, not {wanted}")
             if part.get_dtype() not in _DTYPES:
                 raise ValueError(f"tensor {name!r} is {part.get_dtype()}, not one of {', '.join(_DTYPES)}")
-            names[index, match["module"], match["side"]] = name
+            if (other := names.setdefault((index, match["module"], match["side"]), name)) != name:
+                raise ValueError(f"tensors {other!r} and {name!r} are for the same layer")
         if not names:
             raise ValueError(f"{WEIGHTS_FILE} has no tensors")
         for index, module, _ in tuple(names):
