@@ -22,6 +22,10 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Mistral3Config,
@@ -55,6 +59,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 }
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 28, "patch_size": 14},
+    "llama4": {"image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32},
     "mistral3": {"image_size": 32, "patch_size": 16, "head_dim": 16},
 }
 """Fields of the part that reads images, beside those of every one."""
@@ -83,6 +88,8 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
     "Gemma3ForConditionalGeneration": (with_images(Gemma3Config), Gemma3ForConditionalGeneration),
     "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
+    "Llama4ForCausalLM": (Llama4TextConfig, Llama4ForCausalLM),
+    "Llama4ForConditionalGeneration": (with_images(Llama4Config), Llama4ForConditionalGeneration),
     "Mistral3ForConditionalGeneration": (with_images(Mistral3Config), Mistral3ForConditionalGeneration),
     "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
     "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),

@@ -21,6 +21,7 @@ from blockyard.worker.model.shards import check_shards
 from blockyard.worker.model.traits.family import Family, allows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from . import test_step_graphs as steps
@@ -67,10 +68,20 @@ LONG = PART | {
     "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
     "long_factor": [3.0] * 6,
 }
+LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 512,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 112,
+    "no_rope_layers": [1, 0, 1],
+    "num_local_experts": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
     "gemma3-images": ("Gemma3ForConditionalGeneration", GEMMA3 | {"tie_word_embeddings": True}),
     "granite": ("GraniteForCausalLM", GRANITE | {"attention_bias": True}),
+    "llama4": ("Llama4ForCausalLM", LLAMA4),
+    "llama4-images": ("Llama4ForConditionalGeneration", LLAMA4),
     "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": 20}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo3": ("Olmo3ForCausalLM", OLMO3),
@@ -107,7 +118,7 @@ def test_logits_and_tokens_equal_transformers(folder: Path, backend: str) -> Non
     assert generate(model, prompts, chunk_tokens=19) == [list(reference.tokens) for reference in references]
 
 
-@pytest.mark.parametrize("folder", ["olmo2", "gemma3"], indirect=True)
+@pytest.mark.parametrize("folder", ["olmo2", "gemma3", "llama4"], indirect=True)
 def test_an_mlp_in_pieces_leaves_the_residual_alone(folder: Path) -> None:
     """A prompt is longer than what the C++ backend takes through an MLP at once."""
     model = Model(folder, name="cpu")
@@ -185,6 +196,10 @@ def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> 
         ("olmo3", {"layer_types": [FULL] * 3}),
         ("olmo3", {"rope_parameters": OLMO3["rope_parameters"] | {FULL: {"rope_theta": 1e4}}}),
         *(("granite", {key: 1.0}) for key in GRANITE),
+        ("llama4", {"no_rope_layers": [1, 1, 1], "layer_types": None}),
+        ("llama4", {"use_qk_norm": False}),
+        ("llama4", {"attention_chunk_size": 32}),
+        ("llama4", {"floor_scale": 8}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("phi3-longrope", {"rope_parameters": LONG | {"short_factor": [1.0] * 6}}),
         ("phi3-longrope", {"rope_parameters": LONG | {"attention_factor": 1.0}}),
@@ -216,6 +231,11 @@ def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], t
         ("granite", {"logits_scaling": 0}, "logits_scaling=0"),
         ("granite", {"residual_multiplier": "much"}, "residual_multiplier='much'"),
         ("granite", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+        ("llama4", {"layer_types": [FULL] * 3}, f"layer_types={[FULL] * 3}"),
+        ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
+        ("llama4", {"floor_scale": 1}, "floor_scale=1"),
         ("olmo2", {"sliding_window": 20}, "sliding_window=20"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
         ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.01}}, "partial_rotary_factor=0.01"),
@@ -301,6 +321,23 @@ def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
     assert load_config(folder).max_position_embeddings == 128
 
 
+def test_llama_4_is_served_up_to_the_end_of_its_first_chunk(tmp_path: Path) -> None:
+    """There its queries are not scaled yet, and every layer sees everything."""
+    folder = make_checkpoint(tmp_path, "Llama4ForCausalLM", **LLAMA4)
+    for changes, longest in (
+        ({}, 512),
+        ({"attention_chunk_size": 100}, 100),
+        ({"floor_scale": 64}, 63),
+        ({"floor_scale": 64, "attn_temperature_tuning": False}, 512),
+        ({"attention_chunk_size": None}, 512),
+    ):
+        change_config(folder, **(LLAMA4 | {"floor_scale": 8192, "attn_temperature_tuning": True} | changes))
+        assert load_config(folder).max_position_embeddings == longest
+    change_config(folder, **(LLAMA4 | {"attention_chunk_size": 40, "floor_scale": 41}))
+    [actual] = Model(folder, name="torch").step([(prompt(40), 0, list(range(5)))])
+    assert_logits_equal_transformers(actual, folder, prompt(40))
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "google/gemma-3-1b-it": {
         "architectures": ["Gemma3ForCausalLM"],
@@ -355,6 +392,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "patch_size": 14,
             "vision_use_head": False,
         },
+    },
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "boi_token_index": 200080,
+        "eoi_token_index": 200081,
+        "image_token_index": 200092,
+        "model_type": "llama4",
+        "text_config": {
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "attention_dropout": 0.0,
+            "bos_token_id": 200000,
+            "eos_token_id": [200001, 200007, 200008],
+            "for_llm_compressor": False,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "max_position_embeddings": 10485760,
+            "model_type": "llama4_text",
+            "no_rope_layers": [],
+            "num_attention_heads": 40,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+            "num_local_experts": 16,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "use_qk_norm": True,
+            "vocab_size": 202048,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
     },
     "mistralai/Mistral-Small-3.1-24B-Instruct-2503": {
         "architectures": ["Mistral3ForConditionalGeneration"],
@@ -442,11 +521,33 @@ def test_mistral_3s_older_file_is_read_as_its_checkpoint_needs_it(tmp_path: Path
     assert not ours.tie_word_embeddings
 
 
-def assert_sizes_equal(ours: ModelConfig, theirs: Any) -> None:
+@pytest.mark.parametrize("factors", [{}, {"factor": 16.0, "high_freq_factor": 1.0}])
+def test_llama_4s_file_is_read_as_transformers_reads_it(factors: dict[str, float], tmp_path: Path) -> None:
+    """Later files have other factors, of which two are equal."""
+    fields = PUBLISHED["meta-llama/Llama-4-Scout-17B-16E-Instruct"]
+    scaling = fields["text_config"]["rope_scaling"] | factors
+    text = fields["text_config"] | {"rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert_sizes_equal(ours, theirs, but_for="intermediate_size")
+    assert ours.intermediate_size == theirs.intermediate_size_mlp
+    assert ours.mixture is not None
+    assert ours.mixture.intermediate_size == ours.mixture.shared_rows == theirs.intermediate_size
+    assert sorted(ours.mixture.sparse_layers) == theirs.moe_layers
+    assert list(ours.rotated_layers) == [bool(turns) for turns in theirs.no_rope_layers]
+    assert ours.max_position_embeddings == 8191
+    table_MD = rotary_table(ours)
+    turned = Llama4TextRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(8191)[None])[0]
+    theirs_MD = torch.cat((turned.real, turned.imag), dim=1)
+    torch.testing.assert_close(table_MD, theirs_MD, atol=1e-6, rtol=1e-6)
+
+
+def assert_sizes_equal(ours: ModelConfig, theirs: Any, *, but_for: str = "") -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    for name in ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps"):
+    sizes = {"hidden_size", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps"} - {but_for}
+    for name in sizes:
         assert getattr(ours, name) == getattr(theirs, name), name
 
 

@@ -228,7 +228,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor=None"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 0.5}}, "factor=0.5"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "['beta_fast']"),
-    ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor must be above"),
+    ({"rope_parameters": LLAMA3 | {"low_freq_factor": 5.0}}, "high_freq_factor must not be below"),
     ({"rope_parameters": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor=0"),
     ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"rope_scaling": "linear"}, "'linear'"),

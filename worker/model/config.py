@@ -116,7 +116,7 @@ def _load_config(folder: Path) -> ModelConfig:
     architecture = find_architecture(stated.get("architectures") or [], is_bare=pooling is not None)
     family = FAMILIES[architecture]
     _check_text_part(whole, family, architecture)
-    raw = family.rope({**family.defaults, **stated})
+    raw = family.as_llama({**family.defaults, **stated})
     refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers", most=MAX_LAYERS)
@@ -144,7 +144,9 @@ def _load_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=_positive(raw, "intermediate_size"),
         vocab_size=_positive(raw, "vocab_size"),
-        max_position_embeddings=max_position_embeddings,
+        max_position_embeddings=min(
+            max_position_embeddings, traits.most_positions or max_position_embeddings
+        ),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rotary_dim=rotary_dim,
         rope_theta=read_rope_theta(raw),

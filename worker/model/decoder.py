@@ -51,8 +51,12 @@ class Decoder:
         # As a factor of its own type would be rounded.
         self._embedding_scale = float(weights.embedding_VH.new_tensor(config.embedding_scale))
         thetas = config.layer_rope_thetas or (None,) * config.num_layers
-        tables = {theta: rotary_table(config, theta).to(weights.embedding_VH.device) for theta in set(thetas)}
-        self._rotary_tables = tuple(tables[theta] for theta in thetas)
+        ropes = tuple(zip(thetas, config.rotated_layers or (True,) * config.num_layers, strict=True))
+        device = weights.embedding_VH.device
+        tables = {
+            (theta, turns): rotary_table(config, theta, turns=turns).to(device) for theta, turns in set(ropes)
+        }
+        self._rotary_tables = tuple(tables[rope] for rope in ropes)
 
     def forward(
         self,
@@ -239,8 +243,15 @@ class Decoder:
 
     def _mlp(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
         """Apply the MLP or the experts. With many tokens, the result may overwrite `x_TH`, but never the residual."""
-        if layer.experts is not None:
-            return self._experts(layer.experts, x_TH)
+        if layer.experts is None:
+            return self._whole_mlp(layer, x_TH, adds)
+        out_TH = self._experts(layer.experts, x_TH)
+        if layer.gate_up_2IH is not None:
+            out_TH += self._whole_mlp(layer, x_TH, adds)
+        return out_TH
+
+    def _whole_mlp(self, layer: LayerWeights, x_TH: torch.Tensor, adds: Adds | None) -> torch.Tensor:
+        """Apply the MLP, or a sparse layer's shared expert, to pieces of many tokens."""
         most = self._backend.mlp_rows
         if most is None or len(x_TH) <= most:
             return self._mlp_of(layer, x_TH, adds)
@@ -253,9 +264,12 @@ class Decoder:
     def _experts(self, experts: ExpertWeights, x_TH: torch.Tensor) -> torch.Tensor:
         mixture = self._config.mixture
         assert mixture is not None
+        logits_TE = self._backend.linear(x_TH, experts.gate_EH)[:, : mixture.num_experts]
+        if mixture.scores_inputs:
+            x_TH = x_TH * logits_TE.amax(dim=1, keepdim=True).float().sigmoid().to(x_TH.dtype)
         return self._backend.experts(
             x_TH,
-            self._backend.linear(x_TH, experts.gate_EH)[:, : mixture.num_experts],
+            logits_TE,
             experts.gate_up_E2IH,
             experts.down_EHI,
             top_k=mixture.experts_per_token,
@@ -268,7 +282,7 @@ class Decoder:
         gate_up_T2I = self._backend.linear(x_TH, layer.gate_up_2IH)
         if adds is not None:
             self._backend.add_lora(gate_up_T2I, x_TH, adds[0].gate_up, adds[1])
-        hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], self._config.intermediate_size)
+        hidden_TI = gate_up_T2I.new_empty(x_TH.shape[0], gate_up_T2I.shape[1] // 2)
         backend = self._backend
         activate = backend.silu_mul if self._config.activation == "silu" else backend.gelu_mul
         activate(gate_up_T2I, out_TI=hidden_TI)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.quantisation.stored import check_division
 from blockyard.worker.model.shards import tensor_shapes
-from blockyard.worker.model.traits.mixture import Mixture
 
 PADDED_TO = 8
 """Rows and columns of a part are a multiple of this: 16 bytes in bfloat16, as matrix multiplications read them."""
@@ -42,7 +41,7 @@ class ModelPart:
         A slice may be shorter than the part, which is then padded.
         """
         part, kind = self.config, name.rsplit(".", 2)[-2:]
-        inner = self._inner_rows(is_expert=".experts." in name)
+        inner = self._inner_rows(name)
         width, kv_width = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
         kv_start = self.rank * self.whole.num_kv_heads // self.size * part.head_dim
         match kind:
@@ -62,15 +61,18 @@ class ModelPart:
                 return slice(None), inner
         return (slice(None),)
 
-    def _inner_rows(self, *, is_expert: bool) -> slice:
-        """Return the part's inner rows of an MLP."""
-        part: ModelConfig | Mixture = self.config
-        whole: ModelConfig | Mixture = self.whole
-        if is_expert:
-            assert self.config.mixture is not None
-            assert self.whole.mixture is not None
-            part, whole = self.config.mixture, self.whole.mixture
-        return _run(self.rank, part.intermediate_size, whole.intermediate_size)
+    def _inner_rows(self, name: str) -> slice:
+        """Return the part's inner rows of an MLP, by the name of one of its tensors."""
+        part, whole = (_inner_rows(config, name) for config in (self.config, self.whole))
+        return _run(self.rank, part, whole)
+
+
+def _inner_rows(config: ModelConfig, name: str) -> int:
+    if config.mixture is not None and ".experts." in name:
+        return config.mixture.intermediate_size
+    if config.mixture is not None and ".shared_expert." in name:
+        return config.mixture.shared_rows
+    return config.intermediate_size
 
 
 def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
@@ -90,7 +92,11 @@ def divide(config: ModelConfig, rank: int = 0, size: int = 1) -> ModelPart:
         )
     mixture = config.mixture
     if mixture is not None:
-        mixture = replace(mixture, intermediate_size=_padded_share(mixture.intermediate_size, size))
+        mixture = replace(
+            mixture,
+            intermediate_size=_padded_share(mixture.intermediate_size, size),
+            shared_rows=_padded_share(mixture.shared_rows, size),
+        )
     part = replace(
         config,
         mixture=mixture,

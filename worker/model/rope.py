@@ -120,9 +120,9 @@ def read_rope_scaling(raw: RawConfig, max_position_embeddings: int, rotary_dim: 
             return LinearScaling(factor=_factor(rope, "factor"))
         case "llama3":
             low, high = _factor(rope, "low_freq_factor", 0.0), _factor(rope, "high_freq_factor", 0.0)
-            if high <= low:
+            if high < low:
                 raise UnsupportedModelError(
-                    f"rope scaling {rope}: high_freq_factor must be above low_freq_factor"
+                    f"rope scaling {rope}: high_freq_factor must not be below low_freq_factor"
                 )
             return Llama3Scaling(
                 factor=_factor(rope, "factor"),

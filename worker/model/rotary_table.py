@@ -15,11 +15,14 @@ from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 
-def rotated_order(head_dim: int, rotary_dim: int) -> list[int]:
+def rotated_order(config: ModelConfig) -> list[int]:
     """Return the order in which a head's dimensions are kept, so that its halves hold the pairs that turn together.
 
     Queries and keys are both in this order, so their products stay. The pairs that do not turn come last in a half.
     """
+    head_dim, rotary_dim = config.head_dim, config.rotary_dim
+    if config.turns_adjacent:
+        return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
     turning, staying = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
     first, second = (
         turning[: rotary_dim // 2] + staying[: len(staying) // 2],
@@ -28,15 +31,18 @@ def rotated_order(head_dim: int, rotary_dim: int) -> list[int]:
     return first + second
 
 
-def rotary_table(config: ModelConfig, theta: float | None = None) -> torch.Tensor:
+def rotary_table(config: ModelConfig, theta: float | None = None, *, turns: bool = True) -> torch.Tensor:
     """Return [M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
 
     The frequencies are theta^(-2 i / D), scaled as the model says. With `theta` they have this base, unscaled. Where
-    less than a head is rotated, D is the rotated part there, and the last pairs of the table do not turn.
+    less than a head is rotated, D is the rotated part there, and the last pairs of the table do not turn. Without
+    `turns` no pair does.
     """
     if theta is not None:
         config = replace(config, rope_theta=theta, rope_scaling=None)
     angle_MF = torch.arange(config.max_position_embeddings).float()[:, None] * _frequencies(config)
+    if not turns:
+        return torch.cat((torch.ones_like(angle_MF), torch.zeros_like(angle_MF)), dim=1)
     scaling = config.rope_scaling
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
     staying = (0, (config.head_dim - config.rotary_dim) // 2)

@@ -6,7 +6,6 @@ does not import torch. Never unpickles: a .bin checkpoint is refused.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,9 +20,14 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 """Llama's names for the norms before attention and before the MLP."""
-IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
+IMAGE_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 """Modules of a model that also reads images, which are not loaded."""
-_TEXT_PART = re.compile(r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.)")
+_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 """Where such a model has its text part: as checkpoints have it, or as transformers 5 names it in memory."""
 POST_NORMS = ("attention_output_norm", "mlp_output_norm")
 """Our names for norms that Llama has not: behind attention and behind the MLP."""
@@ -44,7 +48,7 @@ def check_shards(folder: Path, config: ModelConfig) -> frozenset[str]:
             wanted = [part for part in parts if part is not None]
             if len(wanted) < len(parts):
                 raise ValueError(f"{file}: tensor {name!r} is unexpected in a {_kind(config)}")
-            shapes, dtypes = _joined(wanted)
+            shapes, dtypes = _stacked(wanted, config) if is_stack(name, config) else _joined(wanted)
             if shape not in shapes:
                 raise ValueError(
                     f"{file}: tensor {name!r} has shape {shape}, config.json asks for {shapes[0]}"
@@ -111,6 +115,8 @@ def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]
 
 def _sparse_shapes(mixture: Mixture, hidden: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (mixture.num_experts, hidden)}
+    if mixture.shared_rows:
+        shapes |= _mlp_shapes("mlp.shared_expert", hidden, mixture.shared_rows)
     for expert in range(mixture.num_experts):
         shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, mixture.intermediate_size)
     return shapes
@@ -143,12 +149,28 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def names_of_parts(name: str, config: ModelConfig) -> tuple[str, ...]:
-    """Return Llama's names of what a stored tensor holds: one, or several whose rows follow one another."""
+    """Return Llama's names of what a stored tensor holds: one, several whose rows follow one another, or the matrices
+    of all experts."""
+    if config.mixture is not None and is_stack(name, config):
+        head, _, stack = name.rpartition(".")
+        experts = range(config.mixture.num_experts)
+        return tuple(f"{head}.{expert}.{kind}.weight" for expert in experts for kind in _STACKS[stack])
     for module, parts in FAMILIES[config.architecture].stored.items():
         head, found, kind = name.partition(f".{module}.")
         if found:
             return tuple(f"{head}.{part}.{kind}" for part in parts)
     return (name,)
+
+
+def is_stack(name: str, config: ModelConfig) -> bool:
+    """Return whether a stored tensor holds matrices of all experts: [experts, inputs, outputs]."""
+    head, _, last = name.rpartition(".")
+    return (
+        config.mixture is not None
+        and config.mixture.is_stacked
+        and head.endswith(".experts")
+        and last in _STACKS
+    )
 
 
 def _stored_name(name: str, config: ModelConfig) -> str:
@@ -170,6 +192,14 @@ def _joined(parts: Sequence[StoredTensor]) -> tuple[tuple[Shape, ...], tuple[str
     return ((num_rows, *first.shapes[0][1:]),), first.dtypes
 
 
+def _stacked(parts: Sequence[StoredTensor], config: ModelConfig) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
+    """Return the shape and types of a stored tensor that holds these matrices of all experts."""
+    assert config.mixture is not None
+    outputs, inputs = parts[0].shapes[0]
+    num_experts = config.mixture.num_experts
+    return ((num_experts, inputs, len(parts) // num_experts * outputs),), parts[0].dtypes
+
+
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, a tied head, or the part that
     reads images."""
@@ -182,7 +212,8 @@ def full_name(name: str, config: ModelConfig) -> str:
     """Return the name of a stored tensor in a model with a head, the same for all architectures. An embedding model may
     be stored without its `model.`."""
     if FAMILIES[config.architecture].text_model:
-        name = _TEXT_PART.sub(lambda found: found[1] or "model.", name)
+        stored, usual = next((part for part in _TEXT_PARTS.items() if name.startswith(part[0])), ("", ""))
+        name = usual + name.removeprefix(stored)
     name = name if config.mixture is None else common_name(name)
     is_full = config.pooling is None or name.startswith(("model.", "lm_head."))
     return name if is_full else f"model.{name}"

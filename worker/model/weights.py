@@ -29,6 +29,7 @@ from blockyard.worker.model.shards import (
     check_shards,
     full_name,
     is_redundant,
+    is_stack,
     names_of_parts,
     shard_files,
     tensor_shapes,
@@ -196,8 +197,8 @@ def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
         tensor = tensor.float() + config.norm_offset
     # Of Llama's modules these alone have the dimensions of rotated heads as rows.
     is_rotated = name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-    if is_rotated and config.rotary_dim < config.head_dim:
-        order = rotated_order(config.head_dim, config.rotary_dim)
+    if is_rotated and (config.rotary_dim < config.head_dim or config.turns_adjacent):
+        order = rotated_order(config)
         heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))
         return heads[:, order].flatten(0, 1)
     return tensor
@@ -221,6 +222,10 @@ def _allocate(
         norm_dtype = torch.float32 if config.norms_round_once else dtype
         return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
 
+    def ones(layer: int) -> torch.Tensor | None:
+        turns = not config.rotated_layers or config.rotated_layers[layer]
+        return torch.ones(head_dim, dtype=dtype, device=device) if turns else None
+
     def experts(mixture: Mixture) -> ExpertWeights:
         count, rows = mixture.num_experts, mixture.intermediate_size
         return ExpertWeights(
@@ -239,26 +244,27 @@ def _allocate(
     head_VH = (
         embedding_VH if config.tie_word_embeddings else empty(config.vocab_size, hidden, layer="lm_head")
     )
+    shared = None if config.mixture is None else config.mixture.shared_rows or None
     inner = [
-        None if config.is_sparse(index) else config.intermediate_size for index in range(config.num_layers)
+        shared if config.is_sparse(index) else config.intermediate_size for index in range(config.num_layers)
     ]
     layers = [
         LayerWeights(
             input_norm_H=norm(hidden, exists=config.pre_norms),
             qkv_QH=empty(qkv_width, hidden, layer=f"{name}.self_attn.q_proj"),
             qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
-            q_norm_D=norm(q_norm_width, exists=has_qk_norm),
-            k_norm_D=norm(k_norm_width, exists=has_qk_norm),
+            q_norm_D=ones(index) if config.bare_qk_norm else norm(q_norm_width, exists=has_qk_norm),
+            k_norm_D=ones(index) if config.bare_qk_norm else norm(k_norm_width, exists=has_qk_norm),
             attention_out_HA=empty(hidden, attention_width, layer=f"{name}.self_attn.o_proj"),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
             gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{name}.mlp.gate_proj"),
             down_HI=None if rows is None else empty(hidden, rows, layer=f"{name}.mlp.down_proj"),
-            experts=None if config.mixture is None or rows is not None else experts(config.mixture),
+            experts=experts(config.mixture) if config.mixture and config.is_sparse(index) else None,
             mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
-        for name, rows in ((f"model.layers.{index}", rows) for index, rows in enumerate(inner))
+        for index, name, rows in ((index, f"model.layers.{index}", rows) for index, rows in enumerate(inner))
     ]
     final_norm_H = norm(hidden)
     assert final_norm_H is not None
@@ -286,7 +292,8 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         if norm_H is not None:
             tensors[f"{name}.weight"] = norm_H
     if layer.gate_up_2IH is not None and layer.down_HI is not None:
-        tensors |= _mlp_tensors("mlp", _plain(layer.gate_up_2IH), _plain(layer.down_HI))
+        mlp = "mlp" if layer.experts is None else "mlp.shared_expert"
+        tensors |= _mlp_tensors(mlp, _plain(layer.gate_up_2IH), _plain(layer.down_HI))
     if layer.experts is not None:
         tensors["mlp.gate.weight"] = layer.experts.gate_EH[: len(layer.experts.gate_up_E2IH)]
         stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
@@ -301,7 +308,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
             for letter, part in zip("qkv", torch.split(fused, widths), strict=True):
                 tensors[f"self_attn.{letter}_proj.{kind}"] = part
     for letter, norm_D in (("q", layer.q_norm_D), ("k", layer.k_norm_D)):
-        if norm_D is not None:
+        if norm_D is not None and not config.bare_qk_norm:
             tensors[f"self_attn.{letter}_norm.weight"] = norm_D
     return tensors
 
@@ -337,7 +344,9 @@ def _read_shard(
                 if is_redundant(names[0], part.whole):
                     continue
                 place = part.place(names[0])
-                if len(names) > 1:
+                if is_stack(stored, part.whole):
+                    yield from _of_experts(names, shard.get_slice(stored), part)
+                elif len(names) > 1:
                     yield from _slices(names, shard.get_slice(stored), part, shapes)
                 elif place is not None:
                     yield (
@@ -359,3 +368,17 @@ def _slices(
             start, stop, _ = place[0].indices(num_rows)
             yield name, stored[slice(first + start, first + stop), *place[1:]]
         first += num_rows
+
+
+def _of_experts(names: tuple[str, ...], stored: Any, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the part's slice of each expert's matrix from one tensor of all of them, which has inputs as rows."""
+    mixture = part.whole.mixture
+    assert mixture is not None
+    per_expert = len(names) // mixture.num_experts
+    for number, name in enumerate(names):
+        expert, projection = divmod(number, per_expert)
+        outputs = stored.get_shape()[2] // per_expert
+        whole_OI = stored[expert, :, projection * outputs : (projection + 1) * outputs].T
+        place = part.place(name)
+        assert place is not None
+        yield name, whole_OI[place]

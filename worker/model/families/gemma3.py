@@ -6,7 +6,6 @@ reads images, only the text part is loaded.
 
 from dataclasses import replace
 
-from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
 from blockyard.worker.model.traits.family import (
     Family,
     RawConfig,
@@ -15,6 +14,7 @@ from blockyard.worker.model.traits.family import (
     allows,
     number,
 )
+from blockyard.worker.model.traits.ropes import rope_of_full_attention, theta_of_windows
 from blockyard.worker.model.traits.windows import (
     by_layer_types,
     kinds_by_pattern,
@@ -75,6 +75,6 @@ FAMILY = Family(
         "pre_feedforward_layernorm": ("post_attention_layernorm",),
         "post_feedforward_layernorm": ("mlp_output_norm",),
     },
-    rope=rope_of_full_attention,
+    as_llama=rope_of_full_attention,
 )
 WITH_IMAGES = replace(FAMILY, text_model="gemma3_text")

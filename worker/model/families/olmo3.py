@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from blockyard.worker.model.families import olmo2
-from blockyard.worker.model.families.ropes import rope_of_full_attention, theta_of_windows
 from blockyard.worker.model.traits.family import RawConfig, Sizes, Traits
+from blockyard.worker.model.traits.ropes import rope_of_full_attention, theta_of_windows
 from blockyard.worker.model.traits.windows import (
     by_layer_types,
     kinds_by_pattern,
@@ -30,5 +30,5 @@ FAMILY = replace(
     olmo2.FAMILY,
     traits=traits,
     defaults={**olmo2.FAMILY.defaults, "rope_theta": 500_000.0},
-    rope=rope_of_full_attention,
+    as_llama=rope_of_full_attention,
 )

@@ -42,6 +42,14 @@ class Traits:
     whole_qk_norm: bool = False
     """Whether queries, and likewise keys, are normalised over all heads together instead. Such a model is not
     divided."""
+    bare_qk_norm: bool = False
+    """Whether each head that is rotated is normalised without weights instead."""
+    rotated_layers: tuple[bool, ...] = ()
+    """Whether each layer rotates queries and keys. Empty: all do."""
+    turns_adjacent: bool = False
+    """Whether adjacent dimensions of a head turn together, and not those of its halves."""
+    most_positions: int | None = None
+    """The longest context for which these traits say how the layers compute. None: any."""
     pre_norms: bool = True
     """Whether the input of attention and MLP is normalised."""
     post_norms: bool = False
@@ -92,8 +100,8 @@ class Family:
     loaded. None: the model reads text alone."""
     rotates_part: bool = False
     """Whether `partial_rotary_factor` says how much of a head is rotated."""
-    rope: Callable[[RawConfig], RawConfig] = lambda raw: raw
-    """Returns config.json with the rotary embedding where Llama has it."""
+    as_llama: Callable[[RawConfig], RawConfig] = lambda raw: raw
+    """Returns config.json with the rotary embedding, and the sizes, where Llama has them."""
 
 
 def allows(*values: object, why: str) -> Allowed:

@@ -29,6 +29,12 @@ class Mixture:
     """Whether the weights of a token's experts add up to 1."""
     sparse_layers: frozenset[int]
     """Indices of the layers that have experts."""
+    scores_inputs: bool = False
+    """Whether the sigmoid of its logit scales the input of a token's one expert, and nothing its output."""
+    shared_rows: int = 0
+    """Inner rows of an expert that every token takes beside the chosen ones. 0: there is none."""
+    is_stacked: bool = False
+    """Whether a checkpoint has the matrices of all experts in one tensor, with their inputs as rows."""
 
 
 def read_mixture(
@@ -65,6 +71,7 @@ def _count(key: str, value: object, most: int) -> int:
 
 
 def common_name(name: str) -> str:
-    """Return the name of a tensor of a sparse layer as Qwen3-MoE has it. Mixtral has names of its own."""
-    name = name.replace(".block_sparse_moe.", ".mlp.")
+    """Return the name of a tensor of a sparse layer as Qwen3-MoE has it. Mixtral and Llama 4 have their own."""
+    name = name.replace(".block_sparse_moe.", ".mlp.").replace(".feed_forward.", ".mlp.")
+    name = name.replace(".mlp.router.", ".mlp.gate.")
     return _MIXTRAL_EXPERT.sub(lambda found: f".experts.{found[1]}.{_PROJECTIONS[found[2]]}.", name)
