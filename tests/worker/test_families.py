@@ -71,12 +71,19 @@ LLAMA4: dict[str, Any] = {
     "no_rope_layers": [1, 0, 1],
     "num_local_experts": 4,
 }
+SCALED = YARN | {"factor": 2.0, "original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
+MINISTRAL3 = {"rope_parameters": SCALED}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
     "gemma3-images": ("Gemma3ForConditionalGeneration", GEMMA3 | {"tie_word_embeddings": True}),
     "granite": ("GraniteForCausalLM", GRANITE | {"attention_bias": True}),
     "llama4": ("Llama4ForCausalLM", LLAMA4),
     "llama4-images": ("Llama4ForConditionalGeneration", LLAMA4),
+    "ministral3": ("Ministral3ForCausalLM", MINISTRAL3),
+    "ministral3-images": (
+        "Mistral3ForConditionalGeneration",
+        MINISTRAL3 | {"model_type": "ministral3", "tie_word_embeddings": True},
+    ),
     "mistral3": ("Mistral3ForConditionalGeneration", {"model_type": "mistral", "sliding_window": 20}),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "olmo3": ("Olmo3ForCausalLM", OLMO3),
@@ -188,6 +195,10 @@ def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> 
         ("gemma3", {"query_pre_attn_scalar": 16}),
         ("gemma3", {"sliding_window": 512}),
         ("gemma3", {"rope_parameters": None}),
+        (
+            "ministral3",
+            {"rope_parameters": SCALED | {"original_max_position_embeddings": 32, "factor": 16.0}},
+        ),
         ("olmo3", {"layer_types": [FULL] * 3}),
         ("olmo3", {"rope_parameters": OLMO3["rope_parameters"] | {FULL: {"rope_theta": 1e4}}}),
         *(("granite", {key: 1.0}) for key in GRANITE),
@@ -289,7 +300,7 @@ def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("folder", "changes", "named"),
     [
-        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "model_type='ministral3' of text_config"),
+        ("mistral3", {"text_config": {"model_type": "qwen2"}}, "model_type='qwen2' of text_config"),
         ("mistral3", {"text_config": None}, "model_type=None of text_config"),
         ("mistral3", {"architectures": ["MistralForCausalLM"]}, "model_type='mistral' of text_config"),
         (
@@ -314,6 +325,19 @@ def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
     architecture, overrides = MODELS["phi3-longrope"]
     folder = make_checkpoint(tmp_path, architecture, **overrides)
     assert load_config(folder).max_position_embeddings == 128
+
+
+def test_ministral_3_is_served_up_to_its_original_context(tmp_path: Path) -> None:
+    """There its queries are not scaled yet."""
+    folder = make_checkpoint(tmp_path, "Ministral3ForCausalLM", rope_parameters=SCALED)
+    assert load_config(folder).max_position_embeddings == 256
+    change_config(folder, rope_parameters=SCALED | {"original_max_position_embeddings": 40})
+    assert load_config(folder).max_position_embeddings == 40
+    [actual] = Model(folder, name="torch").step([(prompt(40), 0, list(range(5)))])
+    assert_logits_equal_transformers(actual, folder, prompt(40))
+    change_config(folder, rope_parameters=SCALED | {"original_max_position_embeddings": 0})
+    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings=0"):
+        load_config(folder)
 
 
 def test_llama_4_is_served_up_to_the_end_of_its_first_chunk(tmp_path: Path) -> None:

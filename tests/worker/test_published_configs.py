@@ -10,6 +10,7 @@ from blockyard.worker.model.config import ModelConfig, load_config
 from blockyard.worker.model.rotary_table import rotary_table
 from transformers import AutoConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -137,6 +138,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
         "vision_feature_layer": -1,
     },
+    "mistralai/Ministral-3-8B-Instruct-2512": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "quantization_config": {
+            "activation_scheme": "static",
+            "dequantize": False,
+            "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+            "quant_method": "fp8",
+            "weight_block_size": None,
+        },
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 262144,
+            "model_type": "ministral3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16384,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 131072,
+        },
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+    },
     "microsoft/Phi-4-mini-instruct": {
         "architectures": ["Phi3ForCausalLM"],
         "attention_bias": False,
@@ -194,6 +237,19 @@ def test_mistral_3s_older_file_is_read_as_its_checkpoint_needs_it(tmp_path: Path
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.layer_windows == (None,) * 40
     assert not ours.tie_word_embeddings
+
+
+def test_ministral_3s_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    fields = PUBLISHED["mistralai/Ministral-3-8B-Instruct-2512"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path).get_text_config()
+    assert_sizes_equal(ours, theirs)
+    assert str(ours.quantisation) == "fp8-8bit"
+    assert ours.layer_windows == (None,) * 34
+    assert ours.max_position_embeddings == 16_384
+    cos, sin = Ministral3RotaryEmbedding(theirs)(torch.zeros(1), torch.arange(16_384)[None])
+    theirs_MD = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=1)
+    torch.testing.assert_close(rotary_table(ours), theirs_MD, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("factors", [{}, {"factor": 16.0, "high_freq_factor": 1.0}])

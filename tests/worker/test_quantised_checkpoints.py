@@ -152,6 +152,32 @@ def test_other_families_are_served_quantised(
     assert_serves(folder, plain_folder)
 
 
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_scales_of_whole_matrices_may_have_the_names_that_transformers_gives_them(
+    scheme: str, tmp_path: Path
+) -> None:
+    """Ministral 3 is published so."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
+    fields = SIZES | {"rope_parameters": rope | {"llama_4_scaling_beta": 0.1}}
+    source = make_checkpoint(tmp_path / "source", "Ministral3ForCausalLM", **fields)
+    folder, plain_folder = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(source, RECIPES["fp8-tensor"], folder, plain_folder)
+
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            tensors[f"{name}_inv"] = tensors.pop(name).reshape(())
+            tensors.pop(name.replace("weight_scale", "input_scale"), None)
+            if scheme == "static":
+                tensors[name.replace("weight_scale", "activation_scale")] = torch.ones(())
+
+    change_tensors(folder, rename)
+    stated = {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": None}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    change_scheme(folder, modules_to_not_convert=["model.vision_tower", "lm_head"])
+    assert_serves(folder, plain_folder)
+
+
 def test_a_layer_of_the_text_part_is_left_out_by_its_name_there(tmp_path: Path) -> None:
     source = shared_checkpoint("Mistral3ForConditionalGeneration", **SIZES, model_type="mistral")
     quantise_checkpoint(source, RECIPES["w4a16"], tmp_path / "quantised", tmp_path / "plain")

@@ -182,9 +182,10 @@ def _check_text_part(whole: RawConfig, family: Family, architecture: str) -> Non
     """Raise UnsupportedModelError where config.json has a text part that the family does not read, or lacks it."""
     text = whole.get(model_files.TEXT_CONFIG) or {}
     found = text.get("model_type") if text else None
-    if found != family.text_model:
+    if found not in (family.text_models or (None,)):
+        needed = " or ".join(family.text_models) or "none"
         raise UnsupportedModelError(
-            f"model_type={found!r} of text_config in config.json: a {architecture} needs {family.text_model!r}"
+            f"model_type={found!r} of text_config in config.json: a {architecture} needs {needed}"
         )
 
 

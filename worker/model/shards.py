@@ -203,7 +203,7 @@ def _stacked(parts: Sequence[StoredTensor], config: ModelConfig) -> tuple[tuple[
 def is_redundant(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, a tied head, or the part that
     reads images."""
-    if FAMILIES[config.architecture].text_model and name.removeprefix("model.").startswith(IMAGE_PARTS):
+    if FAMILIES[config.architecture].text_models and name.removeprefix("model.").startswith(IMAGE_PARTS):
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
@@ -211,10 +211,13 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 def full_name(name: str, config: ModelConfig) -> str:
     """Return the name of a stored tensor in a model with a head, the same for all architectures. An embedding model may
     be stored without its `model.`."""
-    if FAMILIES[config.architecture].text_model:
+    if FAMILIES[config.architecture].text_models:
         stored, usual = next((part for part in _TEXT_PARTS.items() if name.startswith(part[0])), ("", ""))
         name = usual + name.removeprefix(stored)
     name = name if config.mixture is None else common_name(name)
+    if config.quantisation is not None and config.quantisation.per_tensor:
+        # Transformers' own names, of one scale for a whole matrix too.
+        name = name.replace(".weight_scale_inv", ".weight_scale").replace(".activation_scale", ".input_scale")
     is_full = config.pooling is None or name.startswith(("model.", "lm_head."))
     return name if is_full else f"model.{name}"
 

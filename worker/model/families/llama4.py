@@ -96,4 +96,4 @@ FAMILY = Family(
     },
     as_llama=as_llama,
 )
-WITH_IMAGES = replace(FAMILY, text_model="llama4_text")
+WITH_IMAGES = replace(FAMILY, text_models=("llama4_text",))

@@ -1,18 +1,53 @@
-"""Mistral: Llama with the same attention window in every layer, and without biases."""
+"""Mistral: Llama with the same attention window in every layer, and without biases.
 
+Ministral 3 scales queries by their position, from the end of its original context on. Its contexts end there. Of a
+model that also reads images, only the text part is loaded.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
-from blockyard.worker.model.traits.windows import one_window
+from blockyard.worker.model.traits.windows import DEFAULT_WINDOW, one_window
+from blockyard.worker.unsupported import UnsupportedModelError
+
+_SCALING = "llama_4_scaling_beta"
+_OF_SCALING = (_SCALING, "max_position_embeddings")
 
 
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:
-    """Return the traits of a Mistral. Its code has a window where config.json does not mention one."""
-    return Traits(layer_windows=one_window(raw, sizes))
+    """Return the traits of a Mistral. Its code has a window where config.json does not mention one, Ministral 3's
+    none."""
+    default = None if raw.get("model_type") == "ministral3" else DEFAULT_WINDOW
+    return Traits(layer_windows=one_window(raw, sizes, default), most_positions=_exact_positions(raw))
+
+
+def _exact_positions(raw: RawConfig) -> int | None:
+    """Return up to how many positions queries are not scaled. None: they never are."""
+    rope = raw.get("rope_parameters") or {}
+    if not rope.get(_SCALING):
+        return None
+    original = rope.get("original_max_position_embeddings")
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise UnsupportedModelError(
+            f"original_max_position_embeddings={original!r} in config.json must be a positive whole number"
+        )
+    return original
+
+
+def as_llama(raw: RawConfig) -> Mapping[str, Any]:
+    """Return config.json without what says how queries are scaled."""
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, dict) or _SCALING not in rope:
+        return raw
+    return {**raw, "rope_parameters": {key: value for key, value in rope.items() if key not in _OF_SCALING}}
 
 
 FAMILY = Family(
-    traits=traits, allowed={"attention_bias": allows(False, None, why="this architecture has no biases")}
+    traits=traits,
+    allowed={"attention_bias": allows(False, None, why="this architecture has no biases")},
+    as_llama=as_llama,
 )
-WITH_IMAGES = replace(FAMILY, text_model="mistral")
-"""Mistral 3: Mistral with a part that reads images, which is not loaded."""
+WITH_IMAGES = replace(FAMILY, text_models=("mistral", "ministral3"))
+"""Mistral 3, and Ministral 3 with a part that reads images."""

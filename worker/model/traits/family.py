@@ -95,9 +95,9 @@ class Family:
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of a layer's modules in a checkpoint, where they are not Llama's: each with Llama's name for it. One that
     holds several matrices has a name for each, in the order of its rows."""
-    text_model: str | None = None
-    """`model_type` of `text_config` in the config.json of a model that also reads images. Only its text part is
-    loaded. None: the model reads text alone."""
+    text_models: tuple[str, ...] = ()
+    """Each `model_type` of `text_config` in the config.json of a model that also reads images. Only its text part is
+    loaded. Empty: the model reads text alone."""
     rotates_part: bool = False
     """Whether `partial_rotary_factor` says how much of a head is rotated."""
     as_llama: Callable[[RawConfig], RawConfig] = lambda raw: raw
