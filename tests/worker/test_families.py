@@ -65,13 +65,15 @@ LONG = PART | {
 }
 LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 512,
+    "attn_scale": 0.4,
+    "floor_scale": 8,
     "interleave_moe_layer_step": 2,
     "intermediate_size": 48,
     "intermediate_size_mlp": 112,
     "no_rope_layers": [1, 0, 1],
     "num_local_experts": 4,
 }
-SCALED = YARN | {"factor": 2.0, "original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}
+SCALED = YARN | {"factor": 32.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 MINISTRAL3 = {"rope_parameters": SCALED}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", GEMMA3 | {"tie_word_embeddings": True}),
@@ -205,7 +207,8 @@ def test_decode_steps_are_recorded_where_no_layer_has_a_window(folder: Path) -> 
         ("llama4", {"no_rope_layers": [1, 1, 1], "layer_types": None}),
         ("llama4", {"use_qk_norm": False}),
         ("llama4", {"attention_chunk_size": 32}),
-        ("llama4", {"floor_scale": 8}),
+        ("llama4", {"floor_scale": 8192}),
+        ("llama4", {"attn_temperature_tuning": False}),
         ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
         ("phi3-longrope", {"rope_parameters": LONG | {"short_factor": [1.0] * 6}}),
         ("phi3-longrope", {"rope_parameters": LONG | {"attention_factor": 1.0}}),
@@ -241,7 +244,12 @@ def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], t
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
         ("llama4", {"layer_types": [FULL] * 3}, f"layer_types={[FULL] * 3}"),
         ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
-        ("llama4", {"floor_scale": 1}, "floor_scale=1"),
+        ("llama4", {"floor_scale": 0}, "floor_scale=0"),
+        (
+            "ministral3",
+            {"rope_parameters": SCALED | {"llama_4_scaling_beta": "much"}},
+            "llama_4_scaling_beta='much'",
+        ),
         ("olmo2", {"sliding_window": 20}, "sliding_window=20"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
         ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.01}}, "partial_rotary_factor=0.01"),
@@ -327,32 +335,13 @@ def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
     assert load_config(folder).max_position_embeddings == 128
 
 
-def test_ministral_3_is_served_up_to_its_original_context(tmp_path: Path) -> None:
-    """There its queries are not scaled yet."""
-    folder = make_checkpoint(tmp_path, "Ministral3ForCausalLM", rope_parameters=SCALED)
-    assert load_config(folder).max_position_embeddings == 256
-    change_config(folder, rope_parameters=SCALED | {"original_max_position_embeddings": 40})
-    assert load_config(folder).max_position_embeddings == 40
-    [actual] = Model(folder, name="torch").step([(prompt(40), 0, list(range(5)))])
-    assert_logits_equal_transformers(actual, folder, prompt(40))
-    change_config(folder, rope_parameters=SCALED | {"original_max_position_embeddings": 0})
-    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings=0"):
-        load_config(folder)
-
-
 def test_llama_4_is_served_up_to_the_end_of_its_first_chunk(tmp_path: Path) -> None:
-    """There its queries are not scaled yet, and every layer sees everything."""
     folder = make_checkpoint(tmp_path, "Llama4ForCausalLM", **LLAMA4)
-    for changes, longest in (
-        ({}, 512),
-        ({"attention_chunk_size": 100}, 100),
-        ({"floor_scale": 64}, 63),
-        ({"floor_scale": 64, "attn_temperature_tuning": False}, 512),
-        ({"attention_chunk_size": None}, 512),
-    ):
-        change_config(folder, **(LLAMA4 | {"floor_scale": 8192, "attn_temperature_tuning": True} | changes))
-        assert load_config(folder).max_position_embeddings == longest
-    change_config(folder, **(LLAMA4 | {"attention_chunk_size": 40, "floor_scale": 41}))
+    assert load_config(folder).max_position_embeddings == 512
+    change_config(folder, attention_chunk_size=None)
+    assert load_config(folder).max_position_embeddings == 512
+    change_config(folder, attention_chunk_size=40)
+    assert load_config(folder).max_position_embeddings == 40
     [actual] = Model(folder, name="torch").step([(prompt(40), 0, list(range(5)))])
     assert_logits_equal_transformers(actual, folder, prompt(40))
 

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.model.config import ModelConfig, load_config
-from blockyard.worker.model.rotary_table import rotary_table
+from blockyard.worker.model.rotary_table import query_scales, rotary_table
 from transformers import AutoConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
-from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import (
+    Ministral3RotaryEmbedding,
+    get_llama_4_attn_scale,
+)
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -246,10 +249,14 @@ def test_ministral_3s_file_is_read_as_transformers_reads_it(tmp_path: Path) -> N
     assert_sizes_equal(ours, theirs)
     assert str(ours.quantisation) == "fp8-8bit"
     assert ours.layer_windows == (None,) * 34
-    assert ours.max_position_embeddings == 16_384
-    cos, sin = Ministral3RotaryEmbedding(theirs)(torch.zeros(1), torch.arange(16_384)[None])
+    assert ours.max_position_embeddings == 262_144
+    positions = torch.arange(40_000)
+    cos, sin = Ministral3RotaryEmbedding(theirs)(torch.zeros(1), positions[None])
     theirs_MD = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=1)
-    torch.testing.assert_close(rotary_table(ours), theirs_MD, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(rotary_table(ours)[:40_000], theirs_MD, atol=1e-6, rtol=1e-6)
+    assert ours.query_scaling is not None
+    their_scales = get_llama_4_attn_scale(positions[None], 0.1, 16_384).flatten()
+    torch.testing.assert_close(query_scales(ours.query_scaling, 40_000), their_scales)
 
 
 @pytest.mark.parametrize("factors", [{}, {"factor": 16.0, "high_freq_factor": 1.0}])
@@ -266,9 +273,9 @@ def test_llama_4s_file_is_read_as_transformers_reads_it(factors: dict[str, float
     assert ours.mixture.intermediate_size == ours.mixture.shared_rows == theirs.intermediate_size
     assert sorted(ours.mixture.sparse_layers) == theirs.moe_layers
     assert list(ours.rotated_layers) == [bool(turns) for turns in theirs.no_rope_layers]
-    assert ours.max_position_embeddings == 8191
+    assert ours.max_position_embeddings == 8192
     table_MD = rotary_table(ours)
-    turned = Llama4TextRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(8191)[None])[0]
+    turned = Llama4TextRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(8192)[None])[0]
     theirs_MD = torch.cat((turned.real, turned.imag), dim=1)
     torch.testing.assert_close(table_MD, theirs_MD, atol=1e-6, rtol=1e-6)
 

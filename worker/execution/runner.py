@@ -279,8 +279,9 @@ class TorchRunner(PartRunner):
     def capture_decodes(self, sizes: GraphSizes, *, max_context_tokens: int) -> None:
         """Capture decode steps of these sizes, and launch them as graphs from now on.
 
-        Nothing is captured for a part of a model, a model with windows or a shared expert, or a step that cannot be
-        recorded. Call it once, before the pool holds anything. The backend must read only a plan's tensors.
+        Nothing is captured for a part of a model, nor where queries are scaled, a layer has a window or a shared
+        expert, or a step cannot be recorded. Call it once, before the pool holds anything. The backend must read only a
+        plan's tensors.
         """
         if self.collective.size > 1:
             logger.info("decode graphs: none, the model is divided among %d ranks", self.collective.size)
@@ -288,8 +289,10 @@ class TorchRunner(PartRunner):
         if any(window is not None for window in self.config.layer_windows):
             logger.info("decode graphs: none, the model has layers with a window")
             return
-        if self.config.mixture is not None and self.config.mixture.shared_rows:
-            logger.info("decode graphs: none, the model has a shared expert")
+        if self.config.query_scaling is not None or (
+            self.config.mixture is not None and self.config.mixture.shared_rows
+        ):
+            logger.info("decode graphs: none, the model scales queries or has a shared expert")
             return
         static = StaticDecodes(
             max_rows=sizes.rows[-1],

@@ -18,7 +18,7 @@ from blockyard.kernels.lora import LoraPlan
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
 from blockyard.worker.model.lora import LoraLayer, LoraStep
-from blockyard.worker.model.rotary_table import rotary_table
+from blockyard.worker.model.rotary_table import query_scales, rotary_table
 from blockyard.worker.model.weights import ExpertWeights, LayerWeights, Weights
 from blockyard.worker.parallel.collective import Alone, Collective
 
@@ -57,6 +57,11 @@ class Decoder:
             (theta, turns): rotary_table(config, theta, turns=turns).to(device) for theta, turns in set(ropes)
         }
         self._rotary_tables = tuple(tables[rope] for rope in ropes)
+        scaling = config.query_scaling
+        self._scaled_layers = frozenset[int]() if scaling is None else scaling.layers
+        self._query_scale_M = (
+            None if scaling is None else query_scales(scaling, config.max_position_embeddings).to(device)
+        )
 
     def forward(
         self,
@@ -123,9 +128,13 @@ class Decoder:
         x_TH = self._input(residual_TH, weights.layers[0].input_norm_H)
         windows = self._config.layer_windows
         plans = {window: _within(plan, window) for window in set(windows)}
+        scale_T11 = None
+        if self._query_scale_M is not None:
+            scale_T11 = self._query_scale_M[plan.positions_T][:, None, None]
         adapters = (None,) * len(windows) if lora is None else lora.layers
         lora_plan = None if lora is None else lora.plan
-        for layer, next_layer, pool_B2KPD, window, table_MD, adapter in zip(
+        for index, layer, next_layer, pool_B2KPD, window, table_MD, adapter in zip(
+            range(len(windows)),
             weights.layers,
             (*weights.layers[1:], None),
             kv_pools,
@@ -137,6 +146,8 @@ class Decoder:
             adds = None if adapter is None or lora_plan is None else (adapter, lora_plan)
             attends = plans[window]
             q_TND = self._project_and_store(layer, x_TH, table_MD, pool_B2KPD, attends, adds)
+            if scale_T11 is not None and index in self._scaled_layers:
+                q_TND.mul_(scale_T11)
             if next_layer is None and rows_S is not None and rows_plan is not None:
                 q_TND, residual_TH, attends = q_TND[rows_S], residual_TH[rows_S], _within(rows_plan, window)
                 if adapter is not None and lora is not None and lora.rows_plan is not None:

@@ -1,4 +1,4 @@
-"""Rotary table: the cosines and sines of every position, from a model's configuration.
+"""Rotary table: the cosines and sines of every position, and the factors of queries, from a model's configuration.
 
 Owns the frequencies of each kind of rope scaling, computed in fp32 as transformers computes them. Does not own the
 kinds (rope.py) or the rotation of heads (the kernels).
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from blockyard.worker.model.traits.family import QueryScaling
 
 
 def rotated_order(config: ModelConfig) -> list[int]:
@@ -51,6 +52,12 @@ def rotary_table(config: ModelConfig, theta: float | None = None, *, turns: bool
         F.pad(angle_MF.sin() * factor, staying),
     )
     return torch.cat((cos_MF, sin_MF), dim=1)
+
+
+def query_scales(scaling: QueryScaling, num_positions: int) -> torch.Tensor:
+    """Return the factor of a query at each position [M], in fp32."""
+    turns_M = ((torch.arange(num_positions) + scaling.offset) // scaling.every).float()
+    return 1.0 + scaling.beta * turns_M.log1p()
 
 
 def _frequencies(config: ModelConfig) -> torch.Tensor:

@@ -1,14 +1,23 @@
 """Llama 4: adjacent pairs turn, every fourth layer turns nothing, and most layers have experts beside a shared one.
 
-Layers that turn attend within chunks, and the others scale queries by their position. Both change nothing within the
-first chunk, so contexts end with it. Of a model that also reads images, only the text part is loaded.
+Layers that turn attend within chunks, which change nothing within the first one. So contexts end with it. The other
+layers scale queries by their position. Of a model that also reads images, only the text part is loaded.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
+from blockyard.worker.model.traits.family import (
+    Family,
+    QueryScaling,
+    RawConfig,
+    Sizes,
+    Traits,
+    allows,
+    count,
+    number,
+)
 from blockyard.worker.model.traits.mixture import Mixture, read_mixture
 from blockyard.worker.unsupported import UnsupportedModelError
 
@@ -17,6 +26,7 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
     """Return the traits of a Llama 4."""
     rotated = _rotated_layers(raw, sizes)
     has_bias = bool(raw.get("attention_bias", False))
+    has_chunks = any(rotated) and raw["attention_chunk_size"] is not None
     return Traits(
         layer_windows=(None,) * sizes.num_layers,
         attention_bias=has_bias,
@@ -24,13 +34,14 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
         rotated_layers=rotated,
         turns_adjacent=True,
         bare_qk_norm=bool(raw["use_qk_norm"]),
-        most_positions=_exact_positions(raw, rotated),
+        query_scaling=_query_scaling(raw, rotated),
+        most_positions=count(raw, "attention_chunk_size") if has_chunks else None,
         mixture=_mixture(raw, sizes),
     )
 
 
 def _rotated_layers(raw: RawConfig, sizes: Sizes) -> tuple[bool, ...]:
-    every = raw["no_rope_layer_interval"]
+    every = count(raw, "no_rope_layer_interval")
     listed = raw.get("no_rope_layers") or [(index + 1) % every != 0 for index in range(sizes.num_layers)]
     # By its name it would list the others.
     rotated = tuple(bool(turns) for turns in listed[: sizes.num_layers])
@@ -43,31 +54,24 @@ def _rotated_layers(raw: RawConfig, sizes: Sizes) -> tuple[bool, ...]:
     return rotated
 
 
-def _exact_positions(raw: RawConfig, rotated: tuple[bool, ...]) -> int | None:
-    """Return up to how many positions neither chunks nor scaled queries change anything."""
-    limits = []
-    if any(rotated) and raw["attention_chunk_size"] is not None:
-        limits.append(_at_least("attention_chunk_size", raw["attention_chunk_size"], 1))
-    if not all(rotated) and raw["attn_temperature_tuning"]:
-        limits.append(_at_least("floor_scale", raw["floor_scale"], 2) - 1)
-    return min(limits, default=None)
+def _query_scaling(raw: RawConfig, rotated: tuple[bool, ...]) -> QueryScaling | None:
+    if not raw["attn_temperature_tuning"]:
+        return None
+    return QueryScaling(
+        beta=number(raw, "attn_scale"),
+        every=count(raw, "floor_scale"),
+        offset=1,
+        layers=frozenset(index for index, turns in enumerate(rotated) if not turns),
+    )
 
 
 def _mixture(raw: RawConfig, sizes: Sizes) -> Mixture:
-    every = _at_least("interleave_moe_layer_step", raw["interleave_moe_layer_step"], 1)
+    every = count(raw, "interleave_moe_layer_step")
     sparse = raw.get("moe_layers") or range(every - 1, sizes.num_layers, every)
     mixture = read_mixture(
         raw, inner_rows="intermediate_size", normalizes=True, sparse_layers=frozenset(sparse)
     )
     return replace(mixture, scores_inputs=True, is_stacked=True, shared_rows=mixture.intermediate_size)
-
-
-def _at_least(key: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UnsupportedModelError(
-            f"{key}={value!r} in config.json must be a whole number of at least {least}"
-        )
-    return value
 
 
 def as_llama(raw: RawConfig) -> Mapping[str, Any]:
@@ -80,6 +84,7 @@ FAMILY = Family(
     allowed={"num_experts_per_tok": allows(1, why="a token takes one expert here")},
     defaults={
         "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
         "head_dim": 128,

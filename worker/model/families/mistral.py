@@ -1,16 +1,24 @@
 """Mistral: Llama with the same attention window in every layer, and without biases.
 
-Ministral 3 scales queries by their position, from the end of its original context on. Its contexts end there. Of a
-model that also reads images, only the text part is loaded.
+Ministral 3 scales queries by their position, from the end of its original context on. Of a model that also reads
+images, only the text part is loaded.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits, allows
+from blockyard.worker.model.traits.family import (
+    Family,
+    QueryScaling,
+    RawConfig,
+    Sizes,
+    Traits,
+    allows,
+    count,
+    number,
+)
 from blockyard.worker.model.traits.windows import DEFAULT_WINDOW, one_window
-from blockyard.worker.unsupported import UnsupportedModelError
 
 _SCALING = "llama_4_scaling_beta"
 _OF_SCALING = (_SCALING, "max_position_embeddings")
@@ -20,20 +28,19 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
     """Return the traits of a Mistral. Its code has a window where config.json does not mention one, Ministral 3's
     none."""
     default = None if raw.get("model_type") == "ministral3" else DEFAULT_WINDOW
-    return Traits(layer_windows=one_window(raw, sizes, default), most_positions=_exact_positions(raw))
+    return Traits(layer_windows=one_window(raw, sizes, default), query_scaling=_query_scaling(raw, sizes))
 
 
-def _exact_positions(raw: RawConfig) -> int | None:
-    """Return up to how many positions queries are not scaled. None: they never are."""
+def _query_scaling(raw: RawConfig, sizes: Sizes) -> QueryScaling | None:
     rope = raw.get("rope_parameters") or {}
     if not rope.get(_SCALING):
         return None
-    original = rope.get("original_max_position_embeddings")
-    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-        raise UnsupportedModelError(
-            f"original_max_position_embeddings={original!r} in config.json must be a positive whole number"
-        )
-    return original
+    return QueryScaling(
+        beta=number(rope, _SCALING),
+        every=count(rope, "original_max_position_embeddings"),
+        offset=0,
+        layers=frozenset(range(sizes.num_layers)),
+    )
 
 
 def as_llama(raw: RawConfig) -> Mapping[str, Any]:

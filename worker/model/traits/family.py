@@ -28,6 +28,17 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """The factor of a query at a position: 1 + beta * ln(1 + floor((position + offset) / every))."""
+
+    beta: float
+    every: int
+    offset: int
+    layers: frozenset[int]
+    """Indices of the layers that scale their queries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """How a model's layers compute. The decoder asks for these, and never for an architecture."""
 
@@ -48,6 +59,7 @@ class Traits:
     """Whether each layer rotates queries and keys. Empty: all do."""
     turns_adjacent: bool = False
     """Whether adjacent dimensions of a head turn together, and not those of its halves."""
+    query_scaling: QueryScaling | None = None
     most_positions: int | None = None
     """The longest context for which these traits say how the layers compute. None: any."""
     pre_norms: bool = True
@@ -114,6 +126,14 @@ def number(raw: RawConfig, key: str, default: float = 1.0) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise UnsupportedModelError(f"{key}={value!r} in config.json must be a positive number")
     return float(value)
+
+
+def count(raw: RawConfig, key: str) -> int:
+    """Return a number of config.json that counts something. Raises UnsupportedModelError where it is none."""
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"{key}={value!r} in config.json must be a positive whole number")
+    return value
 
 
 def refuse_others(raw: RawConfig, allowed: Mapping[str, Allowed]) -> None:
