@@ -60,5 +60,9 @@ MAX_TOOLS = 128
 MAX_PAGE_SIZE = 1000
 """Most entries in one page of an inspection call."""
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""The largest gRPC message that a router or a worker reads."""
+"""The largest gRPC message that a router or a worker reads from those that call it."""
+MAX_RESPONSE_BYTES = 64 * 2**20
+"""The largest gRPC message that a router answers, and that our clients and a router read of an answer.
+
+One may have log-probabilities of many outputs, or a large pool. gRPC's own default is 4 MiB."""
 MAX_PORT = 65_535

@@ -161,7 +161,7 @@ class DuplicateRequest(RouterError):
 
 class RequestTooLarge(RouterError):
     """The prompt and max_tokens, for all outputs or beams, can never fit a worker: its context, KV pool or
-    `max_num_seqs`."""
+    `max_num_seqs`. Or the answer of a call does not fit one gRPC message."""
 
     reason = "REQUEST_TOO_LARGE"
 

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 from blockyard.deploy.bench.workloads.requests import PlannedRequest, Workload
 from blockyard.worker.cache.prefix_cache import PrefixCache
 
-from bench.placement.eviction import WorkerCache, requests_of
+from bench.placement.caches import WorkerCache, requests_of
 from bench.placement.simulation.profile import HardwareProfile
 from bench.placement.simulation.simulator import Result, Setup, simulate
 from bench.placement.simulation.workloads import independent, tool_agents

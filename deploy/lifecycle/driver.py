@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockyard.deploy.machine.deadline import Budget, Child
+from blockyard.deploy.machine.deadline import ANSWER_SECONDS, Budget, Child
 from blockyard.deploy.machine.interruption import handlers_kept
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.ray import head as ray_head
@@ -53,16 +53,22 @@ _WITHOUT_HEAD = (
 _IN_A_MINUTE = "if it hangs, it is restarted within a minute; meanwhile `blockyard workers` asks the routers"
 
 
+def _silent(address: str | None) -> str:
+    """Return what is known of a Ray that gives no answer in time. If nobody listened there, `connect` had said so."""
+    return (
+        f"Ray at {address} does not answer within the {ANSWER_SECONDS} s of a command, though a program takes "
+        "connections there: Ray is busy or hangs, or the address is another program's. Try again, or compare it with "
+        "the address that `ray start` prints"
+    )
+
+
 def silence_of(cluster: ClusterState) -> str:
     """Return the error message for a Ray that does not answer in time."""
     which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
     ends = f"`blockyard down{which}` ends what is left"
     if cluster.head is None:
         ends = f"`blockyard down --forget{which}` forgets a Ray that is gone for good"
-    return (
-        f"Ray at {cluster.ray_address} does not answer; `blockyard workers{which}` asks the routers, which need no "
-        f"Ray, and {ends}"
-    )
+    return f"{_silent(cluster.ray_address)}; `blockyard workers{which}` asks the routers, which need no Ray, and {ends}"
 
 
 @contextlib.contextmanager
@@ -149,7 +155,10 @@ def _cluster_answers(service: Any, cluster: str, seconds: float) -> ClusterAnswe
     except reports.SilentSupervisorError as error:
         raise RuntimeError(f"{error}: {_IN_A_MINUTE}") from None
     except RayError as error:
-        raise RuntimeError(f"Ray's control service does not answer ({type(error).__name__})") from None
+        what = type(error).__name__
+        raise RuntimeError(
+            f"Ray's control service does not answer within {seconds:.1f} s ({what}): try again"
+        ) from None
 
 
 def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> None:
@@ -179,7 +188,7 @@ def check_lets_in(address: str) -> None:
         with joined(address):
             send(None)
 
-    Child(look).answer(Budget.of_this_process().left_seconds, f"Ray at {address} does not answer")
+    Child(look).answer(Budget.of_this_process().left_seconds, _silent(address))
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ def problems(options: "UpOptions") -> Iterator[tuple[str, str]]:
     checks: tuple[tuple[str, Callable[[UpOptions], object]], ...] = (
         ("security", lambda options: options.security.check()),
         ("model", check_model),
+        ("adapters", _check_adapters),
         ("workers", _check_workers),
         ("router port", _check_ports),
         ("metrics tab", _check_metrics_tab),
@@ -180,6 +181,18 @@ def _check_one_model(options: "UpOptions") -> None:
             f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "
             "(--kv-cache-memory) or lower --max-model-len"
         )
+
+
+def _check_adapters(options: "UpOptions") -> None:
+    """Raise ValueError if workers of this machine cannot serve the adapters of --adapter-dir.
+
+    On a joined cluster the folder is on the nodes, and workers there check it. Further models serve no adapters.
+    """
+    engine = options.engine
+    if options.address is None and engine.max_loras and engine.adapter_dir is not None:
+        from blockyard.worker.lora.peft import check_serves_adapters  # it loads torch
+
+        check_serves_adapters(model_config(engine.model), Path(engine.adapter_dir))
 
 
 def check_weights(engine: EngineConfig) -> None:

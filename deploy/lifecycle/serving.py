@@ -14,7 +14,7 @@ from blockyard.deploy.views.quantities import counted
 from blockyard.kernels.cpu import extension as cpu_extension
 
 if TYPE_CHECKING:
-    from blockyard.deploy.supervision.replicas import Replica
+    from blockyard.deploy.supervision.replicas import Replica, SupervisorReport
 
 SERVE_SECONDS = 600.0
 """Deadline for all to serve. Loading a large model from a slow disk takes minutes."""
@@ -56,7 +56,7 @@ class Serving:
     routers: tuple[str, ...]
     gateways: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """Data types that workers compute in, each once, with the reason."""
+    """Data types that workers compute in, each once, with the reason. With several models, after the model's id."""
 
 
 def wait_until_all_serve(report: Report) -> Serving:
@@ -64,7 +64,8 @@ def wait_until_all_serve(report: Report) -> Serving:
     deadline = time.monotonic() + SERVE_SECONDS
     stage = STAGES[0]
     while time.monotonic() < deadline:
-        everyone = on_ray.supervisor_report(FIRST_WORD_SECONDS).replicas
+        seen = on_ray.supervisor_report(FIRST_WORD_SECONDS)
+        everyone = seen.replicas
         serving = [replica for replica in everyone if replica.phase == "serving"]
         is_downloading = any(replica.phase == "downloading" for replica in everyone)
         if is_downloading:
@@ -80,7 +81,7 @@ def wait_until_all_serve(report: Report) -> Serving:
             return Serving(
                 routers=tuple(dict.fromkeys(replica.address for replica in routers)),
                 gateways=tuple(dict.fromkeys(gateways)),
-                dtypes=tuple(dict.fromkeys(replica.dtype for replica in everyone if replica.dtype)),
+                dtypes=data_types(seen),
             )
         for replica in everyone:
             # The supervisor would keep trying. A command should rather report the problem at once.
@@ -89,6 +90,18 @@ def wait_until_all_serve(report: Report) -> Serving:
         time.sleep(_POLL_SECONDS)
     waiting = [replica.name for replica in on_ray.supervisor_report().replicas if replica.phase != "serving"]
     raise ClusterStartError(f"{', '.join(waiting)} did not serve within {SERVE_SECONDS:.0f} s")
+
+
+def data_types(seen: "SupervisorReport") -> tuple[str, ...]:
+    """Return the data types that workers compute in, each once. With several models, each follows its model's id."""
+    of_model = "{model}: {dtype}" if len(seen.models) > 1 else "{dtype}"
+    return tuple(
+        dict.fromkeys(
+            of_model.format(model=replica.model or seen.models[0], dtype=replica.dtype)
+            for replica in seen.replicas
+            if replica.dtype
+        )
+    )
 
 
 def split_over_nodes(workers: str) -> str:

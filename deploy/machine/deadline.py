@@ -82,7 +82,9 @@ class Child:
             sent = self._answers.recv()
             self._process.join(END_SECONDS)
         except EOFError:
-            raise TimeoutError(sentence) from None
+            self._process.join(END_SECONDS)
+            code = self._process.exitcode
+            raise TimeoutError(f"{sentence} (the process that asked has ended with code {code})") from None
         finally:
             self._process.kill()
             self._process.join()

@@ -77,7 +77,8 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Runs a request to its end and answers once.
+        """Runs a request to its end and answers once, with at most 64 MiB. A larger answer is REQUEST_TOO_LARGE. Give a gRPC
+        client of your own that limit (grpc.max_receive_message_length): by default it reads 4 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+from blockyard.proto.limits import MAX_RESPONSE_BYTES
 from blockyard.proto.naming import headers
 from blockyard.proto.naming.identifiers import MAX_NAME_CHARS, is_id
 from blockyard.router.client.errors import (
@@ -41,8 +42,7 @@ KEEPALIVE_SECONDS = 10
 """Interval of pings. A router that freezes during a call is noticed after twice this time."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # gRPC's default of 4 MiB is too small for a million token ids or a large pool.
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),

@@ -19,7 +19,7 @@ from math import inf
 from typing import Any
 
 import grpc
-from blockyard.proto.limits import MAX_MESSAGE_BYTES
+from blockyard.proto.limits import MAX_MESSAGE_BYTES, MAX_RESPONSE_BYTES
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.proto.v1.session_pb2_grpc import EngineServiceStub
 from blockyard.router.cluster.events import Lost, OpenRequests, Refused, Sink, events_of
@@ -45,7 +45,7 @@ INSPECT_SECONDS = 2.0
 
 CHANNEL_OPTIONS = (
     # One message may carry prompt log-probabilities of several requests.
-    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A fresh connection for each stream: a shared one might be half-open.
     ("grpc.use_local_subchannel_pool", 1),

@@ -8,7 +8,7 @@ another request. Does not own prices and plans (placement/pulls.py) or the bytes
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 
@@ -141,6 +141,19 @@ class Pulls:
             "router_pull_setup_seconds": self._setup_seconds,
             "router_pull_transfer_seconds": self._transfer_seconds,
         }
+
+
+def recent_of(of_models: Iterable[Pulls]) -> list[Pull]:
+    """Return pulls of all models to show, newest first: those that run, then those that have ended lately.
+
+    At most MOST_RECENT of each. All have the same clock.
+    """
+    shown = [pull for pulls in of_models for pull in pulls.recent()]
+    running = [pull for pull in shown if pull.ended_at is None]
+    ended = [pull for pull in shown if pull.ended_at is not None]
+    running.sort(key=lambda pull: pull.began_at, reverse=True)
+    ended.sort(key=lambda pull: pull.ended_at or 0.0, reverse=True)
+    return running[:MOST_RECENT] + ended[:MOST_RECENT]
 
 
 def _log(pull: Pull) -> None:

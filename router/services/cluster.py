@@ -19,6 +19,7 @@ from blockyard.router.cluster.link import EngineLink
 from blockyard.router.dispatch.index_report import current_condition, index_info, joined
 from blockyard.router.errors import InvalidRequest, Overloaded, RouterError, WorkerUnreachable
 from blockyard.router.generation.generation import scoped_session
+from blockyard.router.generation.pulls import recent_of
 from blockyard.router.model_groups import ModelGroups
 from blockyard.router.request.adapter_names import named_adapter
 from blockyard.router.services.inference import model_message
@@ -67,7 +68,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                 title=lambda number: parts[number].facts.name,
             )
         relays = [one.relay for one in parts]
-        recent = [(relay.pulls.now(), pull) for relay in relays for pull in relay.pulls.recent()]
+        recent, now = recent_of(relay.pulls for relay in relays), relays[0].pulls.now()
         return cluster_pb2.ClusterInfo(
             cluster=self._cluster,
             version=self._version,
@@ -86,7 +87,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             requests_waiting=num_waiting,
             first_token=latencies_message([one.metrics.first_token for one in parts]),
             inter_token=latencies_message([one.metrics.gaps for one in parts]),
-            pulls=[pull_message(pull, now) for now, pull in recent],
+            pulls=[pull_message(pull, now) for pull in recent],
         )
 
     async def GetIndexInfo(

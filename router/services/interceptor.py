@@ -19,12 +19,13 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
+from blockyard.proto.limits import MAX_RESPONSE_BYTES
 from blockyard.router.calls.bounds import caller_client
 from blockyard.router.calls.gate import CallGate, answer_to
 from blockyard.router.calls.intake import PROMPT_SECONDS, Intake
-from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RouterError
+from blockyard.router.errors import DeadlinePassed, MalformedMessage, Overloaded, RequestTooLarge, RouterError
 from blockyard.router.services.grpc_status import code_of, trailing_metadata
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -129,7 +130,10 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
             if raw is grpc.aio.EOF:
                 # gRPC reports the same for a message too large or broken off, and has ended that call.
                 raise MalformedMessage("the call has no message")
-            return await inner(_parsed(parse, raw), context)
+            response = await inner(_parsed(parse, raw), context)
+            if isinstance(response, Message):
+                _check_size(response)
+            return response
 
         return behave
 
@@ -189,6 +193,15 @@ async def write(context: Context, message: Any) -> None:
     except grpc.aio.InternalError:
         await asyncio.sleep(END_SECONDS)
         raise
+
+
+def _check_size(response: Message) -> None:
+    """Raise RequestTooLarge for an answer that gRPC would not send."""
+    if response.ByteSize() > MAX_RESPONSE_BYTES:
+        raise RequestTooLarge(
+            f"the answer has more than the {MAX_RESPONSE_BYTES // 2**20} MiB of one message: ask for a stream, a page "
+            "of it, or fewer outputs or log-probabilities"
+        )
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

@@ -7,7 +7,7 @@ bounded by the window of its stream. calls/intake.py bounds how many messages ar
 import resource
 from collections.abc import Sequence
 
-from blockyard.proto.limits import MAX_MESSAGE_BYTES
+from blockyard.proto.limits import MAX_MESSAGE_BYTES, MAX_RESPONSE_BYTES
 
 HANDSHAKE_SECONDS = 10
 MAX_STREAMS = 4096
@@ -20,8 +20,7 @@ MIN_MESSAGE_BYTES = 8 * 2**20
 BESIDE_TEXT_BYTES = 2**20
 """Room in a message for schemas, biases and lists of tokens, beside the prompt's text."""
 SERVER_OPTIONS = (
-    # The limit of our client: one response may have log-probabilities of many outputs.
-    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
     # Between a soft and a hard limit gRPC rejects at random, so both are equal.
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.absolute_max_metadata_size", 16 * 1024),

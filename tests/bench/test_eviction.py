@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.placement.eviction import POLICIES, ideal, requests_of, reuse
+from bench.placement.caches import requests_of
+from bench.placement.eviction import POLICIES, ideal, reuse
 from bench.placement.simulation.workloads import GENERATORS
 
 BLOCK = 64

@@ -90,6 +90,11 @@ def test_a_child_that_dies_is_silent() -> None:
         Child(lambda send: os._exit(1)).answer(SECONDS, "Ray is silent")
 
 
+def test_the_end_of_a_child_is_told_apart_from_its_silence() -> None:
+    with pytest.raises(TimeoutError, match=r"Ray is silent \(the process that asked has ended with code 7\)"):
+        Child(lambda send: os._exit(7)).answer(SECONDS, "Ray is silent")
+
+
 @contextmanager
 def frozen_ray() -> Iterator[str]:
     """The address of one that greets and then says nothing, as where its raylet or its control service hangs."""
@@ -141,7 +146,8 @@ def test_every_command_says_that_a_ray_is_silent_and_ends(tmp_path: Path) -> Non
         # Ray itself waits for more than a minute.
         said = {name: process.communicate(timeout=SECONDS) for name, process in asked.items()}
     for name, (_, errors) in said.items():
-        assert f"Error: Ray at {address} does not answer" in errors, name
+        assert f"Error: Ray at {address} does not answer within the 8.5 s" in errors, name
+        assert "compare it with the address that `ray start` prints" in errors, name
         assert "Traceback" not in errors
         assert asked[name].returncode == 1
     assert "no router answers" in said["status"][0]

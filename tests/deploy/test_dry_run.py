@@ -115,6 +115,11 @@ def test_what_the_cpu_of_another_machine_decides_is_not_said() -> None:
         (("--kv-cache-memory", "1MiB"), "model", "fewer than max_model_len"),
         (("--max-model-len", "999999"), "model", "max_model_len 999999 is beyond the model's"),
         (("--auth-file", "/nowhere/tokens.json"), "security", "/nowhere/tokens.json"),
+        (
+            ("--max-loras", "1", "--adapter-dir", "/nowhere"),
+            "adapters",
+            "adapter_dir '/nowhere' is no folder",
+        ),
     ],
 )
 def test_what_could_not_work_is_found_dry_and_refused_at_once_by_up(

@@ -11,9 +11,10 @@ from blockyard.deploy.lifecycle.serving import (
     STARTING,
     WARMING,
     Progress,
+    data_types,
     next_stage,
 )
-from blockyard.deploy.supervision.replicas import Kind, Phase, Replica
+from blockyard.deploy.supervision.replicas import Kind, Phase, Replica, SupervisorReport
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +99,30 @@ def test_workers_and_routers_are_counted_apart() -> None:
     ]
     replicas = [Replica(name=name, kind=kind, phase=phase) for name, kind, phase in phases]
     assert serving._who_serves(replicas) == "1 of 2 workers and 1 of 1 router serve"
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        (("demo",), ("float32: as --dtype says",)),
+        (("demo", "coder"), ("demo: float32: as --dtype says", "coder: float32: as --dtype says")),
+    ],
+)
+def test_each_data_type_names_its_model_where_several_are_served(
+    models: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    of_model = ("", *models[1:])
+    workers = [
+        Replica(name=f"worker-{number}", kind="worker", model=model, dtype="float32: as --dtype says")
+        for number, model in enumerate((*of_model, of_model[-1]))
+    ]
+    report = SupervisorReport(
+        pid=1,
+        code="",
+        replicas=[*workers, Replica(name="router-0", kind="router")],
+        models=models,
+        cpus_per_worker=1.0,
+        gpus_per_worker=0.0,
+        at_seconds=0.0,
+    )
+    assert data_types(report) == told

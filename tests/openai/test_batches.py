@@ -360,7 +360,9 @@ def test_a_list_goes_on_behind_an_object_that_was_deleted(newest_first: bool) ->
         assert [one["id"] for one in found.shown] == expected[at + 1 :]
 
 
-def test_a_record_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_read_hides_no_other_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     batches = store.Store(tmp_path)
     tenant = batches.of("a")
     kept = BatchRecord(
@@ -376,12 +378,15 @@ def test_a_record_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     )
     tenant.create(kept)
     (saved,) = tmp_path.glob("*/batches/*.json")
-    for content in ("", "{}", "[]", '{"id": 1}', "null"):
+    contents = ("", "{}", "[]", '{"id": 1}', "null")
+    for content in contents:
         harmed = store.drawn_batch_id()
         (saved.parent / f"{harmed}.json").write_text(content)
         assert tenant.batch(harmed) is None
     for _ in range(2):
         assert [one.id for one in tenant.batches()] == [one.id for one in batches.unfinished()] == [kept.id]
+    logged = [record for record in caplog.records if "cannot be read" in record.getMessage()]
+    assert len(logged) == len(contents)
 
 
 @pytest.mark.asyncio(loop_scope="module")

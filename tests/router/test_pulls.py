@@ -17,7 +17,7 @@ from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupConfig
 from blockyard.router.generation.attempt import Progress
-from blockyard.router.generation.pulls import MOST_RECENT, RECENT_SECONDS, Pulls
+from blockyard.router.generation.pulls import MOST_RECENT, RECENT_SECONDS, Pulls, recent_of
 from blockyard.router.placement.pulls import PullPlan, PullSource, PullVerdict
 from blockyard.router.services.messages import PULL_VERDICTS, candidate_message, pull_message
 from hypothesis import given
@@ -112,6 +112,23 @@ def test_running_pulls_are_shown_before_those_that_ended_lately_newest_first() -
     assert pulls.recent() == [third, first, second]
     clock.now += 1.0
     assert pulls.recent() == [third, first]
+
+
+def test_pulls_of_several_models_are_shown_in_one_order_and_no_more_of_them_than_of_one() -> None:
+    clock = Clock()
+    models = [Pulls(clock) for _ in range(3)]
+    begun = []
+    for number in range(3 * MOST_RECENT):
+        clock.now += 0.01
+        begun.append(models[number % 3].begin("r", "w0", PLAN))
+    assert recent_of(models) == begun[: -MOST_RECENT - 1 : -1]
+    for number, pull in enumerate(begun):
+        clock.now += 0.01
+        models[number % 3].end(pull, report("whole"))
+    assert recent_of(models) == begun[: -MOST_RECENT - 1 : -1]
+    clock.now += 1.0
+    last = models[0].begin("r", "w0", PLAN)
+    assert recent_of(models)[:2] == [last, begun[-1]]
 
 
 @given(st.lists(REPORTS, max_size=3 * MOST_RECENT), st.integers(0, 3 * MOST_RECENT))

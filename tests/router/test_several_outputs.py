@@ -8,6 +8,7 @@ import grpc
 import pytest
 from blockyard.proto.v1 import inference_pb2, session_pb2
 from blockyard.router.generation.client_buffer import Delta, Emit
+from blockyard.router.services import interceptor
 from blockyard.router.services.delta_messages import gathered
 
 from .fake_worker import (
@@ -261,3 +262,17 @@ async def test_an_admitted_request_counts_as_many_as_its_outputs(router: Router,
 async def test_a_request_carries_its_priority(router: Router, worker: FakeWorker) -> None:
     await router.inference.Generate(request(priority=-7))
     assert worker.submits[0].priority == -7
+
+
+async def test_an_answer_that_fits_no_message_is_refused_in_words_and_can_be_streamed(
+    router: Router, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(sampling=LONG | {"logprobs": 5})
+    num_bytes = (await router.inference.Generate(asked)).ByteSize()
+    monkeypatch.setattr(interceptor, "MAX_RESPONSE_BYTES", num_bytes // 2)
+    error = await refused(router.inference.Generate(asked))
+    assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_TOO_LARGE")
+    assert "ask for a stream" in (error.details() or "")
+    output = (await stream(router, asked))[0]
+    assert (len(output.token_ids), len(output.logprobs)) == (200, 200)
+    await until(lambda: is_idle(router))

@@ -105,15 +105,15 @@ def _check_running(world: World) -> None:
         worker = seat.alive
         if worker is None or not worker.is_serving:
             continue
-        for route in worker.service._routes.values():
-            record, since = records[route.request_id], world.now - DROPPED_SECONDS
+        for request_id in worker.service._routes.client_request_ids().values():
+            record, since = records[request_id], world.now - DROPPED_SECONDS
             is_available = world.was_seat_available(record.router, seat.name, since, world.now)
             if not is_available or worker.stalled_seconds > DROPPED_SECONDS / 2:
                 continue
-            places[route.request_id] += 1
+            places[request_id] += 1
             _require(
                 not record.outcome or record.ended > since,
-                f"I1: {route.request_id} ended at {record.ended:.2f} and runs on {seat.name} still",
+                f"I1: {request_id} ended at {record.ended:.2f} and runs on {seat.name} still",
             )
     world.doubled = {
         request_id: world.doubled.get(request_id, world.now)
@@ -222,7 +222,7 @@ def _check_idle_worker(worker: WorkerProcess[DigestRunner]) -> None:
     about = f"I1: {worker.incarnation}"
     _require(not engine.has_work and not engine._requests, f"{about} still runs {engine._requests}")
     _require(not engine.pool.num_used, f"{about} holds {engine.pool.num_used} blocks")
-    _require(not service._routes, f"{about} has routes {service._routes}")
+    _require(not service._routes, f"{about} has routes {list(service._routes)}")
     _require(not len(engine.scheduler.pulls), f"{about} still pulls")
     _require(not engine._loans, f"{about} still lends {engine._loans}")
     host = engine.scheduler.host_cache

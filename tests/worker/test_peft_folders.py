@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.lora import peft
 from blockyard.worker.lora.catalogue import AdapterCatalogue
 from blockyard.worker.lora.layout import slot_bytes
 from blockyard.worker.lora.peft import AdapterMissing, AdapterReader
@@ -203,12 +204,30 @@ def test_a_slot_has_the_bytes_of_an_adapter_of_the_largest_rank(folder: Path) ->
     assert slot_bytes(model, adapter.rank, 4) == adapter.num_bytes
 
 
-def test_no_host_memory_for_an_adapter_is_a_memory_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("said", "error", "told"),
+    [
+        (
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.",
+            MemoryError,
+            r"^no host memory for the adapter$",
+        ),
+        ("CUDA error: out of memory", MemoryError, r"^no host memory for the adapter$"),
+        ("CUDA error: an illegal memory access was encountered", RuntimeError, "illegal memory access"),
+    ],
+)
+def test_no_host_memory_for_an_adapter_is_a_memory_error_and_nothing_else_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, said: str, error: type[Exception], told: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(MemoryError, match=r"^no host memory for the adapter$"):
+    with pytest.raises(error, match=told):
         reader(folder).read("a")
+
+
+def test_pytorch_still_says_so_in_these_words() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(1 << 46)
+    assert any(words in str(caught.value) for words in peft._NO_MEMORY)

@@ -28,6 +28,8 @@ MAX_ALPHA = 1 << 20
 """Far beyond any adapter's. A larger number may have no place among floats."""
 SCHEME = "blockyard-adapter/1"
 FINGERPRINT_DIGITS = 32
+_NO_MEMORY = ("can't allocate memory", "out of memory")
+"""What PyTorch says where the host has no memory: in its allocator of pageable, and of pinned memory."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HARMLESS = frozenset(
     {
@@ -179,8 +181,10 @@ class AdapterReader:
             try:
                 return torch.zeros(shape, dtype=self.dtype, pin_memory=self.pins)
             except RuntimeError as error:
-                # PyTorch's way to say that the host has no memory. Its text has sizes and addresses.
-                raise MemoryError("no host memory for the adapter") from error
+                # PyTorch has no type for it. Its text has sizes and addresses, so it is not passed on.
+                if any(words in str(error) for words in _NO_MEMORY):
+                    raise MemoryError("no host memory for the adapter") from error
+                raise
 
         layers = self.model.num_layers
         return {

@@ -1,14 +1,13 @@
 """Session service: serves the streams of routers from one engine.
 
-Owns the map from requests to routers, and what waits to be sent to each router. A slow router only sees older data:
-what it has not taken yet is merged. So an outbox never holds more rows than its requests have outputs. The engine never
-waits for a stream. The end of a stream cancels its requests.
+Owns what waits to be sent to each router. A slow router only sees older data: what it has not taken yet is merged. So
+an outbox never holds more rows than its requests have outputs. The engine never waits for a stream. The end of a stream
+cancels its requests.
 
-Does not own the checks of a Submit (submits.py), the wait for a grammar (compiling.py), merging (outbox.py) or the
-drain (draining.py).
+Does not own the routes of requests (router_streams.py), the checks of a Submit (submits.py), the wait for a grammar
+(compiling.py), merging (outbox.py) or the drain (draining.py).
 
-Threads: `_routes`, `_taken` and each link's `requests` are changed on the engine's thread only. Everything else is
-changed on the loop's.
+Threads: `_routes` and `_taken` are used on the engine's thread only. Everything else is changed on the loop's.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ from blockyard.worker.scheduling.background import num_before
 from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.phases import Phase
-from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.session.arrivals import Arrivals
 from blockyard.worker.session.compiling import CompileGrammar, Compiling
-from blockyard.worker.session.router_streams import Link, Route, report_seconds
+from blockyard.worker.session.router_streams import Link, Route, Routes, report_seconds
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import DecodeError
 
@@ -85,7 +83,7 @@ class SessionService:
         self._vocab_size = vocab_size
         self._max_waiting = max_waiting
         self._compile_grammar = compile_grammar
-        self._routes: dict[RequestId, Route] = {}
+        self._routes = Routes(withdraw=partial(self._on_loop, self._withdraw))
         self._links: dict[Link, None] = {}
         self._loop = asyncio.get_running_loop()
         self._engine: EngineThread
@@ -180,13 +178,10 @@ class SessionService:
         return await asyncio.wrap_future(self._engine.call(self._end_all))
 
     def _end_all(self, engine: Engine) -> int:
-        ended = list(self._routes.items())
-        for key, route in ended:
-            engine.cancel(key)
-            self._forget(route.link, route.handle, key)
+        ended = self._routes.end(tuple(self._routes), engine)
         _lend_all(True, engine)
         # Queued behind the results of the last step, which take the same way.
-        self._on_loop(self._give_back, [route for _, route in ended], RejectReason.REJECT_REASON_DRAINING)
+        self._on_loop(self._give_back, ended, RejectReason.REJECT_REASON_DRAINING)
         return len(ended)
 
     @staticmethod
@@ -197,12 +192,10 @@ class SessionService:
 
     def _hand_over_begun(self, begun: set[RequestId], engine: Engine) -> None:
         """End requests whose prompt is computed, so that other workers continue them."""
-        routes = [(key, route) for key in begun if (route := self._routes.get(key)) is not None]
-        for key, route in routes:
-            engine.cancel(key)
-            self._forget(route.link, route.handle, key)
         # Queued behind their tokens.
-        self._on_loop(self._give_back, [route for _, route in routes], RejectReason.REJECT_REASON_HANDED_OVER)
+        self._on_loop(
+            self._give_back, self._routes.end(begun, engine), RejectReason.REJECT_REASON_HANDED_OVER
+        )
 
     def pull_ended(self, request_id: RequestId, report: PullReport) -> None:
         """Report a pull to the router of its request. The engine's thread calls this."""
@@ -227,30 +220,12 @@ class SessionService:
             link.has_news.set()
 
     def _client_request_ids(self) -> dict[RequestId, str]:
-        return {key: route.request_id for key, route in self._routes.items()}
+        return self._routes.client_request_ids()
 
     def on_step(self, result: StepResult, load: EngineLoad) -> None:
         """Queue a step's results for the routers. The engine's thread calls this."""
-        news, begun = [], set[RequestId]()
-        phases = [
-            (route, phase)
-            for request_id, phase in result.phases
-            if (route := self._routes.get(request_id)) is not None
-        ]
-        for output in result.outputs:
-            route = self._routes.get(output.request_id)
-            if route is None:
-                continue
-            news.append((route, output))
-            if output.token_ids or output.embedding:
-                route.marks = b""
-                if route.hands_over:
-                    begun.add(output.request_id)
-            if output.state is SequenceState.FAILED and not output.has_no_choice:
-                with about(route.request_id):
-                    logger.error("its step failed")
-            if output.is_last:
-                self._forget(route.link, route.handle, output.request_id)
+        phases = self._routes.phases_of(result)
+        news, begun = self._routes.outputs_of(result)
         taken, self._taken = self._taken, []
         self._on_loop(self._deliver, news, phases, result, load, taken)
         if begun:
@@ -259,12 +234,6 @@ class SessionService:
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no router is left
             self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _forget(self, link: Link, handle: int, request_id: RequestId) -> None:
-        link.requests.pop(handle, None)
-        route = self._routes.pop(request_id, None)
-        if route is not None and route.marks:
-            self._on_loop(self._withdraw, route.marks)
 
     def _deliver(
         self,
@@ -317,7 +286,7 @@ class SessionService:
             link.compiling.cancel_all()
             self._links.pop(link, None)
             self._tell_room(Room())
-            self._engine.call(partial(self._cancel_all, link))
+            self._engine.call(partial(self._routes.cancel_all, link))
             await link.compiling.aclose()
 
     async def _read(self, requests: AsyncIterator[bytes], link: Link) -> None:
@@ -454,8 +423,7 @@ class SessionService:
             raise Refused(RejectReason.REJECT_REASON_ADAPTER) from error
         except ValueError as error:
             raise Refused(RejectReason.REJECT_REASON_INVALID) from error
-        link.requests[submit.handle] = request_id
-        self._routes[request_id] = Route(link, submit.handle, submit.request_id, packed, submit.hands_over)
+        self._routes.add(request_id, Route(link, submit.handle, submit.request_id, packed, submit.hands_over))
         return request_id
 
     def _engine_request(self, submit: Submit) -> EngineRequest:
@@ -474,17 +442,8 @@ class SessionService:
         index = cancel.index if cancel.HasField("index") else None
         if index is None:
             link.compiling.cancel(cancel.handle)
-        end = partial(self._cancel, link, cancel.handle, index)
+        end = partial(self._routes.cancel, link, cancel.handle, index)
         link.compiling.afterwards(cancel.handle, partial(self._engine.call, end))
-
-    def _cancel(self, link: Link, handle: int, index: int | None, engine: Engine) -> None:
-        request_id = link.requests.get(handle)
-        if request_id is not None and not engine.cancel(request_id, index):
-            self._forget(link, handle, request_id)
-
-    def _cancel_all(self, link: Link, engine: Engine) -> None:
-        for handle in tuple(link.requests):
-            self._cancel(link, handle, None, engine)
 
 
 def _lend_all(is_on: bool, engine: Engine) -> None:

@@ -53,7 +53,7 @@ export class Pulls {
       let silent;
       ({ pulls, silent } = await ask("pulls", parameters));
       const number = pulls.length ? counted(pulls.length, "pull") : "none";
-      told = [`${number} now and in the last 30 s`, silent.length && `no answer from ${silent.join(", ")}`].filter(Boolean).join(" · ");
+      told = [`${number} now and in the last 30 s, of each router the last 32`, silent.length && `no answer from ${silent.join(", ")}`].filter(Boolean).join(" · ");
     } catch (error) {
       told = error.message;
     }

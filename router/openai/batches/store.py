@@ -66,8 +66,9 @@ def _drawn() -> str:
 class TenantStore:
     """Files and batches of one tenant. An id that is unknown here, or is no id, has no record."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, records: "_Records") -> None:
         self._files, self._batches = folder / "files", folder / "batches"
+        self._records = records
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's lines. Raises ValueError for a text that is no id."""
@@ -76,10 +77,11 @@ class TenantStore:
     # Files
 
     def file(self, file_id: str) -> FileRecord | None:
-        return _read(self._files / f"{file_id}.json", _file_record) if is_id_here(file_id) else None
+        path = self._files / f"{file_id}.json"
+        return self._records.read(path, _file_record) if is_id_here(file_id) else None
 
     def files(self) -> list[FileRecord]:
-        return _read_all(self._files, _file_record)
+        return self._records.read_all(self._files, _file_record)
 
     def add_file(self, record: FileRecord) -> None:
         _write(self._files / f"{_checked(record.id)}.json", asdict(record))
@@ -115,10 +117,11 @@ class TenantStore:
     # Batches
 
     def batch(self, batch_id: str) -> BatchRecord | None:
-        return _read(self._batches / f"{batch_id}.json", batch_record) if is_id_here(batch_id) else None
+        path = self._batches / f"{batch_id}.json"
+        return self._records.read(path, batch_record) if is_id_here(batch_id) else None
 
     def batches(self) -> list[BatchRecord]:
-        return _read_all(self._batches, batch_record)
+        return self._records.read_all(self._batches, batch_record)
 
     def create(self, record: BatchRecord) -> None:
         """Add a new batch, and forget the oldest that have ended if there are too many. Raises LimitPassed."""
@@ -147,11 +150,12 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock: int | None = None
+        self._records = _Records()
         self._ended: set[Path] = set()
         """Records of batches that have ended or cannot be read, which are not read again."""
 
     def of(self, tenant: str) -> TenantStore:
-        return TenantStore(self._folder / sha256(tenant.encode()).hexdigest()[:32])
+        return TenantStore(self._folder / sha256(tenant.encode()).hexdigest()[:32], self._records)
 
     def become_owner(self) -> bool:
         """Return whether this process is the one that runs the folder's batches, from now to its end."""
@@ -178,7 +182,7 @@ class Store:
         paths = set(self._folder.glob("*/batches/*.json"))
         self._ended &= paths
         for path in paths - self._ended:
-            record = _read(path, batch_record)
+            record = self._records.read(path, batch_record)
             if record is not None and not record.has_ended:
                 found.append(record)
             elif path.exists():
@@ -222,18 +226,25 @@ def _file_record(document: dict[str, Any]) -> FileRecord:
     return FileRecord(**document)
 
 
-def _read(path: Path, parsed: Callable[[dict[str, Any]], R]) -> R | None:
-    """Return a record, or None where there is none that can be read."""
-    try:
-        return parsed(json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        # Of another version, or harmed by a loss of power. Others can be read.
-        logger.error("a record cannot be read: %s", path)
-        return None
+class _Records:
+    """Reads records of all tenants, from several threads. It logs one that cannot be read once, not at each list."""
 
+    def __init__(self) -> None:
+        self._told: set[Path] = set()
 
-def _read_all(folder: Path, parsed: Callable[[dict[str, Any]], R]) -> list[R]:
-    records = (_read(path, parsed) for path in folder.glob("*.json"))
-    return [record for record in records if record is not None]
+    def read(self, path: Path, parsed: Callable[[dict[str, Any]], R]) -> R | None:
+        """Return a record, or None where there is none that can be read."""
+        try:
+            return parsed(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            # Of another version, or harmed by a loss of power. Others can be read.
+            if path not in self._told:
+                self._told.add(path)
+                logger.error("a record cannot be read: %s", path)
+            return None
+
+    def read_all(self, folder: Path, parsed: Callable[[dict[str, Any]], R]) -> list[R]:
+        records = (self.read(path, parsed) for path in folder.glob("*.json"))
+        return [record for record in records if record is not None]
