@@ -5,7 +5,7 @@ settings of `blockyard up` too (proto/runtime/settings.py).
 """
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from os.path import isabs
 from typing import Any, Literal
 
@@ -206,16 +206,10 @@ class EngineConfig:
         "nothing outside it is read.",
         group=MODEL,
     )
-    speculation: Literal["off", "ngram", "model"] = setting(
+    speculation: Literal["off", "ngram"] = setting(
         "off",
         help="Guess next tokens, and verify several in one step. `ngram` guesses what followed the last tokens earlier "
-        "in the same prompt or output, as in code edits and quotations. `model` guesses by --draft-model. The tokens "
-        "stay the same.",
-        group=STEPS,
-    )
-    draft_model: str | None = setting(
-        None,
-        help="A smaller model with the same tokenizer, for --speculation model: a folder, or a name on the hub.",
+        "in the same prompt or output, as in code edits and quotations. The tokens stay the same.",
         group=STEPS,
     )
     enforce_eager: bool = setting(
@@ -245,11 +239,6 @@ class EngineConfig:
         group=TESTS,
     )
 
-    def of_further_model(self, model: str, tokenizer: str | None = None) -> "EngineConfig":
-        """Return these settings for another model. The draft model is this one's."""
-        drafting = {} if self.draft_model is None else {"draft_model": None, "speculation": "off"}
-        return replace(self, model=model, tokenizer=tokenizer, **drafting)  # type: ignore[arg-type]
-
     def __post_init__(self) -> None:
         check_settings(self)
         stride_tokens = self.index_stride_tokens
@@ -268,12 +257,6 @@ class EngineConfig:
             raise ValueError(
                 "adapters need a worker of one rank: max_loras must be 0 with tensor_parallel_size above 1"
             )
-        if (self.speculation == "model") != (self.draft_model is not None):
-            raise ValueError(
-                "speculation by a model needs one: set both speculation to model and draft_model"
-            )
-        if self.draft_model is not None and (self.tensor_parallel_size > 1 or self.engine == "simulated"):
-            raise ValueError("a draft model needs a worker of one rank, and one that is not simulated")
         if self.simulated_fault is not None:
             SimulatedFault.parse(self.simulated_fault)
             if self.engine != "simulated":

@@ -110,8 +110,6 @@ def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, rep
         if options.address is None:
             for one in options.each_model():
                 hub.download_all(one.engine.model, one.engine.tokenizer, report)
-                if one.engine.draft_model is not None:
-                    hub.download(one.engine.draft_model, report)
                 preflight.check_weights(one.engine)
             cluster = _start_redis(cluster, options, report_and_check)
         cluster = _start_ray(cluster, options, report_and_check)

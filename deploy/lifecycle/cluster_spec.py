@@ -4,6 +4,7 @@ Pure. It combines the operator's options (settings/wanted_cluster.py), the state
 of workers (shape.py).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blockyard.deploy.lifecycle import driver as on_ray
@@ -37,7 +38,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         further_models=tuple(
             ModelPlan(
                 served=model,
-                engine=options.engine.of_further_model(model.model, model.tokenizer),
+                engine=replace(options.engine, model=model.model),
                 num_workers=shape.num_workers,
                 num_cpus_per_worker=shape.num_cpus,
                 num_gpus_per_worker=shape.num_gpus,

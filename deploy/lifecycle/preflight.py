@@ -19,7 +19,6 @@ from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
 from blockyard.deploy.settings.size import CPU_PROCESS_BYTES, machine_memory_bytes
 from blockyard.deploy.views.quantities import counted, format_bytes
-from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
     DTYPE_BYTES,
@@ -32,7 +31,6 @@ from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import check_shards, num_parameters, weights_bytes
-from blockyard.worker.startup.drafting import Draft, read_draft
 
 if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
@@ -110,25 +108,12 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
         block_size=engine.block_size,
         kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
     )
-    budget_bytes, drafts_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES, 0
-    draft = draft_of(engine, config, chosen.name)
-    if draft is not None:
-        budget_bytes, drafts_bytes = budget_bytes - draft.spare_bytes, draft.block_bytes
+    budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
     return KVSize(
-        num_blocks=blocks_in_budget(budget_bytes, block_bytes + drafts_bytes),
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes),
         block_size=engine.block_size,
         block_bytes=block_bytes,
     )
-
-
-def draft_of(engine: EngineConfig, config: ModelConfig, dtype: str) -> Draft | None:
-    """Return the draft model. None where there is none, or its folder is not on this machine.
-
-    Raises ValueError for one that cannot draft for the model.
-    """
-    if engine.draft_model is None or not (Path(engine.draft_model).is_dir() and Path(engine.model).is_dir()):
-        return None
-    return read_draft(engine, config, resolve_tokenizer(engine.tokenizer, Path(engine.model)), dtype)
 
 
 def crowding(options: "UpOptions") -> str | None:
@@ -211,13 +196,10 @@ def _check_adapters(options: "UpOptions") -> None:
 
 
 def check_weights(engine: EngineConfig) -> None:
-    """Raise ValueError if the headers of a model's weight files are wrong, or those of its draft model. The files must
-    be on this machine."""
+    """Raise ValueError if the headers of a model's weight files are wrong. The files must be on this machine."""
     if engine.engine == "model" and engine.load_format == "auto":
-        for model in (engine.model, engine.draft_model):
-            if model is not None:
-                folder = resolve_model(model)
-                check_shards(folder, load_config(folder))
+        folder = resolve_model(engine.model)
+        check_shards(folder, load_config(folder))
 
 
 def _check_memory(options: "UpOptions") -> None:
@@ -231,10 +213,6 @@ def _check_memory(options: "UpOptions") -> None:
         if num_gpus or pool is None:
             return
         weights_bytes = weights_bytes_of(one.engine, config, on_cpu=True)
-        draft = draft_of(one.engine, config, dtype_of(one.engine, config, on_cpu=True).name)
-        if draft is not None:
-            weights_bytes += weights_bytes_of(one.engine, draft.model, on_cpu=True)
-            weights_bytes += draft.block_bytes * pool.num_blocks + draft.spare_bytes
         rank_bytes = weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES
         needed_bytes += shape.num_workers * shape.num_ranks * rank_bytes
         held.append(

@@ -35,11 +35,10 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
     """
     if values["model"] is None:
         raise click.UsageError("Missing option '--model'.")
-    tokenizer, draft_model = values["tokenizer"], values["draft_model"]
+    tokenizer = values["tokenizer"]
     found = {
         "model": at_revision(model_path(values["model"]), values.pop("revision", None)),
         "tokenizer": None if tokenizer is None else model_path(tokenizer),
-        "draft_model": None if draft_model is None else model_path(draft_model),
     }
     values |= found
     return taken(EngineConfig, values)

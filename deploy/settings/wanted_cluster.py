@@ -221,14 +221,14 @@ class UpOptions:
 
     def each_model(self) -> "list[UpOptions]":
         """Return the options of each model, as if it were the only one."""
-        first, *further = self.served_models
-        engines = [
-            replace(self.engine, model=first.model),
-            *(self.engine.of_further_model(model.model, model.tokenizer) for model in further),
-        ]
         return [
-            replace(self, engine=engine, model_names=model.names, further_models=())
-            for engine, model in zip(engines, self.served_models, strict=True)
+            replace(
+                self,
+                engine=replace(self.engine, model=model.model),
+                model_names=model.names,
+                further_models=(),
+            )
+            for model in self.served_models
         ]
 
     @property

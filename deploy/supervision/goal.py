@@ -89,7 +89,7 @@ class Goal:
 
     async def add(self, model: ServedModel, num_workers: int) -> None:
         """Add a model with the first one's settings. Raise ValueError for a name that another model has."""
-        engine = self._spec.worker.engine.of_further_model(model.model, model.tokenizer)
+        engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer)
         plan = ModelPlan(
             served=model,
             engine=engine,

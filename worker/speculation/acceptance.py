@@ -4,13 +4,11 @@ from dataclasses import dataclass, field
 
 LONG_MATCHES = (3, 6, 12)
 """Lengths at which a match belongs to the next class."""
-MODEL_CLASS = len(LONG_MATCHES) + 1
-"""The class of drafts by a model, which rest on no match."""
-NUM_CLASSES = MODEL_CLASS + 1
+NUM_CLASSES = len(LONG_MATCHES) + 1
 OWN_WINDOW = 16.0
 """Drafts of one sequence after which the weight of an earlier one has fallen to about a third."""
 ALL_WINDOW = 128.0
-FIRST_RATES = (0.2, 0.4, 0.6, 0.8, 0.6)
+FIRST_RATES = (0.2, 0.4, 0.6, 0.8)
 """Rates of the classes before any draft was verified."""
 PRIOR_DRAFTS = 3.0
 """Drafts that the rate of all sequences stands for, beside a sequence's own."""

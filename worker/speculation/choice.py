@@ -10,21 +10,11 @@ LEAST_GAIN = 1.1
 best of several numbers is the one whose error flatters it most."""
 
 
-def costs_nothing(num_drafts: int) -> float:
-    """Return the seconds in which drafts are found that are looked up."""
-    return 0.0
-
-
-def most_useful(
-    odds: Sequence[float],
-    num_rows: int,
-    seconds: Callable[[int], float],
-    drafting_seconds: Callable[[int], float] = costs_nothing,
-) -> int:
+def most_useful(odds: Sequence[float], num_rows: int, seconds: Callable[[int], float]) -> int:
     """Return how many drafts to add to `num_rows` decodes, 0 where any number would lose.
 
     `odds` are the probabilities that each of the possible drafts gives a token, in falling order. `seconds` returns the
-    time of a step of so many rows, `drafting_seconds` the time to make the first so many of the drafts.
+    time of a step of so many rows.
     """
     alone = seconds(num_rows)
     if not alone or not odds:
@@ -32,20 +22,15 @@ def most_useful(
     gained = list(accumulate(odds))
     best, best_rate = 0, LEAST_GAIN * num_rows / alone
     for size in sorted({*(size for size in SIZES if size < len(odds)), len(odds)}):
-        rate = (num_rows + gained[size - 1]) / (seconds(num_rows + size) + drafting_seconds(size))
+        rate = (num_rows + gained[size - 1]) / seconds(num_rows + size)
         if rate > best_rate:
             best, best_rate = size, rate
     return best
 
 
-def can_gain(
-    most: int,
-    num_rows: int,
-    seconds: Callable[[int], float],
-    drafting_seconds: Callable[[int], float] = costs_nothing,
-) -> bool:
+def can_gain(most: int, num_rows: int, seconds: Callable[[int], float]) -> bool:
     """Return whether up to `most` drafts beside `num_rows` decodes would gain if all of them were right."""
-    return most_useful([1.0] * most, num_rows, seconds, drafting_seconds) > 0
+    return most_useful([1.0] * most, num_rows, seconds) > 0
 
 
 def shares(odds_of: Sequence[Sequence[float]], total: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Drafter: guesses a sequence's next tokens. The one that serves finds them in the sequence itself."""
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from typing import Protocol
 
 from blockyard.worker.sequences.identifiers import SequenceId
@@ -15,26 +14,6 @@ class Drafter(Protocol):
     def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
         """Return up to `most` tokens, at least one, and the length of the match that they rest on. Nothing and 0 where
         there is no guess."""
-        ...
-
-    def forget(self, ended: Iterable[SequenceId]) -> None:
-        """Drop sequences that have ended. Unknown ones are ignored."""
-        ...
-
-
-class PreparedDrafter(Protocol):
-    """Guesses tokens once it has computed those before them."""
-
-    def lag(self, sequence: Sequence) -> int | None:
-        """Return how many known tokens of a sequence are still to be computed, at least one. None: it has no drafts."""
-        ...
-
-    def catch_up(self, sequences: Iterable[Sequence], most: int) -> None:
-        """Compute up to `most` known tokens of these sequences, but for the newest of each. All have a `lag`."""
-        ...
-
-    def draft_all(self, wanted: Items[tuple[Sequence, int]]) -> list[list[int]]:
-        """Return up to so many drafts of each sequence. All have a `lag`."""
         ...
 
     def forget(self, ended: Iterable[SequenceId]) -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence
-from blockyard.worker.speculation.acceptance import MODEL_CLASS, NUM_CLASSES, Acceptance, Tried, class_of
-from blockyard.worker.speculation.choice import can_gain, costs_nothing, most_useful, shares
+from blockyard.worker.speculation.acceptance import NUM_CLASSES, Acceptance, Tried, class_of
+from blockyard.worker.speculation.choice import can_gain, most_useful, shares
 from blockyard.worker.speculation.drafter import Drafter, SuffixDrafter
-from blockyard.worker.speculation.model_drafts import ModelDrafts
 from blockyard.worker.speculation.row_times import RowTimes
 
 MAX_DRAFTS = 15
@@ -52,7 +51,6 @@ class _Possible:
 
     sequence: Sequence
     tokens: list[int]
-    """Empty where a model makes them later."""
     match_class: int
     odds: list[float]
     """Probability of each that it gives a token."""
@@ -61,9 +59,8 @@ class _Possible:
 class Speculation:
     """Drafts of one engine's sequences. Not thread-safe."""
 
-    def __init__(self, drafter: Drafter | None = None, *, model: ModelDrafts | None = None) -> None:
-        """Drafts are those of `model` or of `drafter`. Without either, sequences are searched for what followed their
-        last tokens before."""
+    def __init__(self, drafter: Drafter | None = None) -> None:
+        """Without a `drafter`, sequences are searched for what followed their last tokens before."""
         self.times = RowTimes()
         self.acceptance = Acceptance()
         self.num_drafted = 0
@@ -73,7 +70,6 @@ class Speculation:
         self.takes_grammar: Callable[[Sequence], bool] | None = None
         """Returns whether a sequence with a grammar may have drafts. None: no such sequence has any."""
         self._drafter = SuffixDrafter() if drafter is None else drafter
-        self._model = model
         self._drafted: dict[SequenceId, _Drafted] = {}
         self._credit_seconds: float | None = None
         """None before the first step was measured."""
@@ -98,22 +94,15 @@ class Speculation:
 
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
-        is_catching_up = False
-        if self._model is not None and self._can_gain(candidates, num_rows, most):
-            is_catching_up = self._model.catch_up(sequence for sequence, _ in candidates)
         chosen = self._choose(candidates, num_rows, most)
-        if chosen or is_catching_up:
-            self._looks_in_vain = 0
-            self._since_trial = 0 if chosen else self._since_trial
+        if chosen:
+            self._since_trial = self._looks_in_vain = 0
         else:
             self._looks_in_vain += 1
             self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
         for one, _ in chosen:
             self._drafted[one.sequence.sequence_id].match_class = one.match_class
-        if self._model is None:
-            return [(one.sequence, one.tokens[:count]) for one, count in chosen]
-        drafts = self._model.draft([(one.sequence, count) for one, count in chosen]) if chosen else []
-        return [(one.sequence, tokens) for (one, _), tokens in zip(chosen, drafts, strict=True) if tokens]
+        return [(one.sequence, one.tokens[:count]) for one, count in chosen]
 
     def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
         """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
@@ -128,9 +117,10 @@ class Speculation:
         """
         if not candidates or most < 1:
             return []
-        most = self._most_drafts(candidates, num_rows, most)
+        # How long a step of far more rows takes is not known, so the numbers of rows grow by a factor of two.
+        most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
         is_trial = self._since_trial >= TRIAL_STEPS
-        if self._since_trial < RARE_TRIAL_STEPS and not self._can_gain(candidates, num_rows, most):
+        if self._since_trial < RARE_TRIAL_STEPS and not can_gain(most, num_rows, self.times.expected):
             return []
         longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
@@ -139,10 +129,8 @@ class Speculation:
             if (one := self._possible(sequence, min(useful, longest), num_unseen))
         ]
         odds_of = [one.odds for one in possible]
-        depths = ((odds, depth) for own in odds_of for depth, odds in enumerate(own, 1))
-        ranked = sorted(depths, key=lambda found: (-found[0], found[1]))[:most]
-        making = self._making_seconds([depth for _, depth in ranked], len(possible))
-        total = most_useful([odds for odds, _ in ranked], num_rows, self.times.expected, making)
+        ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
+        total = most_useful(ranked, num_rows, self.times.expected)
         if total:
             counts = shares(odds_of, total)
             return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
@@ -150,21 +138,6 @@ class Speculation:
             best = max(possible, key=lambda one: one.odds[0])
             return [(best, min(TRIAL_DRAFTS, len(best.odds), most))]
         return []
-
-    def _most_drafts(self, candidates: Items[tuple[Sequence, int]], num_rows: int, most: int) -> int:
-        """Return the most drafts of a step. How long one of far more rows takes is not known, so the numbers of rows
-        grow by a factor of two."""
-        return min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
-
-    def _can_gain(self, candidates: Items[tuple[Sequence, int]], num_rows: int, most: int) -> bool:
-        """Return whether drafts would gain if all of them were right."""
-        count = len(candidates)
-        most = self._most_drafts(candidates, num_rows, most)
-        making = self._making_seconds([1 + place // count for place in range(most)], count)
-        return can_gain(most, num_rows, self.times.expected, making)
-
-    def _making_seconds(self, depths: list[int], num_sequences: int) -> Callable[[int], float]:
-        return costs_nothing if self._model is None else self._model.seconds_for(depths, num_sequences)
 
     def may_draft(self, num_rows: int) -> bool:
         """Return whether `propose` is worth calling for a step of so many decodes. Nothing is looked up for that."""
@@ -179,19 +152,14 @@ class Speculation:
     def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
         if useful < 1:
             return None
-        tokens: list[int] = []
-        if self._model is not None:
-            # They are made once they are chosen, from all tokens that are known by then.
-            count, num_unseen, match_class = useful * self._model.is_ready(sequence), 0, MODEL_CLASS
-        else:
-            tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
-            del tokens[:num_unseen]
-            count, match_class = len(tokens), class_of(match_length)
-        if not count:
+        tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
+        del tokens[:num_unseen]
+        if not tokens:
             return None
+        match_class = class_of(match_length)
         drafted = self._drafted.setdefault(sequence.sequence_id, _Drafted())
         rate = self.acceptance.rate(drafted.tried[match_class], match_class)
-        odds = [rate ** (num_unseen + number) for number in range(1, 1 + count)]
+        odds = [rate ** (num_unseen + number) for number in range(1, 1 + len(tokens))]
         return _Possible(sequence, tokens, match_class, odds)
 
     def note(self, sequence: Sequence, *, num_drafted: int, num_right: int) -> None:
@@ -225,28 +193,23 @@ class Speculation:
         because drafts were expected, and then there were none.
         """
         num_right, self._num_right_in_step = self._num_right_in_step, 0
-        drafting_seconds, catch_up_seconds = (0.0, 0.0) if self._model is None else self._model.take_seconds()
         if not 0 < seconds < float("inf"):
             return
-        # What was invested has a credit of its own.
-        seconds += max(0.0, waited_seconds - catch_up_seconds)
+        seconds += waited_seconds
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
         self._skipped_steps -= 1
-        if not self.times.observe(num_decodes + num_drafts, max(seconds - drafting_seconds, 0.0)):
+        if not self.times.observe(num_decodes + num_drafts, seconds):
             return
         alone = self.times.expected(num_decodes) if num_drafts else seconds
         if num_drafts:
             change = num_right * alone / num_decodes - (seconds - alone)
         else:
             change = SPENT_SHARE * seconds - wasted_seconds
-        if self._model is not None:
-            self._model.earn(alone, change if num_drafts else 0.0, SPENT_SHARE)
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
-        # A pause of the machine is not the drafts' cost. The time in which they were made is.
-        bounded = max(change + drafting_seconds, -most) - drafting_seconds
-        self._credit_seconds = min(credit + bounded, most)
+        # A pause of the machine is not the drafts' cost.
+        self._credit_seconds = min(credit + max(change, -most), most)
 
     def counts(self, sequence: Sequence) -> tuple[int, int]:
         """Return how many drafts of a sequence were verified, and how many were right."""
@@ -257,7 +220,5 @@ class Speculation:
         """Drop sequences that have ended. Unknown ones are ignored."""
         ended = tuple(ended)
         self._drafter.forget(ended)
-        if self._model is not None:
-            self._model.forget(ended)
         for sequence_id in ended:
             self._drafted.pop(sequence_id, None)

@@ -34,9 +34,7 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
 from blockyard.worker.simulated.runner import SimulatedRunner
-from blockyard.worker.speculation.model_drafts import ModelDrafts
 from blockyard.worker.speculation.speculation import Speculation
-from blockyard.worker.startup.drafting import Draft, load_draft_runner, make_draft_model, read_draft
 from blockyard.worker.startup.host_size import size_host_memory
 from blockyard.worker.startup.pool_size import (
     check_one_full_sequence_fits,
@@ -149,22 +147,11 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     weights_before = weights_state(path)
     arithmetic = _arithmetic(config, dtype.name, ranks.collective.size)
     fingerprint = _fingerprint_in_background(path, config, arithmetic)
-    draft = read_draft(config, model, tokenizer_path, dtype.name)
-    drafting = None if draft is None else load_draft_runner(draft, config, device, dtype.name)
-    runner, kv_size, host_size = _load_runner(
-        config, model, path, device, dtype.name, max_model_len, ranks, draft
-    )
+    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len, ranks)
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
-    speculation = None if config.speculation == "off" else Speculation()
-    if draft is not None and drafting is not None:
-        draft_model = make_draft_model(draft, config, drafting, model, kv_size.num_blocks)
-        _capture_graphs(config, drafting, min(max_model_len, draft.model.max_position_embeddings))
-        speculation = Speculation(model=ModelDrafts(draft_model))
-    engine = _make_engine(
-        config, scheduling, runner, kv_size, embeds=model.pooling is not None, speculation=speculation
-    )
+    engine = _make_engine(config, scheduling, runner, kv_size, embeds=model.pooling is not None)
     masks = _give_masks(runner, model.vocab_size)
     if masks is not None:
         engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
@@ -231,7 +218,6 @@ def _load_runner(
     dtype: str,
     max_model_len: int,
     ranks: Ranks,
-    draft: Draft | None = None,
 ) -> tuple[TorchRunner | SimulatedRunner, KVSize, HostSize]:
     """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
     before it. All ranks have pools of one size, which the rank with the least memory decides."""
@@ -242,13 +228,7 @@ def _load_runner(
         largest = partial(measured.run_largest_step, config.max_num_batched_tokens, config.max_num_seqs)
         own = measured_budget(measured, config, CudaMeter(device), largest)
         budget = min([own, *ranks.budgets()])
-    part = divide(model, size=ranks.collective.size).config
-    if draft is None:
-        kv_size = size_pool(config, part, dtype, budget)
-    else:
-        kv_size = size_pool(
-            config, part, dtype, budget - draft.spare_bytes, draft_block_bytes=draft.block_bytes
-        )
+    kv_size = size_pool(config, divide(model, size=ranks.collective.size).config, dtype, budget)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
     check_one_full_sequence_fits(kv_size, max_model_len)
@@ -324,13 +304,7 @@ def _scheduling(
 
 
 def _make_engine(
-    config: EngineConfig,
-    scheduling: SchedulerConfig,
-    runner: Runner,
-    kv_size: KVSize,
-    *,
-    embeds: bool,
-    speculation: Speculation | None,
+    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize, *, embeds: bool
 ) -> Engine:
     """Make the engine. In deterministic mode too, measured time decides the chunks: its tokens do not depend on
     them."""
@@ -344,7 +318,7 @@ def _make_engine(
         swap_blocks_per_second=_swap_rate(runner),
         overlap_steps=_overlaps(config, runner),
         embeds=embeds,
-        speculation=speculation,
+        speculation=Speculation() if config.speculation == "ngram" else None,
     )
 
 

@@ -42,13 +42,7 @@ def measured_budget(
     return use.for_pool(config.gpu_memory_utilization, later=later)
 
 
-def size_pool(
-    config: EngineConfig, model: ModelConfig, dtype: str, budget: int, *, draft_block_bytes: int = 0
-) -> KVSize:
-    """Return the size of a pool for which there are so many bytes, together with one of as many blocks for drafts.
-
-    Raises ValueError where they hold no block.
-    """
+def size_pool(config: EngineConfig, model: ModelConfig, dtype: str, budget: int) -> KVSize:
     block_bytes = bytes_per_block(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -56,11 +50,9 @@ def size_pool(
         block_size=config.block_size,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
     )
-    num_blocks = blocks_in_budget(budget, block_bytes + draft_block_bytes)
+    num_blocks = blocks_in_budget(budget, block_bytes)
     if not num_blocks:
-        raise ValueError(
-            f"{budget} bytes of KV cache hold no block of {block_bytes + draft_block_bytes} bytes"
-        )
+        raise ValueError(f"{budget} bytes of KV cache hold no block of {block_bytes} bytes")
     return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
 
 
