@@ -6,10 +6,12 @@ chunk of at most 128 by itself. So a token's result does not depend on the other
 triton.
 
 Shapes: T tokens, I input size, O output size, U = O / 16 groups of outputs. C chunks, D inputs of a chunk. G groups of
-inputs.
+inputs. E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from blockyard.kernels.cpu.checks import need
@@ -33,6 +35,32 @@ class GroupedWeight(BackendWeight):
     depth: int
     num_inputs: int
     order_I: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedStack(Sequence[GroupedWeight]):
+    """A matrix of each expert as grouped.cpp reads it."""
+
+    memory: torch.Tensor
+    """uint8 [E, U, bytes], of each expert as in `GroupedWeight`."""
+    bits: int
+    depth: int
+    num_inputs: int
+    order_EI: torch.Tensor | None
+    """int32, or None where no expert has an order."""
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, expert: Any) -> Any:
+        """Return the weight of one expert, a view."""
+        return GroupedWeight(
+            memory=self.memory[expert],
+            bits=self.bits,
+            depth=self.depth,
+            num_inputs=self.num_inputs,
+            order_I=None if self.order_EI is None else self.order_EI[expert],
+        )
 
 
 def can_group(library: CpuLibrary, weight: Int4Weight | Int8Weight) -> bool:
@@ -65,6 +93,26 @@ def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
         rest[: chunks * LANES] = zero_OG[some].repeat_interleave(repeats, dim=1).t().flatten()
         rest[chunks * LANES :] = 0
     return GroupedWeight(memory=memory, bits=bits, depth=depth, num_inputs=inputs, order_I=weight.order_I)
+
+
+def group_stack(weights: Sequence[Int4Weight | Int8Weight]) -> GroupedStack:
+    """Return the weights of all experts in one tensor. Requires `can_group` of each, and one shape and group size."""
+    first = group(weights[0])
+    memory = torch.empty(len(weights), *first.memory.shape, dtype=torch.uint8)
+    advise_empty(memory)
+    for expert, weight in enumerate(weights):
+        memory[expert] = group(weight).memory if expert else first.memory
+    orders = [weight.order_I for weight in weights]
+    plain_I = torch.arange(first.num_inputs, dtype=torch.int32)
+    return GroupedStack(
+        memory=memory,
+        bits=first.bits,
+        depth=first.depth,
+        num_inputs=first.num_inputs,
+        order_EI=None
+        if all(order is None for order in orders)
+        else torch.stack([plain_I if order is None else order for order in orders]),
+    )
 
 
 def grouped_linear(

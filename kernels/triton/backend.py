@@ -332,7 +332,9 @@ class TritonBackend:
         return weight_EH
 
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
-        return weight_EOI
+        if isinstance(weight_EOI, torch.Tensor):
+            return weight_EOI
+        return torch.stack([plain(weight_OI) for weight_OI in weight_EOI])
 
     def experts(
         self,

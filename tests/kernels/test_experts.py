@@ -1,6 +1,8 @@
 """Experts of every backend against the reference: any number of tokens, idle experts, one that gets all, and ties."""
 
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +11,17 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
 from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.kernels.interface import Backend
+from blockyard.kernels.quantised import Fp8Weight, QuantisedWeight, dequantised
 from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch import reference
 from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 from blockyard.kernels.torch.experts import choose_experts
 
+from tests.kernels.test_triton_linears import fp8_weight, int4_weight, int8_weight, moved
+
 HIDDEN, INNER = 96, 48
+WIDE_INNER = 64
+"""Inner rows that are whole groups of 32."""
 
 
 def tensors(
@@ -72,6 +79,51 @@ def library_or_skip() -> CpuLibrary:
         if shutil.which("g++"):
             raise
         pytest.skip(str(error))
+
+
+def quantised_experts(name: str, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Any:
+    """Return a weight of each expert, no two alike."""
+
+    def make(expert: int) -> QuantisedWeight:
+        weight = FORMS[name](outputs, inputs, dtype)
+        scale = "scale" if isinstance(weight, Fp8Weight) else "scale_OG"
+        return replace(weight, **{scale: getattr(weight, scale) * (1 + expert / 4)})
+
+    return [make(expert) for expert in range(num_experts)]
+
+
+FORMS: dict[str, Callable[[int, int, torch.dtype], QuantisedWeight]] = {
+    "int4, groups": lambda *shape: int4_weight(*shape[:2], 32, shape[2]),
+    "int4, symmetric": lambda *shape: int4_weight(*shape[:2], 32, shape[2], has_zeros=False),
+    "int4, act order": lambda *shape: int4_weight(*shape[:2], 32, shape[2], has_order=True),
+    "int4, small groups": lambda *shape: int4_weight(*shape[:2], 16, shape[2]),
+    "int8, one group": lambda *shape: int8_weight(*shape[:2], shape[1], shape[2]),
+    "int8, zero points": lambda *shape: int8_weight(*shape[:2], 32, shape[2], has_zeros=True),
+    "fp8, outputs": lambda *shape: fp8_weight(*shape[:2], None, shape[2]),
+    "fp8, blocks": lambda *shape: fp8_weight(*shape[:2], (32, 32), shape[2]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_experts_are_those_of_the_same_plain_numbers(
+    backend: Backend, device: torch.device, name: str, num_tokens: int, dtype: torch.dtype
+) -> None:
+    given = tensors(num_tokens, 5, device, dtype)
+    given["gate_up_E2IH"] = quantised_experts(name, 5, 2 * WIDE_INNER, HIDDEN, dtype)
+    given["down_EHI"] = quantised_experts(name, 5, HIDDEN, WIDE_INNER, dtype)
+    weights = {
+        field: backend.pack_experts([moved(weight, device) for weight in given[field]])
+        for field in ("gate_up_E2IH", "down_EHI")
+    }
+    options = {"top_k": 3, "normalizes": True}
+    actual = backend.experts(given["x_TH"], given["logits_TE"], **weights, **options)
+    for field in weights:
+        given[field] = torch.stack([dequantised(weight) for weight in given[field]]).to(device)
+    expected = reference.experts(**given, **options)
+    tolerance = (1e-4 if dtype == torch.float32 else 3e-2) * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["gate_up_E2IH", "down_EHI", "x_TH", "logits_TE"])

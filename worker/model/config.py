@@ -7,7 +7,7 @@ and does not import torch.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -156,7 +156,7 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
-        quantisation=read_scheme(raw),
+        quantisation=_scheme(raw, traits),
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
@@ -197,6 +197,13 @@ def _within(traits: Traits, longest_context: int) -> dict[str, Any]:
         None if window is None or window >= longest_context else window for window in traits.layer_windows
     )
     return {field.name: getattr(traits, field.name) for field in fields(traits)} | {"layer_windows": windows}
+
+
+def _scheme(raw: RawConfig, traits: Traits) -> QuantScheme | None:
+    scheme, mixture = read_scheme(raw), traits.mixture
+    if scheme is None or mixture is None:
+        return scheme
+    return replace(scheme, has_mixtral_names=mixture.has_mixtral_names)
 
 
 def _dtype(raw: RawConfig) -> DataTypeName:

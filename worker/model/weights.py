@@ -20,7 +20,7 @@ from blockyard.kernels.interface import Backend, Stacked
 from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
-from blockyard.worker.model.quantisation.loading import MATRICES, QuantisedLayers
+from blockyard.worker.model.quantisation.loading import EXPERT_MATRICES, MATRICES, QuantisedLayers
 from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.rotary_table import rotated_order
 from blockyard.worker.model.shards import (
@@ -143,14 +143,22 @@ def _quantised_layers(
     """Return what puts the quantised matrices into `weights`, or None for a checkpoint without any."""
     if part.whole.quantisation is None:
         return None
-    layers = QuantisedLayers(part.whole.quantisation, part.place, dtype, device)
+    layers = QuantisedLayers(part.whole.quantisation, stored, part.place, dtype, device)
     if "lm_head" in modules:
-        layers.expect(("lm_head",), stored, partial(setattr, weights, "lm_head_VH"))
+        layers.expect(("lm_head",), partial(setattr, weights, "lm_head_VH"))
     for index, layer in enumerate(weights.layers):
         for field, kinds in MATRICES.items():
             names = tuple(f"model.layers.{index}.{kind}" for kind in kinds)
             if names[0] in modules:
-                layers.expect(names, stored, partial(setattr, layer, field))
+                layers.expect(names, partial(setattr, layer, field))
+        for field, kinds in EXPERT_MATRICES.items() if layer.experts is not None else ():
+            name = f"model.layers.{index}.mlp.experts"
+            if f"{name}.0.{kinds[0]}" in modules:
+                stack = list(getattr(layer.experts, field))
+                setattr(layer.experts, field, stack)
+                for expert in range(len(stack)):
+                    names = tuple(f"{name}.{expert}.{kind}" for kind in kinds)
+                    layers.expect(names, partial(stack.__setitem__, expert))
     return layers
 
 
@@ -221,12 +229,12 @@ def _allocate(
         norm_dtype = torch.float32 if config.norms_round_once else dtype
         return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
 
-    def experts(mixture: Mixture) -> ExpertWeights:
+    def experts(mixture: Mixture, name: str) -> ExpertWeights:
         count, rows = mixture.num_experts, mixture.intermediate_size
         return ExpertWeights(
             gate_EH=empty(-(-count // GATE_PADDED_TO) * GATE_PADDED_TO, hidden).zero_(),
-            gate_up_E2IH=empty(count, 2 * rows, hidden),
-            down_EHI=empty(count, hidden, rows),
+            gate_up_E2IH=empty(count, 2 * rows, hidden, layer=f"{name}.0.gate_proj"),
+            down_EHI=empty(count, hidden, rows, layer=f"{name}.0.down_proj"),
         )
 
     hidden, head_dim = config.hidden_size, config.head_dim
@@ -255,7 +263,9 @@ def _allocate(
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
             gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{name}.mlp.gate_proj"),
             down_HI=None if rows is None else empty(hidden, rows, layer=f"{name}.mlp.down_proj"),
-            experts=None if config.mixture is None or rows is not None else experts(config.mixture),
+            experts=None
+            if config.mixture is None or rows is not None
+            else experts(config.mixture, f"{name}.mlp.experts"),
             mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
         for name, rows in ((f"model.layers.{index}", rows) for index, rows in enumerate(inner))
@@ -291,7 +301,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         tensors["mlp.gate.weight"] = layer.experts.gate_EH[: len(layer.experts.gate_up_E2IH)]
         stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
         for index, (gate_up_2IH, down_HI) in enumerate(stacked):
-            tensors |= _mlp_tensors(f"mlp.experts.{index}", gate_up_2IH, down_HI)
+            tensors |= _mlp_tensors(f"mlp.experts.{index}", _plain(gate_up_2IH), _plain(down_HI))
     if layer.attention_out_bias_H is not None:
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim

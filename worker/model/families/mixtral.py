@@ -1,5 +1,7 @@
 """Mixtral: Mistral with experts in place of the MLP of every layer, and with a window only where one is named."""
 
+from dataclasses import replace
+
 from blockyard.worker.model.families import mistral
 from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
 from blockyard.worker.model.traits.mixture import read_mixture
@@ -9,9 +11,10 @@ from blockyard.worker.model.traits.windows import one_window
 def traits(raw: RawConfig, sizes: Sizes) -> Traits:
     """Return the traits of a Mixtral."""
     every = frozenset(range(sizes.num_layers))
+    mixture = read_mixture(raw, inner_rows="intermediate_size", normalizes=True, sparse_layers=every)
     return Traits(
         layer_windows=one_window(raw, sizes, default=None),
-        mixture=read_mixture(raw, inner_rows="intermediate_size", normalizes=True, sparse_layers=every),
+        mixture=replace(mixture, has_mixtral_names=True),
     )
 
 

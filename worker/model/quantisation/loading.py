@@ -22,6 +22,8 @@ MATRICES = {
     "down_HI": ("mlp.down_proj",),
 }
 """The linear layers in each matrix of `LayerWeights`."""
+EXPERT_MATRICES = {"gate_up_E2IH": ("gate_proj", "up_proj"), "down_EHI": ("down_proj",)}
+"""The linear layers of an expert in each stack of `ExpertWeights`."""
 
 Put = Callable[[QuantisedWeight], None]
 Place = Callable[[str], tuple[slice, ...] | None]
@@ -30,26 +32,32 @@ Place = Callable[[str], tuple[slice, ...] | None]
 class QuantisedLayers:
     """Builds the quantised matrices of a model from tensors that come one by one."""
 
-    def __init__(self, scheme: QuantScheme, place: Place, dtype: torch.dtype, device: torch.device) -> None:
-        """`place` says where a rank's part lies in a weight [O, I] of the checkpoint, by its name there."""
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        stored: Collection[str],
+        place: Place,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`stored` are the names of all stored tensors. `place` says where a rank's part lies in a weight [O, I] of the
+        checkpoint, by its name there."""
         self._scheme = scheme
         self._place = place
         self._dtype = dtype
         self._device = device
         self._matrix_of: dict[str, tuple[tuple[str, ...], Put]] = {}
-        self._missing: dict[str, set[str]] = {}
+        self._missing: dict[str, set[str]] = defaultdict(set)
+        for name in stored:
+            module, _, kind = name.rpartition(".")
+            self._missing[module].add(kind)
         self._tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         self._weights: dict[str, QuantisedWeight] = {}
 
-    def expect(self, modules: tuple[str, ...], stored: Collection[str], put: Put) -> None:
-        """Expect the layers of one matrix, and call `put` with it. `stored` are the names of all stored tensors."""
+    def expect(self, modules: tuple[str, ...], put: Put) -> None:
+        """Expect the layers of one matrix, and call `put` with it."""
         for module in modules:
             self._matrix_of[module] = modules, put
-            self._missing[module] = set()
-        for name in stored:
-            module, _, kind = name.rpartition(".")
-            if module in modules:
-                self._missing[module].add(kind)
 
     def takes(self, name: str) -> bool:
         """Return whether a tensor belongs to a quantised layer. Its bias does not."""

@@ -4,11 +4,13 @@ Owns the refusal of every scheme that is not computed exactly. A key that change
 compressed.py, for its own method), or named in the error. Imports no torch.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from blockyard.worker.model.traits.mixture import mixtral_name
 from blockyard.worker.unsupported import UnsupportedModelError
 
 FormatName = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8", "awq", "gptq"]
@@ -54,6 +56,8 @@ class QuantScheme:
     """Whether the head is quantised like the other linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are left out: names, ends of names, or patterns that begin with `re:`."""
+    has_mixtral_names: bool = False
+    """Whether `ignored` names experts as Mixtral does."""
 
     def __str__(self) -> str:
         """Return a name such as `gptq-4bit-g128`."""
@@ -72,10 +76,10 @@ class QuantScheme:
         return self.format in ("fp8", "float-quantized")
 
     def covers(self, module: str) -> bool:
-        """Return whether a linear layer of the model, given by its name, is quantised."""
-        if module == "lm_head" and not self.head:
+        """Return whether a linear layer of the model, given by its name, is quantised. A gate of experts never is."""
+        if (module == "lm_head" and not self.head) or module.endswith(".mlp.gate"):
             return False
-        return not any(is_named(module, pattern) for pattern in self.ignored)
+        return not is_named(mixtral_name(module) if self.has_mixtral_names else module, self.ignored)
 
 
 def read_scheme(raw: Mapping[str, Any]) -> QuantScheme | None:
@@ -149,15 +153,25 @@ def _fp8(given: dict[str, Any]) -> QuantScheme:
     )
 
 
-def is_named(module: str, pattern: str) -> bool:
-    """Return whether a pattern of an ignore list names a module, or a folder of it.
+def is_named(module: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether any pattern of an ignore list names a module, or a folder of it.
 
     A plain pattern is a run of whole parts: `mlp.gate` does not name `mlp.gate_proj`. After `re:` it is a regular
     expression for the begin of the name.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return f".{pattern}." in f".{module}."
+    plain, expressions = _parted(patterns)
+    parts = module.split(".")
+    # A model has ten thousand modules of experts, and a list may have a thousand names.
+    runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+    return not plain.isdisjoint(runs) or any(expression.match(module) for expression in expressions)
+
+
+@functools.lru_cache
+def _parted(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Return the plain patterns of an ignore list, and its regular expressions."""
+    expressions = [pattern for pattern in patterns if pattern.startswith("re:")]
+    compiled = tuple(re.compile(pattern.removeprefix("re:")) for pattern in expressions)
+    return frozenset(patterns).difference(expressions), compiled
 
 
 def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:

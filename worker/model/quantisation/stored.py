@@ -8,7 +8,8 @@ Shapes: O outputs, I inputs of a linear layer. G groups of its inputs.
 
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from blockyard.worker.model.quantisation.scheme import QuantScheme
@@ -21,8 +22,11 @@ PLAIN_DTYPES = ("F32", "BF16", "F16")
 _SCALE_BYTES = 4
 _ZERO_BYTES = 1
 _ORDER_BYTES = 4
-_SUPPORTED = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)|lm_head")
+_SUPPORTED = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)|lm_head"
+)
 """Linear layers that may be quantised."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that are one matrix in memory, in this order."""
 _LATER = {kind for fused in _FUSED for kind in fused[1:]}
@@ -59,7 +63,7 @@ def quantised_modules(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -
     """Return outputs and inputs of each quantised linear layer, by its name.
 
     Raises UnsupportedModelError for one that is never read quantised, whose shape does not fit the scheme, or whose
-    neighbour in one matrix is not quantised.
+    neighbour in one matrix or stack of experts is not quantised.
     """
     if scheme is None:
         return {}
@@ -79,6 +83,7 @@ def quantised_modules(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -
         for fused in _FUSED:
             if kind in fused:
                 _check_fused(scheme, parent, fused, modules)
+    _check_experts(found, modules)
     return modules
 
 
@@ -224,6 +229,21 @@ def _check_fused(
                 raise UnsupportedModelError(
                     f"{parent}.{kind} has {outputs} outputs, no whole blocks of {scheme.block_shape[0]}"
                 )
+
+
+def _check_experts(found: Iterable[str], modules: Container[str]) -> None:
+    """Check that the same layer of all experts is quantised, or of none."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for module in found:
+        stack, is_of_expert = _EXPERT.subn(".experts.", module)
+        if is_of_expert:
+            stacks[stack].append(module)
+    for members in stacks.values():
+        plain = [module for module in members if module not in modules]
+        if plain and len(plain) < len(members):
+            raise UnsupportedModelError(
+                f"{plain[0]} is not quantised, but the same layer of other experts is"
+            )
 
 
 def check_division(
