@@ -23,6 +23,8 @@ from blockyard.kernels.torch.huge_pages import advise_empty
 LINE_BYTES = 64
 MOST_DEPTH = 128
 _INT8_OFFSET = 128
+_GROUPS_AT_ONCE = 64
+"""Groups that are laid out together. They need some memory beside the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +86,19 @@ def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
     memory = torch.empty(outputs // LANES, num_bytes, dtype=torch.uint8)
     advise_empty(memory)
     zero_OG = _zeros(weight)
-    for index, row in enumerate(memory):
-        some = slice(index * LANES, (index + 1) * LANES)
-        row[:number_bytes] = _lines(weight, some)
-        scale_C16 = weight.scale_OG[some].float().repeat_interleave(repeats, dim=1).t().contiguous()
-        row[number_bytes : number_bytes + scale_bytes] = scale_C16.view(torch.uint8).flatten()
-        rest = row[number_bytes + scale_bytes :]
-        rest[: chunks * LANES] = zero_OG[some].repeat_interleave(repeats, dim=1).t().flatten()
-        rest[chunks * LANES :] = 0
+
+    def by_chunks(value_OG: torch.Tensor) -> torch.Tensor:
+        chunks_U16C = value_OG.repeat_interleave(repeats, dim=1).unflatten(0, (-1, LANES))
+        return chunks_U16C.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+
+    for first in range(0, len(memory), _GROUPS_AT_ONCE):
+        rows = memory[first : first + _GROUPS_AT_ONCE]
+        some = slice(first * LANES, (first + len(rows)) * LANES)
+        rows[:, :number_bytes] = _lines(weight, some)
+        rows[:, number_bytes : number_bytes + scale_bytes] = by_chunks(weight.scale_OG[some].float())
+        rest = rows[:, number_bytes + scale_bytes :]
+        rest[:, : chunks * LANES] = by_chunks(zero_OG[some])
+        rest[:, chunks * LANES :] = 0
     return GroupedWeight(memory=memory, bits=bits, depth=depth, num_inputs=inputs, order_I=weight.order_I)
 
 
@@ -153,11 +160,11 @@ def _zeros(weight: Int4Weight | Int8Weight) -> torch.Tensor:
 
 
 def _lines(weight: Int4Weight | Int8Weight, some: slice) -> torch.Tensor:
-    """Return the numbers of 16 outputs, in uint8, with four inputs of each output side by side."""
+    """Return the numbers of groups of 16 outputs, in uint8 [U, bytes], with four inputs of each output side by side."""
     if isinstance(weight, Int8Weight):
-        fours: torch.Tensor = weight.weight_OI[some].view(torch.uint8).unflatten(1, (-1, 4)) ^ _INT8_OFFSET
-        return fours.transpose(0, 1).flatten()
-    packed_OI = weight.packed_OI[some]
-    numbers_OI = torch.stack((packed_OI & 15, packed_OI >> 4), dim=-1).flatten(1)
-    eights: torch.Tensor = numbers_OI.unflatten(1, (-1, 2, 4))
-    return (eights[:, :, 0] | eights[:, :, 1] << 4).transpose(0, 1).flatten()
+        lines: torch.Tensor = weight.weight_OI[some].view(torch.uint8).unflatten(1, (-1, 4)) ^ _INT8_OFFSET
+    else:
+        # Two bytes have the first four of eight inputs, two the others.
+        first, last = weight.packed_OI[some].unflatten(1, (-1, 2, 2)).unbind(2)
+        lines = torch.stack((first & 15 | last << 4, first >> 4 | last & 0xF0), dim=-1).flatten(2)
+    return lines.unflatten(0, (-1, LANES)).transpose(1, 2).flatten(1)
