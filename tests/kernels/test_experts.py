@@ -16,6 +16,7 @@ from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch import reference
 from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 from blockyard.kernels.torch.experts import choose_experts
+from blockyard.kernels.triton.linears.weights import TiledExperts
 
 from tests.kernels.test_triton_linears import fp8_weight, int4_weight, int8_weight, moved
 
@@ -117,6 +118,9 @@ def test_quantised_experts_are_those_of_the_same_plain_numbers(
         field: backend.pack_experts([moved(weight, device) for weight in given[field]])
         for field in ("gate_up_E2IH", "down_EHI")
     }
+    if backend.name == "triton":
+        are_tiled = [isinstance(weight, TiledExperts) for weight in weights.values()]
+        assert are_tiled == [name != "int4, small groups"] * 2
     options = {"top_k": 3, "normalizes": True}
     actual = backend.experts(given["x_TH"], given["logits_TE"], **weights, **options)
     for field in weights:
@@ -136,6 +140,38 @@ def test_tensors_that_do_not_fit_are_refused(name: str, device: torch.device) ->
         wrong[name] = wrong[name][:-1]
         with pytest.raises(ValueError, match="experts"):
             backend.experts(**wrong, top_k=2, normalizes=True)
+
+
+def test_quantised_experts_that_do_not_fit_are_refused(device: torch.device) -> None:
+    given = tensors(4, 5, device)
+    on_cpu = [CpuBackend(library_or_skip())] if device.type == "cpu" else []
+    for backend in (*on_cpu, choose_backend(device, requested="triton")):
+        for outputs, inputs, count in ((HIDDEN, WIDE_INNER, 4), (2 * HIDDEN, WIDE_INNER, 5), (HIDDEN, 96, 5)):
+            gate_up = quantised_experts("int4, groups", 5, 2 * WIDE_INNER, HIDDEN, torch.float32)
+            down = quantised_experts("int4, groups", count, outputs, inputs, torch.float32)
+            packed = [
+                backend.pack_experts([moved(one, device) for one in weights]) for weights in (gate_up, down)
+            ]
+            with pytest.raises(ValueError, match="experts"):
+                backend.experts(given["x_TH"], given["logits_TE"], *packed, top_k=2, normalizes=True)
+
+
+def test_a_matrix_in_groups_that_are_too_small_leaves_the_other_quantised(
+    backend: Backend, device: torch.device
+) -> None:
+    given = tensors(9, 5, device)
+    given["gate_up_E2IH"] = quantised_experts("int4, groups", 5, 2 * 48, HIDDEN, torch.float32)
+    given["down_EHI"] = quantised_experts("int4, small groups", 5, HIDDEN, 48, torch.float32)
+    packed = {
+        field: backend.pack_experts([moved(weight, device) for weight in given[field]])
+        for field in ("gate_up_E2IH", "down_EHI")
+    }
+    options = {"top_k": 2, "normalizes": False}
+    actual = backend.experts(given["x_TH"], given["logits_TE"], **packed, **options)
+    for field in packed:
+        given[field] = torch.stack([dequantised(weight) for weight in given[field]]).to(device)
+    expected = reference.experts(**given, **options)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
 def test_one_expert_that_gets_all_tokens_leaves_the_others_idle(
