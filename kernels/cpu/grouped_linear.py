@@ -88,7 +88,7 @@ def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
     zero_OG = _zeros(weight)
 
     def by_chunks(value_OG: torch.Tensor) -> torch.Tensor:
-        chunks_U16C = value_OG.repeat_interleave(repeats, dim=1).unflatten(0, (-1, LANES))
+        chunks_U16C: torch.Tensor = value_OG.repeat_interleave(repeats, dim=1).unflatten(0, (-1, LANES))
         return chunks_U16C.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
 
     for first in range(0, len(memory), _GROUPS_AT_ONCE):
@@ -167,4 +167,5 @@ def _lines(weight: Int4Weight | Int8Weight, some: slice) -> torch.Tensor:
         # Two bytes have the first four of eight inputs, two the others.
         first, last = weight.packed_OI[some].unflatten(1, (-1, 2, 2)).unbind(2)
         lines = torch.stack((first & 15 | last << 4, first >> 4 | last & 0xF0), dim=-1).flatten(2)
-    return lines.unflatten(0, (-1, LANES)).transpose(1, 2).flatten(1)
+    groups: torch.Tensor = lines.unflatten(0, (-1, LANES))
+    return groups.transpose(1, 2).flatten(1)
