@@ -23,6 +23,7 @@ from blockyard.worker.model.rope import (
     read_rotary_dim,
 )
 from blockyard.worker.model.traits.family import (
+    Family,
     RawConfig,
     Sizes,
     Traits,
@@ -156,13 +157,15 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
-        quantisation=_scheme(raw, traits),
+        quantisation=_scheme(raw, family),
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
-    if config.quantisation is not None and (family.stored or config.rotary_dim < config.head_dim):
+    blocks = None if config.quantisation is None else config.quantisation.block_shape
+    if blocks is not None and config.rotary_dim < config.head_dim and blocks[0] % config.head_dim:
         raise UnsupportedModelError(
-            f"quantization_config in config.json: quantised checkpoints of a {architecture} are not supported"
+            f"quantization_config in config.json: blocks of {blocks[0]} outputs have no whole heads of "
+            f"{config.head_dim}, which a {architecture} rotates in part"
         )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -199,11 +202,9 @@ def _within(traits: Traits, longest_context: int) -> dict[str, Any]:
     return {field.name: getattr(traits, field.name) for field in fields(traits)} | {"layer_windows": windows}
 
 
-def _scheme(raw: RawConfig, traits: Traits) -> QuantScheme | None:
-    scheme, mixture = read_scheme(raw), traits.mixture
-    if scheme is None or mixture is None:
-        return scheme
-    return replace(scheme, has_mixtral_names=mixture.has_mixtral_names)
+def _scheme(raw: RawConfig, family: Family) -> QuantScheme | None:
+    scheme = read_scheme(raw)
+    return None if scheme is None else replace(scheme, renamed=family.renamed)
 
 
 def _dtype(raw: RawConfig) -> DataTypeName:

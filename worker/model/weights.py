@@ -9,7 +9,7 @@ Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I i
 width, Q = (N + 2 K) D fused query, key and value width. E experts.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,7 +135,7 @@ def load_weights(
 def _quantised_layers(
     weights: Weights,
     part: ModelPart,
-    modules: Collection[str],
+    modules: Mapping[str, tuple[int, int]],
     stored: Collection[str],
     dtype: torch.dtype,
     device: torch.device,
@@ -143,7 +143,15 @@ def _quantised_layers(
     """Return what puts the quantised matrices into `weights`, or None for a checkpoint without any."""
     if part.whole.quantisation is None:
         return None
-    layers = QuantisedLayers(part.whole.quantisation, stored, part.place, dtype, device)
+    layers = QuantisedLayers(
+        part.whole.quantisation,
+        modules,
+        stored,
+        place=part.place,
+        order=partial(_order_of_outputs, part.whole),
+        dtype=dtype,
+        device=device,
+    )
     if "lm_head" in modules:
         layers.expect(("lm_head",), partial(setattr, weights, "lm_head_VH"))
     for index, layer in enumerate(weights.layers):
@@ -202,13 +210,18 @@ def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
     """Return a checkpoint's tensor as the decoder uses it."""
     if name.endswith("norm.weight") and config.norm_offset:
         tensor = tensor.float() + config.norm_offset
+    order = _order_of_outputs(config, name.rpartition(".")[0], len(tensor))
+    return tensor if order is None else tensor[order]
+
+
+def _order_of_outputs(config: ModelConfig, module: str, outputs: int) -> torch.Tensor | None:
+    """Return the order in which the decoder uses the rows of a module, or None where it uses them as they are."""
     # Of Llama's modules these alone have the dimensions of rotated heads as rows.
-    is_rotated = name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-    if is_rotated and config.rotary_dim < config.head_dim:
-        order = rotated_order(config.head_dim, config.rotary_dim)
-        heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))
-        return heads[:, order].flatten(0, 1)
-    return tensor
+    is_rotated = module.rpartition(".")[2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+    if not is_rotated or config.rotary_dim == config.head_dim:
+        return None
+    heads: torch.Tensor = torch.arange(outputs).unflatten(0, (-1, config.head_dim))
+    return heads[:, rotated_order(config.head_dim, config.rotary_dim)].flatten()
 
 
 def _allocate(
@@ -340,10 +353,11 @@ def _read_shard(
     try:
         with safe_open(file, framework="pt") as shard:
             for stored in shard.keys():  # noqa: SIM118, the reader is no mapping
-                names = names_of_parts(full_name(stored, part.whole), part.whole)
-                if quantised is not None and quantised.takes(names[0]):
-                    yield names[0], shard.get_tensor(stored)
+                name = full_name(stored, part.whole)
+                if quantised is not None and quantised.takes(name):
+                    yield name, shard.get_tensor(stored)
                     continue
+                names = names_of_parts(name, part.whole)
                 place = part.place(names[0])
                 if len(names) > 1:
                     yield from _slices(names, shard.get_slice(stored), part, shapes)
@@ -362,7 +376,8 @@ def _slices(
     """Yield the part's slice of each tensor that a stored one holds, one behind the other."""
     first = 0
     for name in names:
-        place, num_rows = part.place(name), shapes[name][0]
+        module = name.rpartition(".")[0]
+        place, num_rows = part.place(name), shapes[f"{module}.weight"][0]
         if place is not None:
             start, stop, _ = place[0].indices(num_rows)
             yield name, stored[slice(first + start, first + stop), *place[1:]]

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from blockyard.worker.model.traits.mixture import mixtral_name
 from blockyard.worker.unsupported import UnsupportedModelError
 
 FormatName = Literal["pack-quantized", "int-quantized", "float-quantized", "fp8", "awq", "gptq"]
@@ -56,8 +55,8 @@ class QuantScheme:
     """Whether the head is quantised like the other linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are left out: names, ends of names, or patterns that begin with `re:`."""
-    has_mixtral_names: bool = False
-    """Whether `ignored` names experts as Mixtral does."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Runs of parts of our names of modules, each with what the checkpoint has in its place."""
 
     def __str__(self) -> str:
         """Return a name such as `gptq-4bit-g128`."""
@@ -79,7 +78,14 @@ class QuantScheme:
         """Return whether a linear layer of the model, given by its name, is quantised. A gate of experts never is."""
         if (module == "lm_head" and not self.head) or module.endswith(".mlp.gate"):
             return False
-        return not is_named(mixtral_name(module) if self.has_mixtral_names else module, self.ignored)
+        return not is_named(self.stored_name(module), self.ignored)
+
+    def stored_name(self, module: str) -> str:
+        """Return the name of a module in the checkpoint. Modules that it stores as one have the same."""
+        name = f".{module}."
+        for ours, theirs in self.renamed:
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        return name[1:-1]
 
 
 def read_scheme(raw: Mapping[str, Any]) -> QuantScheme | None:

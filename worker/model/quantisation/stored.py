@@ -52,11 +52,25 @@ def stored_tensors(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -> d
         for name, shape in shapes.items()
         if name.removesuffix(".weight") not in modules or not name.endswith(".weight")
     }
-    for module, (outputs, inputs) in modules.items():
+    for module, parts in stored_modules(modules, scheme).items():
         assert scheme is not None
-        for part, tensor in _parts(scheme, outputs, inputs).items():
-            stored.setdefault(f"{module}.{part}", tensor)
+        outputs, inputs = sum(modules[part][0] for part in parts), modules[parts[0]][1]
+        for kind, tensor in _parts(scheme, outputs, inputs).items():
+            stored.setdefault(f"{module}.{kind}", tensor)
     return stored
+
+
+def stored_modules(modules: Iterable[str], scheme: QuantScheme | None) -> dict[str, tuple[str, ...]]:
+    """Return the modules of a checkpoint, each with the quantised linear layers in it.
+
+    One that holds several layers, the outputs of one behind those of another, has its own name. Others have ours.
+    """
+    if scheme is None:
+        return {}
+    together: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        together[scheme.stored_name(module)].append(module)
+    return {name if len(parts) > 1 else parts[0]: tuple(parts) for name, parts in together.items()}
 
 
 def quantised_modules(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -> dict[str, tuple[int, int]]:

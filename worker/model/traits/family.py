@@ -87,10 +87,19 @@ class Family:
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of a layer's modules in a checkpoint, where they are not Llama's: each with Llama's name for it. One that
     holds several matrices has a name for each, in the order of its rows."""
+    ignored_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a module's name, with what lists of modules in a `quantization_config` have in their place, beside
+    `stored`."""
     rotates_part: bool = False
     """Whether `partial_rotary_factor` says how much of a head is rotated."""
     rope: Callable[[RawConfig], RawConfig] = lambda raw: raw
     """Returns config.json with the rotary embedding where Llama has it."""
+
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Return runs of parts of Llama's names of modules, each with what a checkpoint has in its place."""
+        fused = ((part, module) for module, parts in self.stored.items() for part in parts)
+        return *fused, *self.ignored_names.items()
 
 
 def allows(*values: object, why: str) -> Allowed:

@@ -12,10 +12,10 @@ from typing import Any
 from blockyard.worker.unsupported import UnsupportedModelError
 
 MOST_EXPERTS = 1024
-# Mixtral's names of the projections of an expert, and everyone else's.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe"} | {common: name for name, common in _PROJECTIONS.items()}
+"""Mixtral's names of parts of an expert's name, by everyone else's."""
 _MIXTRAL_EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(\w+_proj)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,6 @@ class Mixture:
     """Whether the weights of a token's experts add up to 1."""
     sparse_layers: frozenset[int]
     """Indices of the layers that have experts."""
-    has_mixtral_names: bool = False
-    """Whether config.json names modules of experts as Mixtral does."""
 
 
 def read_mixture(
@@ -71,9 +69,3 @@ def common_name(name: str) -> str:
     """Return the name of a tensor of a sparse layer as Qwen3-MoE has it. Mixtral has names of its own."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return _MIXTRAL_EXPERT.sub(lambda found: f".experts.{found[1]}.{_PROJECTIONS[found[2]]}.", name)
-
-
-def mixtral_name(module: str) -> str:
-    """Return Mixtral's name of a module of an expert, given as Qwen3-MoE names it, and of any other the name itself."""
-    stored = {common: name for name, common in _PROJECTIONS.items()}
-    return _EXPERT.sub(lambda found: f".block_sparse_moe.experts.{found[1]}.{stored[found[2]]}", module)
