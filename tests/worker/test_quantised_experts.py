@@ -177,6 +177,24 @@ def test_the_gate_and_what_the_scheme_leaves_out_are_plain(tmp_path: Path) -> No
             assert "model.layers.0.self_attn.q_proj" in modules
 
 
+def test_gptq_may_list_what_it_has_quantised_in_each_layer(tmp_path: Path) -> None:
+    """optimum writes such a list, and has to be given one for a model with experts."""
+    folder = copy_of(tmp_path, "Qwen3MoeForCausalLM", "gptq-4")
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    listed = [["self_attn.o_proj"], [f"mlp.experts.{expert}.{kind}" for kind in kinds for expert in range(5)]]
+    change_scheme(folder, modules_in_block_to_quantize=listed)
+    config = load_config(folder)
+    modules = quantised_modules(tensor_shapes(config), config.quantisation)
+    expected = {f"model.layers.{layer}.self_attn.o_proj" for layer in range(3)}
+    assert set(modules) == expected | {
+        f"model.layers.{layer}.{name}" for layer in (0, 2) for name in listed[1]
+    }
+    for wrong in ("mlp", ["mlp.experts.0.up_proj"], [[1]]):
+        change_scheme(folder, modules_in_block_to_quantize=wrong)
+        with pytest.raises(UnsupportedModelError, match="modules_in_block_to_quantize="):
+            load_config(folder)
+
+
 def test_experts_of_one_layer_are_quantised_alike_or_refused_by_name(tmp_path: Path) -> None:
     folder = copy_of(tmp_path, "MixtralForCausalLM", "w4a16")
     name = "model.layers.1.block_sparse_moe.experts.2"

@@ -27,7 +27,7 @@ _REMARKS = {
 }  # fmt: skip
 _READ = {
     "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "is_marlin_format", "pack_dtype",
-             "format"},
+             "format", "modules_in_block_to_quantize"},
     "awq": {"bits", "group_size", "zero_point", "version", "modules_to_not_convert"},
     "fp8": {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"},
 }  # fmt: skip
@@ -55,6 +55,8 @@ class QuantScheme:
     """Whether the head is quantised like the other linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are left out: names, ends of names, or patterns that begin with `re:`."""
+    only: frozenset[str] = frozenset()
+    """Names within a layer of the only modules that are quantised. Empty: all are."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Runs of parts of our names of modules, each with what the checkpoint has in its place."""
 
@@ -78,7 +80,10 @@ class QuantScheme:
         """Return whether a linear layer of the model, given by its name, is quantised. A gate of experts never is."""
         if (module == "lm_head" and not self.head) or module.endswith(".mlp.gate"):
             return False
-        return not is_named(self.stored_name(module), self.ignored)
+        name = self.stored_name(module)
+        if self.only and module != "lm_head" and name.split(".", 3)[-1] not in self.only:
+            return False
+        return not is_named(name, self.ignored)
 
     def stored_name(self, module: str) -> str:
         """Return the name of a module in the checkpoint. Modules that it stores as one have the same."""
@@ -128,6 +133,7 @@ def _gptq(given: dict[str, Any]) -> QuantScheme:
         act_order=flag(given, "desc_act"),
         zero_offset=0 if "gptq_v2" in (given.get("checkpoint_format"), given.get("format")) else 1,
         head=flag(given, "lm_head"),
+        only=_names_in_groups(given, "modules_in_block_to_quantize"),
     )
 
 
@@ -229,6 +235,16 @@ def names(given: dict[str, Any], key: str) -> tuple[str, ...]:
             except re.error as error:
                 raise UnsupportedModelError(f"{key} has {name!r}, no regular expression: {error}") from None
     return tuple(value)
+
+
+def _names_in_groups(given: dict[str, Any], key: str) -> frozenset[str]:
+    """Return the names in a list of lists, which may be missing."""
+    groups = given.get(key) or []
+    if not isinstance(groups, list):
+        raise UnsupportedModelError(
+            f"{key}={groups!r} in quantization_config must be a list of lists of names"
+        )
+    return frozenset(name for group in groups for name in names({key: group}, key))
 
 
 def _positive(key: str, value: object) -> int:
