@@ -18,6 +18,8 @@ from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 from blockyard.kernels.torch.experts import choose_experts
 from blockyard.kernels.triton.linears.weights import TiledExperts
 
+from bench.kernels import expert_cases
+from bench.kernels.case import Bench
 from tests.kernels.test_triton_linears import fp8_weight, int4_weight, int8_weight, moved
 
 HIDDEN, INNER = 96, 48
@@ -219,3 +221,16 @@ def test_a_token_has_the_same_bits_alone_and_in_company(num_experts: int) -> Non
     for token in range(0, 50, 7):
         assert torch.equal(run(slice(token, token + 1))[0], together[token])
     assert torch.equal(torch.cat([run(slice(0, 17)), run(slice(17, 50))]), together)
+
+
+def test_the_benchmark_runs_every_form_in_turns(backend: Backend, device: torch.device) -> None:
+    setting = Bench(backend=backend, device=device, dtype=torch.float32)
+    shape = expert_cases.ExpertShape(model="tiny", hidden=128, inner=128, experts=3, top_k=2)
+    forms = expert_cases.FORMS.get(backend.name, ())
+    every = list(expert_cases.experts(setting, shape, 8))
+    assert [case.kernel for case in every] == ["experts", *(f"experts, {form}" for form in forms)]
+    assert {case.turns for case in every} == {"tiny experts 8" if forms else ""}
+    for case in every:
+        result = case.make()()
+        assert isinstance(result, torch.Tensor)
+        assert bool(result.isfinite().all())
