@@ -8,6 +8,7 @@ positions in the rotary table, or rows of logits. V vocabulary, F rows with a to
 N outputs a row. E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -19,8 +20,9 @@ from blockyard.kernels.quantised import LinearWeight
 BackendName = Literal["auto", "torch", "cpu", "triton"]
 LinearsName = Literal["full", "int8"]
 
-Stacked = torch.Tensor | tuple[torch.Tensor, ...]
-"""A matrix of each expert: one tensor [E, O, I], or what `Backend.pack_experts` makes of it."""
+Stacked = torch.Tensor | Sequence[LinearWeight]
+"""A matrix of each expert: one tensor [E, O, I], a quantised weight for each, or what `Backend.pack_experts` makes of
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ def cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
             yield from _swaps(bench, model, shape, count)
     for mixture in sizes.mixtures:
         for tokens in sorted({*sizes.sequences, *(size for size in sizes.prefills if size <= MOST_TOKENS)}):
-            yield experts(bench, mixture, tokens)
+            yield from experts(bench, mixture, tokens)
 
 
 def _attentions(bench: Bench, model: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:

@@ -71,7 +71,7 @@ def _quantised(bench: Bench, plain: Case, form: str, tokens: int, outputs: int, 
         from blockyard.kernels.triton.backend import TritonBackend
 
         backend = TritonBackend(quantises_inputs=form.endswith(AND_INPUTS))
-        weight = backend.pack_linear(_random_weight(bench, scheme, outputs, inputs))
+        weight = backend.pack_linear(random_weight(bench, scheme, outputs, inputs))
         x = bench.random(tokens, inputs)
         return lambda: backend.linear(x, weight)
 
@@ -91,7 +91,7 @@ def weight_bytes(scheme: str, outputs: int, inputs: int) -> int:
     return outputs * inputs + (0 if scheme == "fp8 in blocks" else 2 * outputs)
 
 
-def _random_weight(bench: Bench, scheme: str, outputs: int, inputs: int) -> QuantisedWeight:
+def random_weight(bench: Bench, scheme: str, outputs: int, inputs: int) -> QuantisedWeight:
     def scales(*shape: int) -> torch.Tensor:
         return torch.rand(shape, device=bench.device) * 0.01
 

@@ -23,6 +23,8 @@ Tensors = dict[str, torch.Tensor]
 FP8_MOST = 448.0
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns of eight, in the order in which they lie in 32 bits from the lowest bits on."""
+LINEARS = ("_proj", ".w1", ".w2", ".w3")
+"""Ends of the names of linear layers beside the head. Those of Mixtral's experts are w1 to w3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ def quantise_checkpoint(source: Path, recipe: Recipe, folder: Path, plain_folder
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             module, _, kind = name.rpartition(".")
-            is_linear = module.endswith("_proj") or (module == "lm_head" and recipe.also_head)
+            is_linear = module.endswith(LINEARS) or (module == "lm_head" and recipe.also_head)
             if kind == "weight" and is_linear:
                 layer = recipe.quantise(tensor.float(), module)
                 stored |= {f"{module}.{part}": value.contiguous() for part, value in layer.stored.items()}

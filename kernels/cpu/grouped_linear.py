@@ -6,10 +6,12 @@ chunk of at most 128 by itself. So a token's result does not depend on the other
 triton.
 
 Shapes: T tokens, I input size, O output size, U = O / 16 groups of outputs. C chunks, D inputs of a chunk. G groups of
-inputs.
+inputs. E experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from blockyard.kernels.cpu.checks import need
@@ -21,6 +23,8 @@ from blockyard.kernels.torch.huge_pages import advise_empty
 LINE_BYTES = 64
 MOST_DEPTH = 128
 _INT8_OFFSET = 128
+_GROUPS_AT_ONCE = 64
+"""Groups that are laid out together. They need some memory beside the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,32 @@ class GroupedWeight(BackendWeight):
     depth: int
     num_inputs: int
     order_I: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedStack(Sequence[GroupedWeight]):
+    """A matrix of each expert as grouped.cpp reads it."""
+
+    memory: torch.Tensor
+    """uint8 [E, U, bytes], of each expert as in `GroupedWeight`."""
+    bits: int
+    depth: int
+    num_inputs: int
+    order_EI: torch.Tensor | None
+    """int32, or None where no expert has an order."""
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, expert: Any) -> Any:
+        """Return the weight of one expert, a view."""
+        return GroupedWeight(
+            memory=self.memory[expert],
+            bits=self.bits,
+            depth=self.depth,
+            num_inputs=self.num_inputs,
+            order_I=None if self.order_EI is None else self.order_EI[expert],
+        )
 
 
 def can_group(library: CpuLibrary, weight: Int4Weight | Int8Weight) -> bool:
@@ -56,15 +86,40 @@ def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
     memory = torch.empty(outputs // LANES, num_bytes, dtype=torch.uint8)
     advise_empty(memory)
     zero_OG = _zeros(weight)
-    for index, row in enumerate(memory):
-        some = slice(index * LANES, (index + 1) * LANES)
-        row[:number_bytes] = _lines(weight, some)
-        scale_C16 = weight.scale_OG[some].float().repeat_interleave(repeats, dim=1).t().contiguous()
-        row[number_bytes : number_bytes + scale_bytes] = scale_C16.view(torch.uint8).flatten()
-        rest = row[number_bytes + scale_bytes :]
-        rest[: chunks * LANES] = zero_OG[some].repeat_interleave(repeats, dim=1).t().flatten()
-        rest[chunks * LANES :] = 0
+
+    def by_chunks(value_OG: torch.Tensor) -> torch.Tensor:
+        chunks_U16C: torch.Tensor = value_OG.repeat_interleave(repeats, dim=1).unflatten(0, (-1, LANES))
+        return chunks_U16C.transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+
+    for first in range(0, len(memory), _GROUPS_AT_ONCE):
+        rows = memory[first : first + _GROUPS_AT_ONCE]
+        some = slice(first * LANES, (first + len(rows)) * LANES)
+        rows[:, :number_bytes] = _lines(weight, some)
+        rows[:, number_bytes : number_bytes + scale_bytes] = by_chunks(weight.scale_OG[some].float())
+        rest = rows[:, number_bytes + scale_bytes :]
+        rest[:, : chunks * LANES] = by_chunks(zero_OG[some])
+        rest[:, chunks * LANES :] = 0
     return GroupedWeight(memory=memory, bits=bits, depth=depth, num_inputs=inputs, order_I=weight.order_I)
+
+
+def group_stack(weights: Sequence[Int4Weight | Int8Weight]) -> GroupedStack:
+    """Return the weights of all experts in one tensor. Requires `can_group` of each, and one shape and group size."""
+    first = group(weights[0])
+    memory = torch.empty(len(weights), *first.memory.shape, dtype=torch.uint8)
+    advise_empty(memory)
+    for expert, weight in enumerate(weights):
+        memory[expert] = group(weight).memory if expert else first.memory
+    orders = [weight.order_I for weight in weights]
+    plain_I = torch.arange(first.num_inputs, dtype=torch.int32)
+    return GroupedStack(
+        memory=memory,
+        bits=first.bits,
+        depth=first.depth,
+        num_inputs=first.num_inputs,
+        order_EI=None
+        if all(order is None for order in orders)
+        else torch.stack([plain_I if order is None else order for order in orders]),
+    )
 
 
 def grouped_linear(
@@ -105,11 +160,12 @@ def _zeros(weight: Int4Weight | Int8Weight) -> torch.Tensor:
 
 
 def _lines(weight: Int4Weight | Int8Weight, some: slice) -> torch.Tensor:
-    """Return the numbers of 16 outputs, in uint8, with four inputs of each output side by side."""
+    """Return the numbers of groups of 16 outputs, in uint8 [U, bytes], with four inputs of each output side by side."""
     if isinstance(weight, Int8Weight):
-        fours: torch.Tensor = weight.weight_OI[some].view(torch.uint8).unflatten(1, (-1, 4)) ^ _INT8_OFFSET
-        return fours.transpose(0, 1).flatten()
-    packed_OI = weight.packed_OI[some]
-    numbers_OI = torch.stack((packed_OI & 15, packed_OI >> 4), dim=-1).flatten(1)
-    eights: torch.Tensor = numbers_OI.unflatten(1, (-1, 2, 4))
-    return (eights[:, :, 0] | eights[:, :, 1] << 4).transpose(0, 1).flatten()
+        lines: torch.Tensor = weight.weight_OI[some].view(torch.uint8).unflatten(1, (-1, 4)) ^ _INT8_OFFSET
+    else:
+        # Two bytes have the first four of eight inputs, two the others.
+        first, last = weight.packed_OI[some].unflatten(1, (-1, 2, 2)).unbind(2)
+        lines = torch.stack((first & 15 | last << 4, first >> 4 | last & 0xF0), dim=-1).flatten(2)
+    groups: torch.Tensor = lines.unflatten(0, (-1, LANES))
+    return groups.transpose(1, 2).flatten(1)

@@ -75,20 +75,31 @@ class Linear(ctypes.Structure):
 
 
 class GroupedLinear(ctypes.Structure):
-    """`GroupedLinear` of native/grouped.cpp."""
+    """`GroupedLinear` of native/lanes.h."""
 
     _fields_: ClassVar[Any] = [("linear", Linear), ("order", _Address), ("bits", _Int), ("depth", _Int)]
+
+
+class ExpertMatrix(ctypes.Structure):
+    """`ExpertMatrix` of native/experts.cpp."""
+
+    _fields_: ClassVar[Any] = [
+        *((name, _Address) for name in ("weight", "order")),
+        *((name, _Int) for name in ("bytes", "bits", "depth")),
+    ]
 
 
 class Experts(ctypes.Structure):
     """`Experts` of native/experts.cpp."""
 
     _fields_: ClassVar[Any] = [
-        *((name, _Address) for name in ("x", "logits", "gate_up", "down", "out", "pairs", "weights")),
+        *((name, _Address) for name in ("x", "logits")),
+        *((name, ExpertMatrix) for name in ("gate_up", "down")),
+        *((name, _Address) for name in ("out", "pairs", "weights")),
         *((name, _Address) for name in ("rows", "gate_up_rows", "inner", "expert_out", "sums")),
-        *((name, _Int) for name in ("x_stride", "logits_stride", "gate_up_bytes", "down_bytes")),
+        *((name, _Int) for name in ("x_stride", "logits_stride")),
         *((name, _Int) for name in ("num_tokens", "num_experts", "top_k", "hidden", "width", "most_rows")),
-        *((name, _Int) for name in ("normalizes", "is_int8")),
+        ("normalizes", _Int),
     ]
 
 

@@ -30,7 +30,13 @@ from blockyard.kernels.triton.elementwise import rms_norm_kernel, rotary_kernel,
 from blockyard.kernels.triton.linears.experts import launch_experts
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.lora import launch_add_lora
-from blockyard.kernels.triton.linears.weights import TiledWeight, can_tile, tiled
+from blockyard.kernels.triton.linears.weights import (
+    TiledExperts,
+    TiledWeight,
+    can_tile,
+    tiled,
+    tiled_experts,
+)
 from blockyard.kernels.triton.numbers.devices import check_dense_rows
 from blockyard.kernels.triton.pool_writes import (
     check_pool,
@@ -332,7 +338,13 @@ class TritonBackend:
         return weight_EH
 
     def pack_experts(self, weight_EOI: Stacked) -> Stacked:
-        return weight_EOI
+        """Return quantised weights as `TiledExperts`, or as plain numbers if their groups are too small for that."""
+        if isinstance(weight_EOI, torch.Tensor):
+            return weight_EOI
+        quantised = [weight for weight in weight_EOI if isinstance(weight, QuantisedWeight)]
+        if len(quantised) == len(weight_EOI) and all(map(can_tile, quantised)):
+            return tiled_experts(quantised)
+        return torch.stack([plain(weight_OI) for weight_OI in weight_EOI])
 
     def experts(
         self,
@@ -344,9 +356,17 @@ class TritonBackend:
         top_k: int,
         normalizes: bool,
     ) -> torch.Tensor:
-        assert isinstance(gate_up_E2IH, torch.Tensor)
-        assert isinstance(down_EHI, torch.Tensor)
-        return launch_experts(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k=top_k, normalizes=normalizes)
+        assert isinstance(gate_up_E2IH, torch.Tensor | TiledExperts)
+        assert isinstance(down_EHI, torch.Tensor | TiledExperts)
+        return launch_experts(
+            x_TH,
+            logits_TE,
+            gate_up_E2IH,
+            down_EHI,
+            top_k=top_k,
+            normalizes=normalizes,
+            silu_mul=self.silu_mul,
+        )
 
 
 def _launch_activation(gate_up_T2I: torch.Tensor, out_TI: torch.Tensor, *, is_gelu: bool) -> None:

@@ -19,6 +19,8 @@ from blockyard.kernels.triton.linears.choice import (
     LinearTiles,
     linear_tiles,
 )
+from blockyard.kernels.triton.linears.expert_products import quantised_experts_kernel
+from blockyard.kernels.triton.linears.experts import expert_tiles
 from blockyard.kernels.triton.linears.inputs import quantise_inputs_kernel, warps_of
 from blockyard.kernels.triton.linears.launches import SUM_TILE, form_of
 from blockyard.kernels.triton.linears.product import (
@@ -51,6 +53,8 @@ NAMES = {
 ELSEWHERE = (A100, B200, CONSUMER, NEW_CONSUMER)
 LIMITS = MAX_SHARED_BYTES | {A100: 163 << 10, B200: 227 << 10, NEW_CONSUMER: 99 << 10}
 FEW, SOME, MANY, _ = WARM_UP_TOKENS
+EXPERT_TOKENS = (FEW, MANY)
+"""One number of tokens for each size of tiles of experts."""
 PLAINEST = ("int4", "int8 in groups", "fp8 in blocks")
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i8": tl.int8, "fp8e4nv": tl.float8e4nv}
 COUNTS = (
@@ -62,6 +66,20 @@ COUNTS = (
     "num_splits",
     "units_a_split",
     "x_stride_t",
+    "unit_stride",
+    "output_stride",
+)
+
+
+EXPERT_COUNTS = (
+    "num_pairs",
+    "num_outputs",
+    "num_inputs",
+    "num_units",
+    "num_groups",
+    "num_scales",
+    "x_stride",
+    "expert_stride",
     "unit_stride",
     "output_stride",
 )
@@ -172,6 +190,44 @@ def compile_dequantise(name: str, target: GPUTarget) -> Any:
     )
 
 
+def compile_experts(
+    name: str, tokens: int, target: GPUTarget = H100, dtype: str = "bf16", *, is_ordered: bool = False
+) -> Any:
+    """Compile the product of experts for a number of tokens as it is launched on the GPU."""
+    scheme = SCHEMES[name]
+    numbers = "u8" if target == A100 and scheme.numbers == "fp8e4nv" else scheme.numbers
+    rows = expert_tiles(tokens, dtype=TORCH_DTYPES[dtype]).rows
+    tiles = tiles_of(name, rows, target, dtype)
+    pointers = {
+        "x_ptr": f"*{dtype}",
+        "numbers_ptr": f"*{numbers}",
+        "scale_ptr": "*fp32",
+        "zero_ptr": "*i8" if numbers == "i8" else "*u8",
+        "order_ptr": "*i32",
+        "out_ptr": f"*{dtype}",
+        "pairs_ptr": "*i32",
+        "tiles_ptr": "*i32",
+    }
+    constants = {
+        "PAIRS_A_ROW": 8,
+        "ORDERED": is_ordered,
+        "TYPE": TYPES[dtype],
+        "BLOCK_O": tiles.outputs,
+        "BLOCK_T": rows,
+        **form_of(scheme.weight),
+    }
+    return compile_kernel(
+        quantised_experts_kernel,
+        pointers,
+        dict.fromkeys(EXPERT_COUNTS, "i32"),
+        constants,
+        target,
+        ("num_outputs", "num_inputs"),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
 def products(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
     """Yield the products that the docs show, by their names there. A quick run compiles a few."""
     if is_quick:
@@ -184,6 +240,10 @@ def products(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
         where = "" if target == H100 else f", {NAMES[target]}"
         upper = tiles_of(name, tokens, target).tokens
         yield f"{name}, {upper} tokens{where}, bf16", compile_product(name, tokens, target)
+    for name in PLAINEST[:1] if is_quick else PLAINEST:
+        for tokens in EXPERT_TOKENS[:1] if is_quick else EXPERT_TOKENS:
+            rows = expert_tiles(tokens, dtype=BF16).rows
+            yield f"experts in {name}, {rows} pairs, bf16", compile_experts(name, tokens)
 
 
 def further_products() -> Iterator[tuple[str, Any]]:
@@ -194,6 +254,13 @@ def further_products() -> Iterator[tuple[str, Any]]:
                 yield f"{name}, many tokens, {NAMES[target]}", compile_product(name, MANY, target)
     for name in PLAINEST:
         yield f"{name}, few tokens, fp16", compile_product(name, FEW, dtype="fp16")
+    for target in (H100, *ELSEWHERE):
+        for name in (name for name, scheme in SCHEMES.items() if scheme.inputs is None):
+            for tokens in EXPERT_TOKENS:
+                kernel = compile_experts(name, tokens, target)
+                yield f"experts in {name}, {tokens} tokens, {NAMES[target]}", kernel
+    yield "experts in int4, act order", compile_experts("int4", FEW, is_ordered=True)
+    yield "experts in int4, fp16", compile_experts("int4", FEW, dtype="fp16")
 
 
 def others(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
@@ -203,6 +270,7 @@ def others(*, is_quick: bool) -> Iterator[tuple[str, Any]]:
     """
     for name in () if is_quick else PLAINEST:
         yield f"{name}, few tokens, fp32", compile_product(name, FEW, dtype="fp32")
+        yield f"experts in {name}, fp32", compile_experts(name, FEW, dtype="fp32")
     for number in ("i8", "fp8e4nv"):
         for unit, units in ((4096, 1), (128, 16)):
             yield (

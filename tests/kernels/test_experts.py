@@ -1,6 +1,8 @@
 """Experts of every backend against the reference: any number of tokens, idle experts, one that gets all, and ties."""
 
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +11,20 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.extension import ExtensionUnavailable, load_extension
 from blockyard.kernels.cpu.library import CpuLibrary
 from blockyard.kernels.interface import Backend
+from blockyard.kernels.quantised import Fp8Weight, QuantisedWeight, dequantised
 from blockyard.kernels.selection import choose_backend
 from blockyard.kernels.torch import reference
 from blockyard.kernels.torch.deterministic import DeterministicTorchBackend
 from blockyard.kernels.torch.experts import choose_experts
+from blockyard.kernels.triton.linears.weights import TiledExperts
+
+from bench.kernels import expert_cases
+from bench.kernels.case import Bench
+from tests.kernels.test_triton_linears import fp8_weight, int4_weight, int8_weight, moved
 
 HIDDEN, INNER = 96, 48
+WIDE_INNER = 64
+"""Inner rows that are whole groups of 32."""
 
 
 def tensors(
@@ -74,6 +84,54 @@ def library_or_skip() -> CpuLibrary:
         pytest.skip(str(error))
 
 
+def quantised_experts(name: str, num_experts: int, outputs: int, inputs: int, dtype: torch.dtype) -> Any:
+    """Return a weight of each expert, no two alike."""
+
+    def make(expert: int) -> QuantisedWeight:
+        weight = FORMS[name](outputs, inputs, dtype)
+        scale = "scale" if isinstance(weight, Fp8Weight) else "scale_OG"
+        return replace(weight, **{scale: getattr(weight, scale) * (1 + expert / 4)})
+
+    return [make(expert) for expert in range(num_experts)]
+
+
+FORMS: dict[str, Callable[[int, int, torch.dtype], QuantisedWeight]] = {
+    "int4, groups": lambda *shape: int4_weight(*shape[:2], 32, shape[2]),
+    "int4, symmetric": lambda *shape: int4_weight(*shape[:2], 32, shape[2], has_zeros=False),
+    "int4, act order": lambda *shape: int4_weight(*shape[:2], 32, shape[2], has_order=True),
+    "int4, small groups": lambda *shape: int4_weight(*shape[:2], 16, shape[2]),
+    "int8, one group": lambda *shape: int8_weight(*shape[:2], shape[1], shape[2]),
+    "int8, zero points": lambda *shape: int8_weight(*shape[:2], 32, shape[2], has_zeros=True),
+    "fp8, outputs": lambda *shape: fp8_weight(*shape[:2], None, shape[2]),
+    "fp8, blocks": lambda *shape: fp8_weight(*shape[:2], (32, 32), shape[2]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_experts_are_those_of_the_same_plain_numbers(
+    backend: Backend, device: torch.device, name: str, num_tokens: int, dtype: torch.dtype
+) -> None:
+    given = tensors(num_tokens, 5, device, dtype)
+    given["gate_up_E2IH"] = quantised_experts(name, 5, 2 * WIDE_INNER, HIDDEN, dtype)
+    given["down_EHI"] = quantised_experts(name, 5, HIDDEN, WIDE_INNER, dtype)
+    weights = {
+        field: backend.pack_experts([moved(weight, device) for weight in given[field]])
+        for field in ("gate_up_E2IH", "down_EHI")
+    }
+    if backend.name == "triton":
+        are_tiled = [isinstance(weight, TiledExperts) for weight in weights.values()]
+        assert are_tiled == [name != "int4, small groups"] * 2
+    options = {"top_k": 3, "normalizes": True}
+    actual = backend.experts(given["x_TH"], given["logits_TE"], **weights, **options)
+    for field in weights:
+        given[field] = torch.stack([dequantised(weight) for weight in given[field]]).to(device)
+    expected = reference.experts(**given, **options)
+    tolerance = (1e-4 if dtype == torch.float32 else 3e-2) * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["gate_up_E2IH", "down_EHI", "x_TH", "logits_TE"])
 def test_tensors_that_do_not_fit_are_refused(name: str, device: torch.device) -> None:
     given = tensors(4, 6, device)
@@ -84,6 +142,38 @@ def test_tensors_that_do_not_fit_are_refused(name: str, device: torch.device) ->
         wrong[name] = wrong[name][:-1]
         with pytest.raises(ValueError, match="experts"):
             backend.experts(**wrong, top_k=2, normalizes=True)
+
+
+def test_quantised_experts_that_do_not_fit_are_refused(device: torch.device) -> None:
+    given = tensors(4, 5, device)
+    on_cpu = [CpuBackend(library_or_skip())] if device.type == "cpu" else []
+    for backend in (*on_cpu, choose_backend(device, requested="triton")):
+        for outputs, inputs, count in ((HIDDEN, WIDE_INNER, 4), (2 * HIDDEN, WIDE_INNER, 5), (HIDDEN, 96, 5)):
+            gate_up = quantised_experts("int4, groups", 5, 2 * WIDE_INNER, HIDDEN, torch.float32)
+            down = quantised_experts("int4, groups", count, outputs, inputs, torch.float32)
+            packed = [
+                backend.pack_experts([moved(one, device) for one in weights]) for weights in (gate_up, down)
+            ]
+            with pytest.raises(ValueError, match="experts"):
+                backend.experts(given["x_TH"], given["logits_TE"], *packed, top_k=2, normalizes=True)
+
+
+def test_a_matrix_in_groups_that_are_too_small_leaves_the_other_quantised(
+    backend: Backend, device: torch.device
+) -> None:
+    given = tensors(9, 5, device)
+    given["gate_up_E2IH"] = quantised_experts("int4, groups", 5, 2 * 48, HIDDEN, torch.float32)
+    given["down_EHI"] = quantised_experts("int4, small groups", 5, HIDDEN, 48, torch.float32)
+    packed = {
+        field: backend.pack_experts([moved(weight, device) for weight in given[field]])
+        for field in ("gate_up_E2IH", "down_EHI")
+    }
+    options = {"top_k": 2, "normalizes": False}
+    actual = backend.experts(given["x_TH"], given["logits_TE"], **packed, **options)
+    for field in packed:
+        given[field] = torch.stack([dequantised(weight) for weight in given[field]]).to(device)
+    expected = reference.experts(**given, **options)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
 def test_one_expert_that_gets_all_tokens_leaves_the_others_idle(
@@ -131,3 +221,16 @@ def test_a_token_has_the_same_bits_alone_and_in_company(num_experts: int) -> Non
     for token in range(0, 50, 7):
         assert torch.equal(run(slice(token, token + 1))[0], together[token])
     assert torch.equal(torch.cat([run(slice(0, 17)), run(slice(17, 50))]), together)
+
+
+def test_the_benchmark_runs_every_form_in_turns(backend: Backend, device: torch.device) -> None:
+    setting = Bench(backend=backend, device=device, dtype=torch.float32)
+    shape = expert_cases.ExpertShape(model="tiny", hidden=128, inner=128, experts=3, top_k=2)
+    forms = expert_cases.FORMS.get(backend.name, ())
+    every = list(expert_cases.experts(setting, shape, 8))
+    assert [case.kernel for case in every] == ["experts", *(f"experts, {form}" for form in forms)]
+    assert {case.turns for case in every} == {"tiny experts 8" if forms else ""}
+    for case in every:
+        result = case.make()()
+        assert isinstance(result, torch.Tensor)
+        assert bool(result.isfinite().all())

@@ -312,14 +312,14 @@ def test_a_text_part_is_found_under_its_newer_names_too(folder: Path, tmp_path: 
         ("mistral3", {"text_config": None}, "model_type=None of text_config"),
         ("mistral3", {"architectures": ["MistralForCausalLM"]}, "model_type='mistral' of text_config"),
         (
-            "phi3",
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantised checkpoints of a Phi3ForCausalLM are not supported",
+            "llama4",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 24]}},
+            "blocks of 24 outputs have no whole heads of 16, whose dimensions a Llama4ForCausalLM reorders",
         ),
     ],
     indirect=["folder"],
 )
-def test_another_text_part_and_quantised_fused_matrices_are_refused(
+def test_another_text_part_and_blocks_that_cut_heads_are_refused(
     folder: Path, changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -24,8 +24,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "linears in 4 bits": ("LlamaForCausalLM", {"intermediate_size": 128}, "auto"),
     "linears in 8 bits, act order": ("Qwen3ForCausalLM", {"intermediate_size": 128}, "auto"),
     "experts": ("Qwen3MoeForCausalLM", {}, "auto"),
+    "experts in 4 bits": (
+        "Qwen3MoeForCausalLM",
+        {"intermediate_size": 128, "moe_intermediate_size": 64},
+        "auto",
+    ),
 }
-QUANTISED = {"linears in 4 bits": "awq", "linears in 8 bits, act order": "gptq-8-order-asymmetric"}
+QUANTISED = {
+    "linears in 4 bits": "awq",
+    "linears in 8 bits, act order": "gptq-8-order-asymmetric",
+    "experts in 4 bits": "awq",
+}
 
 
 @pytest.mark.parametrize(
@@ -72,4 +81,6 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path: Path, case: str) -> Non
     }
     if case in QUANTISED:
         kernels |= {"quantised_linear", "dequantise"}
+    if case == "experts in 4 bits":
+        kernels.add("quantised_experts")
     assert set(compiled["at_start"]) >= {f"{kernel}_kernel" for kernel in kernels}

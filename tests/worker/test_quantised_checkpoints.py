@@ -85,7 +85,9 @@ def assert_reads_exactly(folder: Path, plain_folder: Path, size: int = 1) -> Non
                 weight = getattr(layer, field)
                 assert not isinstance(weight, torch.Tensor), "nothing is quantised"
                 assert torch.equal(dequantised(weight), getattr(wanted, field)), field
-            assert torch.equal(layer.qkv_bias_Q, wanted.qkv_bias_Q)
+            assert (layer.qkv_bias_Q is None) == (wanted.qkv_bias_Q is None)
+            if layer.qkv_bias_Q is not None:
+                assert torch.equal(layer.qkv_bias_Q, wanted.qkv_bias_Q)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -420,3 +422,60 @@ def test_the_fingerprint_carries_the_scheme() -> None:
         for folder in checkpoints(name)
     }
     assert len(fingerprints) == 6
+
+
+PHI: dict[str, dict[str, Any]] = {
+    "phi": {},
+    "phi, heads rotated in part": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    },
+}
+"""Models whose checkpoints have queries, keys and values, and likewise gate and up, in one layer."""
+
+
+@cache
+def fused_source(model: str) -> Path:
+    return make_checkpoint(Path(_FOLDERS.name) / model, "Phi3ForCausalLM", **SIZES, **PHI[model])
+
+
+@cache
+def fused_checkpoints(model: str, name: str) -> tuple[Path, Path]:
+    quantised, plain = (Path(_FOLDERS.name) / f"{model}-{name}{end}" for end in ("", "-plain"))
+    quantise_checkpoint(fused_source(model), RECIPES[name], quantised, plain)
+    return quantised, plain
+
+
+@pytest.mark.parametrize("model", PHI)
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_that_are_stored_as_one_are_read_exactly(model: str, name: str) -> None:
+    folder, plain_folder = fused_checkpoints(model, name)
+    for size in (1,) if "order" in name else (1, 2):
+        assert_reads_exactly(folder, plain_folder, size=size)
+
+
+@pytest.mark.parametrize(
+    "name", ["w4a16-asymmetric", "int8-tensor-head", "fp8-blocks", "awq", "gptq-4-order"]
+)
+def test_layers_that_are_stored_as_one_give_the_same_tokens(name: str) -> None:
+    assert_serves(*fused_checkpoints("phi, heads rotated in part", name))
+
+
+def test_of_layers_that_are_stored_as_one_lists_name_the_one(tmp_path: Path) -> None:
+    folder, _ = fused_checkpoints("phi", "w4a16")
+    scheme = load_config(folder).quantisation
+    assert scheme is not None
+    ignoring = replace(scheme, ignored=("model.layers.1.self_attn.qkv_proj",))
+    assert not ignoring.covers("model.layers.1.self_attn.k_proj")
+    assert ignoring.covers("model.layers.0.self_attn.k_proj")
+    quantise_checkpoint(fused_source("phi"), RECIPES["w4a16"], tmp_path)
+    name = "model.layers.1.self_attn.qkv_proj.weight_scale"
+    change_tensors(folder := tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"1 tensors are missing, the first is '{name}'"):
+        load_weights(folder, load_config(folder), dtype=torch.float32, device=CPU)
+
+
+def test_blocks_without_whole_heads_are_refused_where_heads_are_rotated_in_part(tmp_path: Path) -> None:
+    source = fused_source("phi, heads rotated in part")
+    quantise_checkpoint(source, recipes(GROUP, 8)["fp8-blocks"], tmp_path)
+    with pytest.raises(UnsupportedModelError, match="blocks of 8 outputs have no whole heads of 16"):
+        load_config(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from blockyard.kernels.triton.backend import TritonBackend
-from blockyard.kernels.triton.linears.weights import TiledWeight
+from blockyard.kernels.triton.linears.weights import TiledExperts, TiledWeight
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.model.config import load_config
 from blockyard.worker.model.weights import load_weights
@@ -40,6 +40,27 @@ def test_greedy_tokens_are_those_of_the_plain_numbers(tmp_path: Path, name: str)
     weights = load_weights(quantised, config, dtype=torch.float32, device=DEVICE)
     runner = TorchRunner(config=config, weights=weights, backend=TritonBackend(), num_blocks=4, block_size=16)
     assert isinstance(weights.layers[0].down_HI, TiledWeight)
+    assert greedy(runner) == expected.tokens
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-4-order", "int8", "fp8-blocks"])
+@pytest.mark.parametrize("family", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_greedy_tokens_of_quantised_experts_are_those_of_the_plain_numbers(
+    tmp_path: Path, family: str, name: str
+) -> None:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    source = shared_checkpoint(family, **sizes)
+    quantised, plain = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(source, recipes(GROUP, BLOCK)[name], quantised, plain)
+    expected = reference_greedy(plain, PROMPT, NUM_TOKENS)
+    assert expected.min_gap > MIN_GAP
+    config = load_config(quantised)
+    weights = load_weights(quantised, config, dtype=torch.float32, device=DEVICE)
+    runner = TorchRunner(config=config, weights=weights, backend=TritonBackend(), num_blocks=4, block_size=16)
+    experts = weights.layers[0].experts
+    assert experts is not None
+    assert isinstance(experts.gate_up_E2IH, TiledExperts)
+    assert isinstance(experts.down_EHI, TiledExperts)
     assert greedy(runner) == expected.tokens
 
 

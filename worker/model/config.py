@@ -7,7 +7,7 @@ and does not import torch.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -161,14 +161,16 @@ def _load_config(folder: Path) -> ModelConfig:
             if 0 <= token_id < _positive(raw, "vocab_size")
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
-        quantisation=read_scheme(raw),
+        quantisation=_scheme(raw, family),
         pooling=pooling,
         **_within(traits, max_position_embeddings),
     )
-    has_fused = any(len(parts) > 1 for parts in family.stored.values())
-    if config.quantisation is not None and (has_fused or config.rotary_dim < config.head_dim):
+    blocks = None if config.quantisation is None else config.quantisation.block_shape
+    is_reordered = config.turns_adjacent or config.rotary_dim < config.head_dim
+    if blocks is not None and is_reordered and blocks[0] % config.head_dim:
         raise UnsupportedModelError(
-            f"quantization_config in config.json: quantised checkpoints of a {architecture} are not supported"
+            f"quantization_config in config.json: blocks of {blocks[0]} outputs have no whole heads of "
+            f"{config.head_dim}, whose dimensions a {architecture} reorders"
         )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -214,6 +216,11 @@ def _within(traits: Traits, longest_context: int) -> dict[str, Any]:
         None if window is None or window >= longest_context else window for window in traits.layer_windows
     )
     return {field.name: getattr(traits, field.name) for field in fields(traits)} | {"layer_windows": windows}
+
+
+def _scheme(raw: RawConfig, family: Family) -> QuantScheme | None:
+    scheme = read_scheme(raw)
+    return None if scheme is None else replace(scheme, renamed=family.renamed)
 
 
 def _dtype(raw: RawConfig) -> DataTypeName:

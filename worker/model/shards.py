@@ -38,13 +38,17 @@ def check_shards(folder: Path, config: ModelConfig) -> frozenset[str]:
 
     Raises ValueError, naming tensor and file, for one that is missing, unexpected, misshapen or of another type.
     """
-    missing, found = stored_tensors(tensor_shapes(config), config.quantisation), set[str]()
+    plain, found = tensor_shapes(config), set[str]()
+    missing = stored_tensors(plain, config.quantisation)
+    # Those of quantised layers have their names in the checkpoint, also where it stores several layers as one.
+    quantised = missing.keys() - plain.keys()
     for file in shard_files(folder):
         for stored_name, shape, dtype in _read_header(file):
             name = full_name(stored_name, config)
             if is_redundant(name, config):
                 continue
-            parts = [missing.pop(part, None) for part in names_of_parts(name, config)]
+            names = (name,) if name in quantised else names_of_parts(name, config)
+            parts = [missing.pop(part, None) for part in names]
             wanted = [part for part in parts if part is not None]
             if len(wanted) < len(parts):
                 raise ValueError(f"{file}: tensor {name!r} is unexpected in a {_kind(config)}")

@@ -9,7 +9,7 @@ Shapes: V vocabulary, H hidden size, N query heads, K kv heads, D head size, I i
 width, Q = (N + 2 K) D fused query, key and value width. E experts.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from blockyard.kernels.interface import Backend, Stacked
 from blockyard.kernels.quantised import LinearWeight
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.division import ModelPart, divide
-from blockyard.worker.model.quantisation.loading import MATRICES, QuantisedLayers
+from blockyard.worker.model.quantisation.loading import EXPERT_MATRICES, MATRICES, QuantisedLayers
 from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.rotary_table import rotated_order
 from blockyard.worker.model.shards import (
@@ -136,7 +136,7 @@ def load_weights(
 def _quantised_layers(
     weights: Weights,
     part: ModelPart,
-    modules: Collection[str],
+    modules: Mapping[str, tuple[int, int]],
     stored: Collection[str],
     dtype: torch.dtype,
     device: torch.device,
@@ -144,14 +144,30 @@ def _quantised_layers(
     """Return what puts the quantised matrices into `weights`, or None for a checkpoint without any."""
     if part.whole.quantisation is None:
         return None
-    layers = QuantisedLayers(part.whole.quantisation, part.place, dtype, device)
+    layers = QuantisedLayers(
+        part.whole.quantisation,
+        modules,
+        stored,
+        place=part.place,
+        order=partial(_order_of_outputs, part.whole),
+        dtype=dtype,
+        device=device,
+    )
     if "lm_head" in modules:
-        layers.expect(("lm_head",), stored, partial(setattr, weights, "lm_head_VH"))
+        layers.expect(("lm_head",), partial(setattr, weights, "lm_head_VH"))
     for index, layer in enumerate(weights.layers):
         for field, kinds in MATRICES.items():
             names = tuple(f"model.layers.{index}.{kind}" for kind in kinds)
             if names[0] in modules:
-                layers.expect(names, stored, partial(setattr, layer, field))
+                layers.expect(names, partial(setattr, layer, field))
+        for field, kinds in EXPERT_MATRICES.items() if layer.experts is not None else ():
+            name = f"model.layers.{index}.mlp.experts"
+            if f"{name}.0.{kinds[0]}" in modules:
+                stack = list(getattr(layer.experts, field))
+                setattr(layer.experts, field, stack)
+                for expert in range(len(stack)):
+                    names = tuple(f"{name}.{expert}.{kind}" for kind in kinds)
+                    layers.expect(names, partial(stack.__setitem__, expert))
     return layers
 
 
@@ -195,13 +211,18 @@ def _as_used(name: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tens
     """Return a checkpoint's tensor as the decoder uses it."""
     if name.endswith("norm.weight") and config.norm_offset:
         tensor = tensor.float() + config.norm_offset
+    order = _order_of_outputs(config, name.rpartition(".")[0], len(tensor))
+    return tensor if order is None else tensor[order]
+
+
+def _order_of_outputs(config: ModelConfig, module: str, outputs: int) -> torch.Tensor | None:
+    """Return the order in which the decoder uses the rows of a module, or None where it uses them as they are."""
     # Of Llama's modules these alone have the dimensions of rotated heads as rows.
-    is_rotated = name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-    if is_rotated and (config.rotary_dim < config.head_dim or config.turns_adjacent):
-        order = rotated_order(config)
-        heads: torch.Tensor = tensor.unflatten(0, (-1, config.head_dim))
-        return heads[:, order].flatten(0, 1)
-    return tensor
+    is_rotated = module.rpartition(".")[2] in ("q_proj", "k_proj", "q_norm", "k_norm")
+    if not is_rotated or (config.rotary_dim == config.head_dim and not config.turns_adjacent):
+        return None
+    heads: torch.Tensor = torch.arange(outputs).unflatten(0, (-1, config.head_dim))
+    return heads[:, rotated_order(config)].flatten()
 
 
 def _allocate(
@@ -226,12 +247,12 @@ def _allocate(
         turns = not config.rotated_layers or config.rotated_layers[layer]
         return torch.ones(head_dim, dtype=dtype, device=device) if turns else None
 
-    def experts(mixture: Mixture) -> ExpertWeights:
+    def experts(mixture: Mixture, name: str) -> ExpertWeights:
         count, rows = mixture.num_experts, mixture.intermediate_size
         return ExpertWeights(
             gate_EH=empty(-(-count // GATE_PADDED_TO) * GATE_PADDED_TO, hidden).zero_(),
-            gate_up_E2IH=empty(count, 2 * rows, hidden),
-            down_EHI=empty(count, hidden, rows),
+            gate_up_E2IH=empty(count, 2 * rows, hidden, layer=f"{name}.0.gate_proj"),
+            down_EHI=empty(count, hidden, rows, layer=f"{name}.0.down_proj"),
         )
 
     hidden, head_dim = config.hidden_size, config.head_dim
@@ -261,7 +282,9 @@ def _allocate(
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
             gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{name}.mlp.gate_proj"),
             down_HI=None if rows is None else empty(hidden, rows, layer=f"{name}.mlp.down_proj"),
-            experts=experts(config.mixture) if config.mixture and config.is_sparse(index) else None,
+            experts=experts(config.mixture, f"{name}.mlp.experts")
+            if config.mixture and config.is_sparse(index)
+            else None,
             mlp_output_norm_H=norm(hidden, exists=config.post_norms),
         )
         for index, name, rows in ((index, f"model.layers.{index}", rows) for index, rows in enumerate(inner))
@@ -298,7 +321,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
         tensors["mlp.gate.weight"] = layer.experts.gate_EH[: len(layer.experts.gate_up_E2IH)]
         stacked = zip(layer.experts.gate_up_E2IH, layer.experts.down_EHI, strict=True)
         for index, (gate_up_2IH, down_HI) in enumerate(stacked):
-            tensors |= _mlp_tensors(f"mlp.experts.{index}", gate_up_2IH, down_HI)
+            tensors |= _mlp_tensors(f"mlp.experts.{index}", _plain(gate_up_2IH), _plain(down_HI))
     if layer.attention_out_bias_H is not None:
         tensors["self_attn.o_proj.bias"] = layer.attention_out_bias_H
     kv_width = config.num_kv_heads * config.head_dim
@@ -337,10 +360,11 @@ def _read_shard(
     try:
         with safe_open(file, framework="pt") as shard:
             for stored in shard.keys():  # noqa: SIM118, the reader is no mapping
-                names = names_of_parts(full_name(stored, part.whole), part.whole)
-                if quantised is not None and quantised.takes(names[0]):
-                    yield names[0], shard.get_tensor(stored)
+                name = full_name(stored, part.whole)
+                if quantised is not None and quantised.takes(name):
+                    yield name, shard.get_tensor(stored)
                     continue
+                names = names_of_parts(name, part.whole)
                 if is_redundant(names[0], part.whole):
                     continue
                 place = part.place(names[0])
@@ -363,7 +387,8 @@ def _slices(
     """Yield the part's slice of each tensor that a stored one holds, one behind the other."""
     first = 0
     for name in names:
-        place, num_rows = part.place(name), shapes[name][0]
+        module = name.rpartition(".")[0]
+        place, num_rows = part.place(name), shapes[f"{module}.weight"][0]
         if place is not None:
             start, stop, _ = place[0].indices(num_rows)
             yield name, stored[slice(first + start, first + stop), *place[1:]]

@@ -9,12 +9,18 @@
 
 #include "lanes.h"
 
-// As in kernels/cpu/library.py.
+// As in kernels/cpu/library.py. One matrix of each expert.
+struct ExpertMatrix {
+    const char* weight;    // [E], each as its linear reads it, `bytes` apart
+    const int32_t* order;  // [E, inputs], of grouped.cpp. null: columns as they are
+    int64_t bytes;
+    int64_t bits, depth;  // bits of a number, 0 in full precision; inputs of a chunk of grouped.cpp, 0 for int8.cpp
+};
+
 struct Experts {
-    const void* x;        // [T, H]
-    const void* logits;   // [T, E]
-    const char* gate_up;  // [E], each as its linear reads it, `gate_up_bytes` apart
-    const char* down;
+    const void* x;       // [T, H]
+    const void* logits;  // [T, E]
+    ExpertMatrix gate_up, down;
     void* out;       // [T, H]
     int32_t* pairs;  // [T, K]: expert of each pair, then [T K]: pairs in the order of experts
     float* weights;  // [T, K]
@@ -23,12 +29,13 @@ struct Experts {
     void* inner;         // [R, I]
     void* expert_out;    // [R, H]
     float* sums;         // [T, H]
-    int64_t x_stride, logits_stride, gate_up_bytes, down_bytes;
-    int64_t num_tokens, num_experts, top_k, hidden, width, most_rows, normalizes, is_int8;
+    int64_t x_stride, logits_stride;
+    int64_t num_tokens, num_experts, top_k, hidden, width, most_rows, normalizes;
 };
 
 extern "C" void by_linear(int is_bf16, int threads, const Linear* l);
 extern "C" void by_int8_linear(int is_bf16, int threads, const Linear* l);
+extern "C" void by_grouped_linear(int is_bf16, int threads, const GroupedLinear* l);
 extern "C" void by_silu_mul(int is_bf16, int threads, const SiluMul* s);
 
 // Write the experts and weights of a token. The largest logit is first, and of equals the first. NaN is never larger
@@ -75,40 +82,45 @@ static void add_row(const Experts& e, int64_t row, int32_t pair) {
     }
 }
 
+// Compute a linear of one expert, whose weight is not set yet.
+template <class T>
+static void multiply(const ExpertMatrix& matrix, int64_t expert, Linear l, int threads) {
+    constexpr bool IS_BF16 = sizeof(T) == 2;
+    l.weight = matrix.weight + expert * matrix.bytes;
+    if (!matrix.depth) return (matrix.bits ? by_int8_linear : by_linear)(IS_BF16, threads, &l);
+    const int32_t* order = matrix.order ? matrix.order + expert * l.num_inputs : nullptr;
+    const GroupedLinear grouped{.linear = l, .order = order, .bits = matrix.bits, .depth = matrix.depth};
+    by_grouped_linear(IS_BF16, threads, &grouped);
+}
+
 // Run one expert on as many rows as there is memory for, and add what it returns.
 template <class T>
 static void run(const Experts& e, int64_t expert, const int32_t* pairs, int64_t num_rows, int threads) {
-    constexpr bool IS_BF16 = sizeof(T) == 2;
-    const auto linear = e.is_int8 ? by_int8_linear : by_linear;
     for (int64_t row = 0; row < num_rows; row++)
         memcpy((T*)e.rows + row * e.hidden, (const T*)e.x + pairs[row] / e.top_k * e.x_stride, e.hidden * sizeof(T));
     const Linear gate_up{.x = e.rows,
-                         .weight = e.gate_up + expert * e.gate_up_bytes,
-                         .bias = nullptr,
                          .out = e.gate_up_rows,
                          .x_stride = e.hidden,
                          .out_stride = 2 * e.width,
                          .num_rows = num_rows,
                          .num_inputs = e.hidden,
                          .num_outputs = 2 * e.width};
-    linear(IS_BF16, threads, &gate_up);
+    multiply<T>(e.gate_up, expert, gate_up, threads);
     const SiluMul silu_mul{.gate_up = e.gate_up_rows,
                            .out = e.inner,
                            .gate_up_stride = 2 * e.width,
                            .out_stride = e.width,
                            .num_rows = num_rows,
                            .width = e.width};
-    by_silu_mul(IS_BF16, threads, &silu_mul);
+    by_silu_mul(sizeof(T) == 2, threads, &silu_mul);
     const Linear down{.x = e.inner,
-                      .weight = e.down + expert * e.down_bytes,
-                      .bias = nullptr,
                       .out = e.expert_out,
                       .x_stride = e.width,
                       .out_stride = e.hidden,
                       .num_rows = num_rows,
                       .num_inputs = e.width,
                       .num_outputs = e.hidden};
-    linear(IS_BF16, threads, &down);
+    multiply<T>(e.down, expert, down, threads);
     for (int64_t row = 0; row < num_rows; row++) add_row<T>(e, row, pairs[row]);
 }
 

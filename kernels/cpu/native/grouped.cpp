@@ -17,13 +17,6 @@
 
 #include "lanes.h"
 
-// A linear layer with such a weight. Input c of the weight is column order[c] of x.
-struct GroupedLinear {
-    Linear linear;
-    const int32_t* order;  // null: columns as they are
-    int64_t bits, depth;   // of a number; inputs of a chunk
-};
-
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
 
 #include <immintrin.h>

@@ -277,6 +277,13 @@ struct Linear {
     int64_t x_stride, out_stride, num_rows, num_inputs, num_outputs;
 };
 
+// A linear layer of grouped.cpp. Input c of the weight is column order[c] of x.
+struct GroupedLinear {
+    Linear linear;
+    const int32_t* order;  // null: columns as they are
+    int64_t bits, depth;   // of a number; inputs of a chunk
+};
+
 // silu(first half) * second half, or GELU's approximation by tanh in place of SiLU.
 struct SiluMul {
     const void* gate_up;

@@ -11,12 +11,15 @@ intermediate size of an expert. S rows of all tiles, M rows of a tile. N outputs
 # Triton ships no types, and its kernels' arguments have none that Python knows.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from blockyard.kernels.triton.linears.expert_products import launch_quantised_experts
+from blockyard.kernels.triton.linears.weights import TiledExperts
 from blockyard.kernels.triton.numbers.devices import check_dense_rows
 
 LEAST_ROWS = 16
@@ -247,15 +250,16 @@ def expert_tiles(num_tokens: int, *, dtype: torch.dtype) -> ExpertTiles:
 def launch_experts(
     x_TH: torch.Tensor,
     logits_TE: torch.Tensor,
-    gate_up_E2IH: torch.Tensor,
-    down_EHI: torch.Tensor,
+    gate_up_E2IH: torch.Tensor | TiledExperts,
+    down_EHI: torch.Tensor | TiledExperts,
     *,
     top_k: int,
     normalizes: bool,
+    silu_mul: Callable[..., None],
 ) -> torch.Tensor:
-    """Compute `Backend.experts`."""
+    """Compute `Backend.experts`. `silu_mul` is the backend's, for a quantised matrix of gate and up."""
     num_tokens, hidden = x_TH.shape
-    num_experts, _, inner = down_EHI.shape
+    num_experts, inner = len(down_EHI), _sizes(down_EHI)[1]
     _check(x_TH, logits_TE, gate_up_E2IH, down_EHI, top_k)
     out_TH = torch.empty_like(x_TH)
     if not num_tokens:
@@ -289,9 +293,17 @@ def launch_experts(
         TILE=PAIRS_TILE,
     )
     inner_PI = x_TH.new_empty(num_pairs, inner)
-    _launch_linear(x_TH, gate_up_E2IH, inner_PI, pairs_S, expert_of_tile, top_k, tiles)
+    if isinstance(gate_up_E2IH, TiledExperts):
+        gate_up_P2I = x_TH.new_empty(num_pairs, 2 * inner)
+        launch_quantised_experts(x_TH, gate_up_E2IH, gate_up_P2I, pairs_S, expert_of_tile, top_k)
+        silu_mul(gate_up_P2I, out_TI=inner_PI)
+    else:
+        _launch_linear(x_TH, gate_up_E2IH, inner_PI, pairs_S, expert_of_tile, top_k, tiles)
     out_PH = x_TH.new_empty(num_pairs, hidden)
-    _launch_linear(inner_PI, down_EHI, out_PH, pairs_S, expert_of_tile, 1, tiles)
+    if isinstance(down_EHI, TiledExperts):
+        launch_quantised_experts(inner_PI, down_EHI, out_PH, pairs_S, expert_of_tile, 1)
+    else:
+        _launch_linear(inner_PI, down_EHI, out_PH, pairs_S, expert_of_tile, 1, tiles)
     add_experts_kernel[(num_tokens, triton.cdiv(hidden, SUM_TILE))](
         out_PH, weights_P, out_TH, hidden, out_TH.stride(0), TOP_K=top_k, TILE=SUM_TILE
     )
@@ -339,21 +351,28 @@ def _launch_linear(
 def _check(
     x_TH: torch.Tensor,
     logits_TE: torch.Tensor,
-    gate_up_E2IH: torch.Tensor,
-    down_EHI: torch.Tensor,
+    gate_up_E2IH: torch.Tensor | TiledExperts,
+    down_EHI: torch.Tensor | TiledExperts,
     top_k: int,
 ) -> None:
-    num_experts, hidden, inner = down_EHI.shape
+    num_experts, (hidden, inner) = len(down_EHI), _sizes(down_EHI)
     check_dense_rows(x_TH, logits_TE)
     if not (
-        gate_up_E2IH.shape == (num_experts, 2 * inner, hidden)
+        len(gate_up_E2IH) == num_experts
+        and _sizes(gate_up_E2IH) == (2 * inner, hidden)
         and logits_TE.shape == (len(x_TH), num_experts)
         and x_TH.shape[1] == hidden
         and 1 <= top_k <= num_experts
-        and gate_up_E2IH.is_contiguous()
-        and down_EHI.is_contiguous()
+        and all(isinstance(w, TiledExperts) or w.is_contiguous() for w in (gate_up_E2IH, down_EHI))
     ):
         raise ValueError(
-            f"experts {tuple(gate_up_E2IH.shape)} and {tuple(down_EHI.shape)} do not fit inputs {tuple(x_TH.shape)}, "
-            f"logits {tuple(logits_TE.shape)} and {top_k} experts a token"
+            f"{len(gate_up_E2IH)} experts {_sizes(gate_up_E2IH)} and {num_experts} {_sizes(down_EHI)} do not fit "
+            f"inputs {tuple(x_TH.shape)}, logits {tuple(logits_TE.shape)} and {top_k} experts a token"
         )
+
+
+def _sizes(weight: torch.Tensor | TiledExperts) -> tuple[int, int]:
+    """Return outputs and inputs of each expert's weight."""
+    if isinstance(weight, TiledExperts):
+        return weight.first.shape
+    return weight.shape[1], weight.shape[2]

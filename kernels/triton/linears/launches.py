@@ -31,7 +31,7 @@ from blockyard.kernels.triton.linears.weights import TiledWeight
 from blockyard.kernels.triton.numbers.devices import converts_e4m3
 
 SUM_TILE = 512
-_TYPES = {
+TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -72,7 +72,7 @@ def launch_quantised_linear(
     quantised_linear_kernel[(num_tiles, num_splits)](
         multiplied,
         x_scale,
-        _as_loaded(weight.numbers),
+        as_loaded(weight.numbers),
         weight.scale_GA,
         weight.scale_GA if weight.zero_GO is None else weight.zero_GO,
         x_TI if bias_O is None else bias_O,
@@ -86,7 +86,7 @@ def launch_quantised_linear(
         num_splits,
         units,
         multiplied.stride(0),
-        *_strides(weight),
+        *strides_of(weight),
         HAS_BIAS=bias_O is not None,
         BLOCK_O=tiles.outputs,
         BLOCK_T=tiles.tokens,
@@ -114,21 +114,21 @@ def form_of(weight: TiledWeight) -> dict[str, Any]:
 
 def _operands(x_TI: torch.Tensor, weight: TiledWeight) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return inputs and scales as the kernel reads them, and the constants that say so."""
-    wide = _wide(x_TI)
+    wide = multiplied_type(x_TI)
     if not _rounds_inputs(weight):
-        return x_TI, weight.scale_GA, {"X_SCALES": "none", "TYPE": _TYPES[wide]}
+        return x_TI, weight.scale_GA, {"X_SCALES": "none", "TYPE": TYPES[wide]}
     is_by_token = weight.units_a_group == 0
     numbers_TI, scale_UT = launch_quantise_inputs(
         x_TI, weight.numbers.dtype, x_TI.shape[1] if is_by_token else weight.unit
     )
     # The interpreter reads e4m3 as bits, and both sides are widened.
     operand = wide if numbers_TI.dtype == torch.uint8 else numbers_TI.dtype
-    return numbers_TI, scale_UT, {"X_SCALES": "token" if is_by_token else "unit", "TYPE": _TYPES[operand]}
+    return numbers_TI, scale_UT, {"X_SCALES": "token" if is_by_token else "unit", "TYPE": TYPES[operand]}
 
 
-def _wide(x_TI: torch.Tensor) -> torch.dtype:
-    """Return the type of operands that are not rounded. The interpreter multiplies bf16 as bits."""
-    return torch.float32 if x_TI.device.type == "cpu" else x_TI.dtype
+def multiplied_type(x: torch.Tensor) -> torch.dtype:
+    """Return the type in which widened numbers are multiplied. The interpreter would multiply bf16 as bits."""
+    return torch.float32 if x.device.type == "cpu" else x.dtype
 
 
 def _rounds_inputs(weight: TiledWeight) -> bool:
@@ -146,7 +146,7 @@ def _multiplied_plain(
     for first in range(0, num_outputs, outputs):
         end = min(first + outputs, num_outputs)
         dequantise_kernel[(triton.cdiv(end - first, PLAIN_OUTPUTS), weight.num_units)](
-            _as_loaded(weight.numbers),
+            as_loaded(weight.numbers),
             weight.scale_GA,
             weight.scale_GA if weight.zero_GO is None else weight.zero_GO,
             plain_PI,
@@ -155,8 +155,8 @@ def _multiplied_plain(
             num_outputs,
             num_inputs,
             weight.scale_GA.shape[1],
-            *_strides(weight),
-            TYPE=_TYPES[_wide(x_TI)],
+            *strides_of(weight),
+            TYPE=TYPES[multiplied_type(x_TI)],
             BLOCK_O=PLAIN_OUTPUTS,
             num_warps=PLAIN_WARPS,
             **form_of(weight),
@@ -175,13 +175,13 @@ def _multiplies(numbers: torch.Tensor) -> bool:
     return numbers.dtype == torch.int8 or numbers.device.type == "cpu" or converts_e4m3(numbers.device)
 
 
-def _as_loaded(numbers: torch.Tensor) -> torch.Tensor:
+def as_loaded(numbers: torch.Tensor) -> torch.Tensor:
     """Return the numbers, as bits where the device does not convert e4m3."""
     as_bits = numbers.dtype == torch.float8_e4m3fn and not converts_e4m3(numbers.device)
     return numbers.view(torch.uint8) if as_bits else numbers
 
 
-def _strides(weight: TiledWeight) -> tuple[int, int]:
+def strides_of(weight: TiledWeight) -> tuple[int, int]:
     """Return the distances of units and of outputs in the numbers."""
     if weight.is_int4:
         return weight.numbers.stride(0), weight.numbers.stride(1)

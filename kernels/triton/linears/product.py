@@ -46,7 +46,7 @@ _EIGHT_OF_FOUR = tl.constexpr("=r,=r,=r,=r,r,r,r")
 
 
 @triton.jit
-def _unpacked(packed_OH, zero_O, TYPE: tl.constexpr):
+def unpacked(packed_OH, zero_O, TYPE: tl.constexpr):
     """Return both halves of a unit [O, H] as number - zero, exactly."""
     if tl.float32 == TYPE:
         zero_O1 = zero_O.to(TYPE)[:, None]
@@ -66,7 +66,7 @@ def _unpacked(packed_OH, zero_O, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _scales(
+def scales_of_group(
     scale_ptr, zero_ptr, group, num_scales, num_outputs, output_O, ROWS: tl.constexpr, ZERO: tl.constexpr
 ):
     """Load the scales [O] of a group, and its zero points or the one of all groups."""
@@ -151,12 +151,14 @@ def quantised_linear_kernel(
     zero_sum_OT = tl.zeros([BLOCK_O, BLOCK_T], SUM)
     acc_OT = zero_sum_OT if IS_LATE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     if IS_LATE:
-        scale_O, zero_O = _scales(scale_ptr, zero_ptr, 0, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO)
+        scale_O, zero_O = scales_of_group(
+            scale_ptr, zero_ptr, 0, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO
+        )
     for unit in range(first, last):
         column_W = unit * UNIT + step_W
         part_OT = acc_OT if IS_LATE else zero_sum_OT
         if not IS_LATE:
-            scale_O, zero_O = _scales(
+            scale_O, zero_O = scales_of_group(
                 scale_ptr,
                 zero_ptr,
                 unit // UNITS_A_GROUP,
@@ -176,7 +178,7 @@ def quantised_linear_kernel(
             high_x_TW = _inputs(
                 x_ptrs_TW + unit * UNIT + WIDTH, column_W + WIDTH, row_T, num_rows, num_inputs, MASKED
             )
-            low_OW, high_OW = _unpacked(numbers_OW, zero_O, TYPE)
+            low_OW, high_OW = unpacked(numbers_OW, zero_O, TYPE)
             part_OT = tl.dot(low_OW, tl.trans(x_TW.to(TYPE)), part_OT, input_precision="ieee")
             part_OT = tl.dot(high_OW, tl.trans(high_x_TW.to(TYPE)), part_OT, input_precision="ieee")
         elif X_SCALES == "none":
@@ -272,7 +274,9 @@ def dequantise_kernel(
     step_W = tl.arange(0, WIDTH)
     column_W = unit * UNIT + step_W
     group = 0 if UNITS_A_GROUP == 0 else unit // UNITS_A_GROUP
-    scale_O, zero_O = _scales(scale_ptr, zero_ptr, group, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO)
+    scale_O, zero_O = scales_of_group(
+        scale_ptr, zero_ptr, group, num_scales, num_outputs, kept_O, ROWS_A_SCALE, ZERO
+    )
     numbers_OW = tl.load(
         numbers_ptr
         + unit.to(tl.int64) * unit_stride
@@ -284,7 +288,7 @@ def dequantise_kernel(
     place_OW = (kept_O - first_output).to(tl.int64)[:, None] * num_inputs + column_W[None, :]
     mask_OW = is_output_O[:, None] & (column_W < num_inputs)[None, :]
     if IS_INT4:
-        low_OW, high_OW = _unpacked(numbers_OW, zero_O, TYPE)
+        low_OW, high_OW = unpacked(numbers_OW, zero_O, TYPE)
         _store_scaled(plain_ptr, place_OW, low_OW, scale_O, mask_OW)
         high_mask_OW = is_output_O[:, None] & (column_W + WIDTH < num_inputs)[None, :]
         _store_scaled(plain_ptr, place_OW + WIDTH, high_OW, scale_O, high_mask_OW)

@@ -5,10 +5,13 @@ Scales lie side by side for outputs. Numbers of 8 bits stay where they are. Of 4
 A byte holds a number of the unit's first half, and in its high bits one of the second half. Both halves are multiplied
 apart, so no numbers change places in registers.
 
-Shapes: O outputs, I inputs, U units, H half a unit. G groups of units that share a scale, A scales of a group.
+Shapes: O outputs, I inputs, U units, H half a unit. G groups of units that share a scale, A scales of a group. E
+experts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from blockyard.kernels.quantised import (
@@ -58,6 +61,31 @@ class TiledWeight(BackendWeight):
         return -(-self.shape[1] // self.unit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledExperts(Sequence[TiledWeight]):
+    """A matrix of each expert as expert_products.py reads it: the tensors of `TiledWeight` in stacks [E, ...]."""
+
+    first: TiledWeight
+    """The first expert's weight, a view. The others have the same form."""
+    numbers: torch.Tensor
+    scale_EGA: torch.Tensor
+    zero_EGO: torch.Tensor | None
+    order_EI: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, expert: Any) -> Any:
+        """Return the weight of one expert, a view."""
+        return replace(
+            self.first,
+            numbers=self.numbers[expert],
+            scale_GA=self.scale_EGA[expert],
+            zero_GO=None if self.zero_EGO is None else self.zero_EGO[expert],
+            order_I=None if self.order_EI is None else self.order_EI[expert],
+        )
+
+
 def can_tile(weight: QuantisedWeight) -> bool:
     """Return whether groups are large enough: a product of a unit needs 16 columns of each half."""
     return _unit_of(_columns_a_scale(weight), weight.shape) >= SMALLEST_UNIT
@@ -94,6 +122,37 @@ def tiled(weight: QuantisedWeight, *, quantises_inputs: bool = False) -> TiledWe
         dtype=weight.dtype,
         quantises_inputs=quantises_inputs and takes_int8,
     )
+
+
+def tiled_experts(weights: Sequence[QuantisedWeight]) -> TiledExperts:
+    """Return a matrix of each expert, of one kind and shape, in one stack. Requires `can_tile` of each."""
+    experts = [tiled(weight) for weight in weights]
+    first = experts[0]
+    common = {expert.common_zero if expert.zero_GO is None else None for expert in experts}
+    zero_EGO = (
+        None if len(common) == 1 and None not in common else torch.stack(list(map(_all_zeros, experts)))
+    )
+    order_EI = None
+    if any(expert.order_I is not None for expert in experts):
+        plain_I = torch.arange(first.shape[1], dtype=torch.int32, device=first.numbers.device)
+        order_EI = torch.stack([plain_I if expert.order_I is None else expert.order_I for expert in experts])
+    stack = TiledExperts(
+        first=first,
+        numbers=torch.stack([expert.numbers for expert in experts]),
+        scale_EGA=torch.stack([expert.scale_GA for expert in experts]),
+        zero_EGO=zero_EGO,
+        order_EI=order_EI,
+    )
+    return replace(stack, first=stack[0])
+
+
+def _all_zeros(weight: TiledWeight) -> torch.Tensor:
+    """Return the zero points [G, O] of a weight, whether or not they are all alike."""
+    if weight.zero_GO is not None:
+        return weight.zero_GO
+    dtype = torch.uint8 if weight.is_int4 else torch.int8
+    shape = (weight.scale_GA.shape[0], weight.shape[0])
+    return torch.full(shape, weight.common_zero, dtype=dtype, device=weight.numbers.device)
 
 
 def _tiled_fp8(weight: Fp8Weight, unit: int, quantises_inputs: bool) -> TiledWeight:

@@ -2,7 +2,7 @@
 
 from blockyard.worker.model.families import mistral
 from blockyard.worker.model.traits.family import Family, RawConfig, Sizes, Traits
-from blockyard.worker.model.traits.mixture import read_mixture
+from blockyard.worker.model.traits.mixture import MIXTRAL_NAMES, read_mixture
 from blockyard.worker.model.traits.windows import one_window
 
 
@@ -15,4 +15,9 @@ def traits(raw: RawConfig, sizes: Sizes) -> Traits:
     )
 
 
-FAMILY = Family(traits=traits, allowed=mistral.FAMILY.allowed, defaults={"rope_theta": 1e6})
+FAMILY = Family(
+    traits=traits,
+    allowed=mistral.FAMILY.allowed,
+    defaults={"rope_theta": 1e6},
+    ignored_names=MIXTRAL_NAMES,
+)

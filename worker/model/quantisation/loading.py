@@ -7,13 +7,14 @@ Shapes: O outputs, I inputs. A matrix of several layers has their outputs one af
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from blockyard.kernels.quantised import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight
 from blockyard.worker.model.quantisation.formats import as_weight
 from blockyard.worker.model.quantisation.scheme import QuantScheme
+from blockyard.worker.model.quantisation.stored import stored_modules
 
 MATRICES = {
     "qkv_QH": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -22,39 +23,57 @@ MATRICES = {
     "down_HI": ("mlp.down_proj",),
 }
 """The linear layers in each matrix of `LayerWeights`."""
+EXPERT_MATRICES = {"gate_up_E2IH": ("gate_proj", "up_proj"), "down_EHI": ("down_proj",)}
+"""The linear layers of an expert in each stack of `ExpertWeights`."""
 
 Put = Callable[[QuantisedWeight], None]
 Place = Callable[[str], tuple[slice, ...] | None]
+Order = Callable[[str, int], torch.Tensor | None]
 
 
 class QuantisedLayers:
     """Builds the quantised matrices of a model from tensors that come one by one."""
 
-    def __init__(self, scheme: QuantScheme, place: Place, dtype: torch.dtype, device: torch.device) -> None:
-        """`place` says where a rank's part lies in a weight [O, I] of the checkpoint, by its name there."""
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        modules: Mapping[str, tuple[int, int]],
+        stored: Collection[str],
+        *,
+        place: Place,
+        order: Order,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`modules` are the quantised layers with their sizes, `stored` the names of all stored tensors.
+
+        `place` says where a rank's part lies in a weight [O, I], by its name. `order` gives the order in which a
+        layer's outputs are used, by its name and their number, or None.
+        """
         self._scheme = scheme
+        self._sizes = modules
+        self._parts_of = stored_modules(modules, scheme)
         self._place = place
+        self._order = order
         self._dtype = dtype
         self._device = device
         self._matrix_of: dict[str, tuple[tuple[str, ...], Put]] = {}
-        self._missing: dict[str, set[str]] = {}
+        self._missing: dict[str, set[str]] = defaultdict(set)
+        for name in stored:
+            module, _, kind = name.rpartition(".")
+            self._missing[module].add(kind)
         self._tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         self._weights: dict[str, QuantisedWeight] = {}
 
-    def expect(self, modules: tuple[str, ...], stored: Collection[str], put: Put) -> None:
-        """Expect the layers of one matrix, and call `put` with it. `stored` are the names of all stored tensors."""
+    def expect(self, modules: tuple[str, ...], put: Put) -> None:
+        """Expect the layers of one matrix, and call `put` with it."""
         for module in modules:
             self._matrix_of[module] = modules, put
-            self._missing[module] = set()
-        for name in stored:
-            module, _, kind = name.rpartition(".")
-            if module in modules:
-                self._missing[module].add(kind)
 
     def takes(self, name: str) -> bool:
         """Return whether a tensor belongs to a quantised layer. Its bias does not."""
         module, _, kind = name.rpartition(".")
-        return module in self._matrix_of and kind != "bias"
+        return module in self._parts_of and kind != "bias"
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor. Raises ValueError for one that contradicts the scheme."""
@@ -66,13 +85,43 @@ class QuantisedLayers:
             weight = as_weight(self._scheme, self._tensors.pop(module), self._dtype)
         except ValueError as error:
             raise ValueError(f"{module}: {error}") from error
-        place = self._place(f"{module}.weight")
-        assert place is not None
-        self._weights[module] = cut(weight, *place)
-        modules, put = self._matrix_of[module]
+        first, parts = 0, self._parts_of[module]
+        for part in parts:
+            outputs = self._sizes[part][0]
+            own = weight if len(parts) == 1 else cut(weight, slice(first, first + outputs))
+            place = self._place(f"{part}.weight")
+            assert place is not None
+            self._weights[part] = cut(_in_order(own, self._order(part, outputs)), *place)
+            first += outputs
+        modules, put = self._matrix_of[parts[0]]
         if all(other in self._weights for other in modules):
             matrix = concatenated([self._weights.pop(other) for other in modules], modules)
             put(_moved(matrix, self._device))
+
+
+def _in_order(weight: QuantisedWeight, order_O: torch.Tensor | None) -> QuantisedWeight:
+    """Return the outputs in another order, which keeps those of a block together."""
+    if order_O is None:
+        return weight
+    match weight:
+        case Int4Weight():
+            return replace(
+                weight,
+                packed_OI=weight.packed_OI[order_O],
+                scale_OG=weight.scale_OG[order_O],
+                zero_OG=weight.zero_OG[order_O],
+            )
+        case Int8Weight():
+            return replace(
+                weight,
+                weight_OI=weight.weight_OI[order_O],
+                scale_OG=weight.scale_OG[order_O],
+                zero_OG=None if weight.zero_OG is None else weight.zero_OG[order_O],
+            )
+        case Fp8Weight():
+            numbers_OI = weight.weight_OI.view(torch.uint8)[order_O].view(weight.weight_OI.dtype)
+            scale = weight.scale[order_O] if weight.block_shape is None else weight.scale
+            return replace(weight, weight_OI=numbers_OI, scale=scale)
 
 
 def cut(weight: QuantisedWeight, rows: slice, columns: slice = slice(None)) -> QuantisedWeight:

@@ -4,6 +4,7 @@ Owns the refusal of every scheme that is not computed exactly. A key that change
 compressed.py, for its own method), or named in the error. Imports no torch.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _REMARKS = {
 }  # fmt: skip
 _READ = {
     "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "is_marlin_format", "pack_dtype",
-             "format"},
+             "format", "modules_in_block_to_quantize"},
     "awq": {"bits", "group_size", "zero_point", "version", "modules_to_not_convert"},
     "fp8": {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"},
 }  # fmt: skip
@@ -54,6 +55,10 @@ class QuantScheme:
     """Whether the head is quantised like the other linear layers."""
     ignored: tuple[str, ...] = ()
     """Modules that are left out: names, ends of names, or patterns that begin with `re:`."""
+    only: frozenset[str] = frozenset()
+    """Names within a layer of the only modules that are quantised. Empty: all are."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Runs of parts of our names of modules, each with what the checkpoint has in its place."""
 
     def __str__(self) -> str:
         """Return a name such as `gptq-4bit-g128`."""
@@ -72,12 +77,22 @@ class QuantScheme:
         return self.format in ("fp8", "float-quantized")
 
     def covers(self, module: str) -> bool:
-        """Return whether a linear layer of the model, given by its name, is quantised."""
-        if module == "lm_head" and not self.head:
+        """Return whether a linear layer of the model, given by its name, is quantised. A gate of experts never is."""
+        if (module == "lm_head" and not self.head) or module.endswith(".mlp.gate"):
+            return False
+        name = self.stored_name(module)
+        if self.only and module != "lm_head" and name.split(".", 3)[-1] not in self.only:
             return False
         # A model that also reads images has its text part under either of these names.
-        spellings = (module, f"language_model.{module}", module.replace("model.", "model.language_model.", 1))
-        return not any(is_named(name, pattern) for name in spellings for pattern in self.ignored)
+        spellings = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+        return not any(is_named(one, self.ignored) for one in spellings)
+
+    def stored_name(self, module: str) -> str:
+        """Return the name of a module in the checkpoint. Modules that it stores as one have the same."""
+        name = f".{module}."
+        for ours, theirs in self.renamed:
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        return name[1:-1]
 
 
 def read_scheme(raw: Mapping[str, Any]) -> QuantScheme | None:
@@ -120,6 +135,7 @@ def _gptq(given: dict[str, Any]) -> QuantScheme:
         act_order=flag(given, "desc_act"),
         zero_offset=0 if "gptq_v2" in (given.get("checkpoint_format"), given.get("format")) else 1,
         head=flag(given, "lm_head"),
+        only=_names_in_groups(given, "modules_in_block_to_quantize"),
     )
 
 
@@ -151,15 +167,25 @@ def _fp8(given: dict[str, Any]) -> QuantScheme:
     )
 
 
-def is_named(module: str, pattern: str) -> bool:
-    """Return whether a pattern of an ignore list names a module, or a folder of it.
+def is_named(module: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether any pattern of an ignore list names a module, or a folder of it.
 
     A plain pattern is a run of whole parts: `mlp.gate` does not name `mlp.gate_proj`. After `re:` it is a regular
     expression for the begin of the name.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return f".{pattern}." in f".{module}."
+    plain, expressions = _parted(patterns)
+    parts = module.split(".")
+    # A model has ten thousand modules of experts, and a list may have a thousand names.
+    runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+    return not plain.isdisjoint(runs) or any(expression.match(module) for expression in expressions)
+
+
+@functools.lru_cache
+def _parted(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Return the plain patterns of an ignore list, and its regular expressions."""
+    expressions = [pattern for pattern in patterns if pattern.startswith("re:")]
+    compiled = tuple(re.compile(pattern.removeprefix("re:")) for pattern in expressions)
+    return frozenset(patterns).difference(expressions), compiled
 
 
 def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
@@ -211,6 +237,16 @@ def names(given: dict[str, Any], key: str) -> tuple[str, ...]:
             except re.error as error:
                 raise UnsupportedModelError(f"{key} has {name!r}, no regular expression: {error}") from None
     return tuple(value)
+
+
+def _names_in_groups(given: dict[str, Any], key: str) -> frozenset[str]:
+    """Return the names in a list of lists, which may be missing."""
+    groups = given.get(key) or []
+    if not isinstance(groups, list):
+        raise UnsupportedModelError(
+            f"{key}={groups!r} in quantization_config must be a list of lists of names"
+        )
+    return frozenset(name for group in groups for name in names({key: group}, key))
 
 
 def _positive(key: str, value: object) -> int:

@@ -8,7 +8,8 @@ Shapes: O outputs, I inputs of a linear layer. G groups of its inputs.
 
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from blockyard.worker.model.quantisation.scheme import QuantScheme
@@ -21,8 +22,11 @@ PLAIN_DTYPES = ("F32", "BF16", "F16")
 _SCALE_BYTES = 4
 _ZERO_BYTES = 1
 _ORDER_BYTES = 4
-_SUPPORTED = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)|lm_head")
+_SUPPORTED = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)|lm_head"
+)
 """Linear layers that may be quantised."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that are one matrix in memory, in this order."""
 _LATER = {kind for fused in _FUSED for kind in fused[1:]}
@@ -48,18 +52,32 @@ def stored_tensors(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -> d
         for name, shape in shapes.items()
         if name.removesuffix(".weight") not in modules or not name.endswith(".weight")
     }
-    for module, (outputs, inputs) in modules.items():
+    for module, parts in stored_modules(modules, scheme).items():
         assert scheme is not None
-        for part, tensor in _parts(scheme, outputs, inputs).items():
-            stored.setdefault(f"{module}.{part}", tensor)
+        outputs, inputs = sum(modules[part][0] for part in parts), modules[parts[0]][1]
+        for kind, tensor in _parts(scheme, outputs, inputs).items():
+            stored.setdefault(f"{module}.{kind}", tensor)
     return stored
+
+
+def stored_modules(modules: Iterable[str], scheme: QuantScheme | None) -> dict[str, tuple[str, ...]]:
+    """Return the modules of a checkpoint, each with the quantised linear layers in it.
+
+    One that holds several layers, the outputs of one behind those of another, has its own name. Others have ours.
+    """
+    if scheme is None:
+        return {}
+    together: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        together[scheme.stored_name(module)].append(module)
+    return {name if len(parts) > 1 else parts[0]: tuple(parts) for name, parts in together.items()}
 
 
 def quantised_modules(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of each quantised linear layer, by its name.
 
     Raises UnsupportedModelError for one that is never read quantised, whose shape does not fit the scheme, or whose
-    neighbour in one matrix is not quantised.
+    neighbour in one matrix or stack of experts is not quantised.
     """
     if scheme is None:
         return {}
@@ -79,6 +97,7 @@ def quantised_modules(shapes: Mapping[str, Shape], scheme: QuantScheme | None) -
         for fused in _FUSED:
             if kind in fused:
                 _check_fused(scheme, parent, fused, modules)
+    _check_experts(found, modules)
     return modules
 
 
@@ -224,6 +243,21 @@ def _check_fused(
                 raise UnsupportedModelError(
                     f"{parent}.{kind} has {outputs} outputs, no whole blocks of {scheme.block_shape[0]}"
                 )
+
+
+def _check_experts(found: Iterable[str], modules: Container[str]) -> None:
+    """Check that the same layer of all experts is quantised, or of none."""
+    stacks: dict[str, list[str]] = defaultdict(list)
+    for module in found:
+        stack, is_of_expert = _EXPERT.subn(".experts.", module)
+        if is_of_expert:
+            stacks[stack].append(module)
+    for members in stacks.values():
+        plain = [module for module in members if module not in modules]
+        if plain and len(plain) < len(members):
+            raise UnsupportedModelError(
+                f"{plain[0]} is not quantised, but the same layer of other experts is"
+            )
 
 
 def check_division(

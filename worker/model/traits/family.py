@@ -107,6 +107,9 @@ class Family:
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of a layer's modules in a checkpoint, where they are not Llama's: each with Llama's name for it. One that
     holds several matrices has a name for each, in the order of its rows."""
+    ignored_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of a module's name, with what lists of modules in a `quantization_config` have in their place, beside
+    `stored`."""
     text_models: tuple[str, ...] = ()
     """Each `model_type` of `text_config` in the config.json of a model that also reads images. Only its text part is
     loaded. Empty: the model reads text alone."""
@@ -114,6 +117,12 @@ class Family:
     """Whether `partial_rotary_factor` says how much of a head is rotated."""
     as_llama: Callable[[RawConfig], RawConfig] = lambda raw: raw
     """Returns config.json with the rotary embedding, and the sizes, where Llama has them."""
+
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Return runs of parts of Llama's names of modules, each with what a checkpoint has in its place."""
+        fused = ((part, module) for module, parts in self.stored.items() for part in parts)
+        return *fused, *self.ignored_names.items()
 
 
 def allows(*values: object, why: str) -> Allowed:

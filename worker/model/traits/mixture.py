@@ -12,8 +12,9 @@ from typing import Any
 from blockyard.worker.unsupported import UnsupportedModelError
 
 MOST_EXPERTS = 1024
-# Mixtral's names of the projections of an expert, and everyone else's.
 _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe"} | {common: name for name, common in _PROJECTIONS.items()}
+"""Mixtral's names of parts of an expert's name, by everyone else's."""
 _MIXTRAL_EXPERT = re.compile(r"\.experts\.(\d+)\.(w[123])\.")
 
 
