@@ -17,10 +17,11 @@ from blockyard.worker.model.quantisation.scheme import QuantScheme
 from blockyard.worker.model.quantisation.stored import quantised_modules
 from blockyard.worker.model.shards import num_parameters, tensor_shapes, weights_bytes
 from blockyard.worker.model.weights import ExpertWeights, load_weights
+from safetensors.torch import load_file, save_file
 
-from bench.quantise.recipes import quantise_checkpoint
+from bench.quantise.recipes import Tensors, quantise_checkpoint
 
-from .checkpoints import EXPERTS, shared_checkpoint
+from .checkpoints import EXPERTS, make_checkpoint, shared_checkpoint
 from .test_quantised_checkpoints import (
     CPU,
     RECIPES,
@@ -234,3 +235,53 @@ def test_the_fingerprint_carries_the_scheme() -> None:
         for folder in checkpoints("Qwen3MoeForCausalLM", name)
     }
     assert len(fingerprints) == 6
+
+
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+NUM_EXPERTS = 4
+
+
+def unstacked(tensors: Tensors) -> Tensors:
+    """Return the tensors of a Llama 4 with a tensor for each matrix of each expert."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors.keys() - found.keys():
+        head, _, stack = name.rpartition(".")
+        for expert, whole_IO in enumerate(tensors[name]):
+            for part, matrix_IO in zip(STACKS[stack], whole_IO.chunk(len(STACKS[stack]), dim=1), strict=True):
+                found[f"{head}.{expert}.{part}.weight"] = matrix_IO.T.contiguous()
+    return found
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """Return the tensors with one for each matrix of all experts, as transformers reads them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for head in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        for stack, parts in STACKS.items():
+            matrices = [
+                torch.cat([tensors[f"{head}.experts.{expert}.{part}.weight"] for part in parts]).T
+                for expert in range(NUM_EXPERTS)
+            ]
+            found[f"{head}.experts.{stack}"] = torch.stack(matrices).contiguous()
+    return found
+
+
+@pytest.mark.parametrize("name", ["w4a16", "fp8"])
+def test_llama_4_is_served_with_its_experts_and_the_shared_one_quantised(name: str, tmp_path: Path) -> None:
+    """The tools that quantise it store each expert by itself, and leave attention and gates in full precision."""
+    sizes = {"intermediate_size": 48, "intermediate_size_mlp": 112, "num_local_experts": NUM_EXPERTS}
+    fields = {"attention_chunk_size": 512, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1]}
+    source = make_checkpoint(tmp_path / "source", "Llama4ForCausalLM", **fields, **sizes)
+    save_file(unstacked(load_file(source / "model.safetensors")), source / "model.safetensors")
+    folder, plain_folder = tmp_path / "quantised", tmp_path / "plain"
+    quantise_checkpoint(source, RECIPES[name], folder, plain_folder)
+    exact = load_file(plain_folder / "model.safetensors")
+
+    def leave_out_attention(tensors: Tensors) -> None:
+        for one in [one for one in tensors if ".self_attn." in one]:
+            del tensors[one]
+        tensors.update({one: tensor for one, tensor in exact.items() if ".self_attn." in one})
+
+    change_tensors(folder, leave_out_attention)
+    change_scheme(folder, ignore=["re:.*lm_head", "re:.*self_attn", "re:.*feed_forward.router"])
+    save_file(stacked(exact), plain_folder / "model.safetensors", metadata={"format": "pt"})
+    assert_serves(folder, plain_folder)

@@ -157,9 +157,10 @@ def _quantised_layers(
         layers.expect(("lm_head",), partial(setattr, weights, "lm_head_VH"))
     for index, layer in enumerate(weights.layers):
         for field, kinds in MATRICES.items():
-            names = tuple(f"model.layers.{index}.{kind}" for kind in kinds)
-            if names[0] in modules:
-                layers.expect(names, partial(setattr, layer, field))
+            for mlp in ("mlp.", "mlp.shared_expert."):
+                names = tuple(f"model.layers.{index}.{kind.replace('mlp.', mlp)}" for kind in kinds)
+                if names[0] in modules:
+                    layers.expect(names, partial(setattr, layer, field))
         for field, kinds in EXPERT_MATRICES.items() if layer.experts is not None else ():
             name = f"model.layers.{index}.mlp.experts"
             if f"{name}.0.{kinds[0]}" in modules:
@@ -243,6 +244,9 @@ def _allocate(
         norm_dtype = torch.float32 if config.norms_round_once else dtype
         return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
 
+    def mlp(layer: int) -> str:
+        return f"model.layers.{layer}.mlp" + (".shared_expert" if config.is_sparse(layer) else "")
+
     def ones(layer: int) -> torch.Tensor | None:
         turns = not config.rotated_layers or config.rotated_layers[layer]
         return torch.ones(head_dim, dtype=dtype, device=device) if turns else None
@@ -280,8 +284,8 @@ def _allocate(
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
-            gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{name}.mlp.gate_proj"),
-            down_HI=None if rows is None else empty(hidden, rows, layer=f"{name}.mlp.down_proj"),
+            gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{mlp(index)}.gate_proj"),
+            down_HI=None if rows is None else empty(hidden, rows, layer=f"{mlp(index)}.down_proj"),
             experts=experts(config.mixture, f"{name}.mlp.experts")
             if config.mixture and config.is_sparse(index)
             else None,

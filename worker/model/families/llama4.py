@@ -99,6 +99,7 @@ FAMILY = Family(
         "rope_theta": 500_000.0,
         "use_qk_norm": True,
     },
+    ignored_names={"mlp": "feed_forward"},
     as_llama=as_llama,
 )
 WITH_IMAGES = replace(FAMILY, text_models=("llama4_text",))

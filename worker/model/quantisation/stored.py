@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 _ZERO_BYTES = 1
 _ORDER_BYTES = 4
 _SUPPORTED = re.compile(
-    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)|lm_head"
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.|shared_expert\.)?(gate|up|down)_proj)|lm_head"
 )
 """Linear layers that may be quantised."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
