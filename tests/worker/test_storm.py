@@ -11,10 +11,10 @@ from blockyard.worker.scheduling.preemption import Victim
 from blockyard.worker.sequences.identifiers import HostSlot
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.sequences.step_plan import StepPlan
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ..properties import examples  # noqa: TID252
 from .storm import Storm, random_request
 
 ACTIONS = 12_000
@@ -285,7 +285,7 @@ class StormMachine(RuleBasedStateMachine):
             self.storm.finish()
 
 
-StormMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+StormMachine.TestCase.settings = examples(40, stateful_step_count=40, deadline=None)
 test_no_order_of_actions_breaks_anything = StormMachine.TestCase
 
 
