@@ -197,6 +197,7 @@ def test_a_grammar_that_cannot_be_is_rejected(house: House, source: str) -> None
     house.check()
 
 
+@pytest.mark.ci
 def test_a_handle_in_use_and_cancels_of_nothing_touch_nobody(house: House) -> None:
     long = submit(sampling={"max_tokens": 100})
     cancels = [
@@ -248,6 +249,7 @@ def test_nothing_is_cached_under_a_name_that_is_not_its_own(house: House) -> Non
     house.check()
 
 
+@pytest.mark.ci
 def test_a_flood_of_cancels_and_bad_submits_holds_nobody_up(house: House) -> None:
     reference = house.tokens(max_tokens=60)
     cancel = ToWorker(cancel=Cancel(handle=5)).SerializeToString()

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 QUANTISED = {"linears in 4 bits": "awq", "linears in 8 bits, act order": "gptq-8-order-asymmetric"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in CASES]
 )
