@@ -29,6 +29,7 @@ AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob
 """A failing scenario is shown without shrinking, which takes longer than a test may."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "chunk",
     [pytest.param(chunk, marks=pytest.mark.slow if chunk >= QUICK_CHUNKS else ()) for chunk in range(CHUNKS)],
@@ -53,6 +54,7 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert sum(result.pulls["WHOLE"] for result in results) > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, CHUNKS))]
 )
@@ -79,6 +81,7 @@ def test_no_fault_of_a_pull_breaks_an_invariant(chunk: int) -> None:
     }
 
 
+@pytest.mark.ci
 @given(scenario=SCENARIOS)
 @AS_DRAWN
 def test_no_scenario_that_hypothesis_draws_breaks_an_invariant(scenario: Scenario) -> None:
@@ -94,6 +97,7 @@ def test_what_breaks_a_broken_product_is_shortened() -> None:
     assert not shortest.faults, "none is needed for it"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("folders", "forbidden"),
     [

@@ -123,6 +123,7 @@ def weathered(weather: str, *, trouble: float = 0.0) -> tuple[Storm, int]:
     return storm, most_waiting
 
 
+@pytest.mark.ci
 @pytest.mark.fault(65)
 @pytest.mark.parametrize("weather", WEATHERS)
 def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: str) -> None:
