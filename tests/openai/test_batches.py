@@ -236,6 +236,7 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
     assert (await batch_client.files.delete(source)).deleted
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch

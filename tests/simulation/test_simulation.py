@@ -81,7 +81,6 @@ def test_no_fault_of_a_pull_breaks_an_invariant(chunk: int) -> None:
     }
 
 
-@pytest.mark.ci
 @given(scenario=SCENARIOS)
 @AS_DRAWN
 def test_no_scenario_that_hypothesis_draws_breaks_an_invariant(scenario: Scenario) -> None:
@@ -97,7 +96,6 @@ def test_what_breaks_a_broken_product_is_shortened() -> None:
     assert not shortest.faults, "none is needed for it"
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("folders", "forbidden"),
     [
