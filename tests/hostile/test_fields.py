@@ -313,7 +313,6 @@ def test_a_stop_string_across_tokens_cuts_exactly(house: House) -> None:
     assert "".join(pieces) == whole[: whole.index(stop)]
 
 
-@pytest.mark.ci
 def test_a_victim_beside_hostile_requests_gets_the_same_tokens(house: House) -> None:
     reference = house.tokens(max_tokens=60)
     hostile = (
@@ -338,7 +337,6 @@ def test_a_victim_beside_hostile_requests_gets_the_same_tokens(house: House) -> 
     house.check()
 
 
-@pytest.mark.ci
 def test_a_request_id_in_use_is_refused_and_the_first_goes_on(house: House) -> None:
     request = inference_pb2.GenerateRequest(
         prompt="x", request_id="twice", sampling={"max_tokens": 120, "ignore_eos": True, "seed": 1}

@@ -197,7 +197,6 @@ def test_a_grammar_that_cannot_be_is_rejected(house: House, source: str) -> None
     house.check()
 
 
-@pytest.mark.ci
 def test_a_handle_in_use_and_cancels_of_nothing_touch_nobody(house: House) -> None:
     long = submit(sampling={"max_tokens": 100})
     cancels = [

@@ -118,7 +118,6 @@ async def test_a_method_that_does_not_exist_is_denied_like_one_that_nobody_may_c
     assert "ada as admin" in caplog.text
 
 
-@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_revoked_token_is_refused_and_a_new_one_let_in_while_the_router_runs(tokens: Tokens) -> None:
     own = Tokens(tokens.path.with_name("changing.json"))
