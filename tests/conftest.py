@@ -99,10 +99,10 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the quick tests that cost more than a quick test may."""
+    """Name the quick tests that cost more than a quick test may. Those of whole clusters may."""
     costs: list[tuple[float, float, str]] = []
     for report in terminalreporter.getreports("passed"):
-        if report.when == "call" and not any(name in report.keywords for name in NOT_QUICK):
+        if report.when == "call" and not any(name in report.keywords for name in (*NOT_QUICK, "cluster")):
             cpu_seconds = dict(report.user_properties).get("cpu_seconds", 0.0)
             if cpu_seconds > MOST_CPU_SECONDS or report.duration > MOST_SECONDS:
                 costs.append((cpu_seconds, report.duration, report.nodeid))
