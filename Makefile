@@ -26,7 +26,9 @@ PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 'lm-eval[api]==0.4.13' 'transformers>=5.17'
-QUICK := not slow and not slow_fault
+# What every landing must pass, and the part of it that takes minutes: CONTRIBUTING.md, How long the tests take.
+LANDING := not slow and not slow_fault
+QUICK := $(LANDING) and not ci
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -35,12 +37,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --no-loadscope-reorder --durations 10
 define run_tests
 	@failed=0; \
-	$(PYTEST) $(PARALLEL) -n $(JOBS) --dist loadfile -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) $(PARALLEL) -n $(CLUSTER_JOBS) --dist loadgroup -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(PARALLEL) $(2) -n $(JOBS) --dist loadfile -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) $(PARALLEL) $(2) -n $(CLUSTER_JOBS) --dist loadgroup -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
 	exit $$failed
 endef
 
-.PHONY: demo test test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
+.PHONY: demo test test-ci test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
 	gpu-check gpu-check-kernels gpu-check-worker gpu-bench gpu-bench-kernels \
 	gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
@@ -49,7 +51,11 @@ demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
 
 test: install
-	$(call run_tests,$(QUICK))
+	$(call run_tests,$(QUICK),--hypothesis-profile quick)
+
+# What .ci/run runs: the same, what costs more, and more random examples.
+test-ci: install
+	$(call run_tests,$(LANDING))
 
 # The same and what takes long: more seeds, more of each fault, mutants of the simulation.
 test-all: install

@@ -109,6 +109,7 @@ PROFILE += ["--contexts", "64,128", "--decodes", "1,16", "--kv-gib", "0", "--ski
 WEIGHTS_AND_150_BLOCKS = 14_863_744 + 150 * 49_152
 
 
+@pytest.mark.ci
 def test_a_profile_ended_by_a_signal_reports_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -290,6 +290,7 @@ NOTHING = Results(
 )
 
 
+@pytest.mark.ci
 def test_a_picture_of_a_data_type_in_which_nothing_was_measured_is_empty(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     failed = Results(

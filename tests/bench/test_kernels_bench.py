@@ -279,6 +279,7 @@ def interrupt() -> Callable[[], object]:
     raise KeyboardInterrupt
 
 
+@pytest.mark.ci
 def test_a_run_cut_short_keeps_what_it_has_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(cases(BENCH, SMALL))[:3]
     monkeypatch.setattr(main, "cases", lambda *_: iter([*whole[:2], replace(whole[2], make=interrupt)]))

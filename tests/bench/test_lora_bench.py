@@ -8,6 +8,7 @@ from bench.lora import ARMS, Batch, engines_of, floors_of, measure, rows_of
 from tests.worker.checkpoints import shared_checkpoint
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 def test_every_arm_is_measured_beside_the_same_batch_without_adapters() -> None:
     folder = Path(shared_checkpoint("LlamaForCausalLM", vocab_size=1024, max_position_embeddings=2048))

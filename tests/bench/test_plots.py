@@ -41,6 +41,7 @@ def figure(request: pytest.FixtureRequest) -> Iterator["Figure"]:
         yield figure_of(figures_of(request.param))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
 def test_each_committed_report_with_a_picture_is_drawn_again_without_a_warning(

@@ -280,6 +280,7 @@ def test_the_report_says_what_is_rare_beside_what_is_usual() -> None:
     assert "| 64 | 2,048 | 2.00 | 1.00 | 85% |" in text
 
 
+@pytest.mark.ci
 def test_a_full_collection_is_by_the_wall_clock_and_walks_what_is_spared_only_when_asked_to() -> None:
     class Slow:
         def __init__(self) -> None:

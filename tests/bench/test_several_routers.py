@@ -27,6 +27,7 @@ def outcome(rate: float, *, num_routers: int = 1, lag_seconds: float = 0.0) -> R
     return simulate(burst(rate), setup)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lag_seconds", [0.0, 5.0], ids=["in time", "5 s late"])
 def test_eight_routers_reuse_what_one_does_in_a_burst(lag_seconds: float) -> None:
     """The index learns of a prefix only when it is computed, and by then the burst is over."""
@@ -36,6 +37,7 @@ def test_eight_routers_reuse_what_one_does_in_a_burst(lag_seconds: float) -> Non
     assert eight.ttft_mean <= 1.1 * one.ttft_mean, (one, eight)
 
 
+@pytest.mark.ci
 def test_a_late_index_costs_one_router_nothing() -> None:
     assert outcome(30.0, lag_seconds=5.0).reuse >= 0.97 * outcome(30.0).reuse
 

@@ -20,6 +20,7 @@ def result() -> Result:
     return Job(load=LOAD, setup=Setup()).run()
 
 
+@pytest.mark.ci
 def test_a_study_goes_on_with_the_results_that_it_kept(result: Result, tmp_path: Path) -> None:
     jobs = [Job(load=LOAD, setup=Setup(seed=seed), tag="prefix") for seed in range(2)]
     kept_file(tmp_path, jobs[0]).write_text(json.dumps(replace(result, reuse=0.25).as_dict()))

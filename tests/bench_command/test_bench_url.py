@@ -146,6 +146,7 @@ def test_a_port_of_grpc_is_named_and_no_key_goes_out_in_plaintext(
     assert "sk-of-somebody" not in refused.output
 
 
+@pytest.mark.ci
 async def test_the_key_comes_by_its_variable(tmp_path: Path) -> None:
     token, entry = new_token("ann", "user", "acme")
     tokens = tmp_path / "tokens.json"

@@ -154,6 +154,7 @@ def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_de
         client.list_models()
 
 
+@pytest.mark.ci
 def test_a_router_that_is_slow_to_greet_is_reached_by_a_client_with_more_time_to_connect(
     shared: Shared,
 ) -> None:

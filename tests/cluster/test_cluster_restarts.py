@@ -19,7 +19,7 @@ from blockyard.router.client import Client, Completion
 
 from .harness import Cluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 NUM_STREAMS = 4
 WAIT_SECONDS = 60.0

@@ -17,7 +17,7 @@ from blockyard.proto.v1 import cluster_pb2
 from .harness import Cluster, eventually, remembered_state
 from .test_cluster_restarts import QUESTIONS, WAIT_SECONDS, ask, load
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 READY = cluster_pb2.WORKER_STATE_READY
 

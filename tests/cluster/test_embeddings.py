@@ -18,7 +18,7 @@ from ..faults.load import until, until_ready  # noqa: TID252
 from ..faults.processes import MODEL, Processes, free_port, processes  # noqa: TID252
 from ..worker.checkpoints import make_embedding_checkpoint, reference_embedding  # noqa: TID252
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 WORKER = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory", str(24 * 2**20))
 SMALL_STEPS = ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")

@@ -9,7 +9,7 @@ import pytest
 
 from .harness import UP, Command, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 
 def processes_of(home: Path) -> list[int]:

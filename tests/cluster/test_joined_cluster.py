@@ -13,7 +13,7 @@ from blockyard.router.client import Client
 from .harness import Command, eventually, remembered_state
 from .ray_nodes import operators_head
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 

@@ -22,7 +22,7 @@ from blockyard.worker.llm import LLM, SamplingParams
 from .harness import Cluster, Command, eventually, remembered_state
 from .ray_nodes import operators_head, second_node
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 CHECKPOINT = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 ENGINE = ("--model", "demo", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory", "9MiB")

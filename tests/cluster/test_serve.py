@@ -27,7 +27,7 @@ from ..security.certificates import Authority  # noqa: TID252
 from .harness import Command, remembered_state
 from .test_interrupted_start import processes_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 SIMULATED = ("--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 SERVE_SECONDS = 240.0

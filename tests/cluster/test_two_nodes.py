@@ -24,7 +24,7 @@ from blockyard.router.client import Client
 from .harness import Cluster, Command, eventually, remembered_state
 from .ray_nodes import operators_head, second_node
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 SIMULATED = (
     *("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB"),

@@ -77,6 +77,7 @@ def test_a_prometheus_that_there_is_stays_rays() -> None:
     assert told[PROMETHEUS_VARIABLE] == "http://prometheus:9090"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("environment", "arguments", "has_tab", "told"),
     [

@@ -35,7 +35,7 @@ from .ray_rig import (
     stored,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 IS_RAY_2_52 = version("ray").startswith("2.52.")
 
 DEAD_SECONDS = 50.0

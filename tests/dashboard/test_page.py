@@ -22,7 +22,7 @@ from .onlooker import (
 )
 from .stage import Processes, Stage, announcement_of, processes, staged
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_the_numbers_on_the_page_are_those_of_get_block_pool(page: Browser, cluster: Processes) -> None:

@@ -9,7 +9,7 @@ from .browser import Browser
 from .onlooker import keep_picture, shown
 from .stage import Processes, Stage
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 SECONDS = 50.0
 """Ten times what the page promises."""

@@ -14,7 +14,7 @@ from .browser import Browser
 from .onlooker import client_of, keep_picture
 from .stage import Processes, Stage, announcement_of, processes, staged
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 POOL = ("--device", "cpu", "--kv-cache-memory", str(36 * 2**20), "--host-cache-gib", "0.03")
 """The demo model itself: 768 blocks, and as many in host memory. Only a worker that measured its memory pulls."""

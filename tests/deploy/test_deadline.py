@@ -121,6 +121,7 @@ def frozen_ray() -> Iterator[str]:
                 connection.close()
 
 
+@pytest.mark.ci
 def test_every_command_says_that_a_ray_is_silent_and_ends(tmp_path: Path) -> None:
     with frozen_ray() as address:
         joined = state.ClusterState(cluster="default", model="m", secret="s", ray_address=address)

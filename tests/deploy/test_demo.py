@@ -10,6 +10,7 @@ from blockyard.deploy.demo.traffic import LatencyAlone, chats_of, time_alone
 from ..faults.processes import SIMULATED, processes  # noqa: TID252
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 async def test_a_request_alone_is_timed_with_and_without_its_prompt_in_the_cache(tmp_path: Path) -> None:
     with processes(tmp_path, with_redis=True) as cluster:

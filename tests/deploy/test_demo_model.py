@@ -187,6 +187,7 @@ def test_export_is_loaded_as_the_same_model(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == load_tokenizer().chat_template
 
 
+@pytest.mark.ci
 def test_held_out_modules_are_in_no_training_text() -> None:
     corpus = load_corpus()
     assert all(name not in corpus.headers for name in HELD_OUT_MODULES)
@@ -237,6 +238,7 @@ def test_each_demo_group_shares_200_to_500_tokens(group: DemoGroup) -> None:
     assert len(group.questions) == len(set(group.questions)) == 6
 
 
+@pytest.mark.ci
 def test_demo_questions_are_answered_with_the_definition_asked_for() -> None:
     """Measured: 24 of 24 are definitions in the style the system prompt wants, 22 have the name asked for."""
     num_definitions = num_named = num_styled = 0

@@ -68,6 +68,7 @@ def test_a_figure_agrees_where_it_prints_like_the_textbook(ours: float, agrees: 
     assert comparison.agrees is agrees
 
 
+@pytest.mark.ci
 def test_each_figure_becomes_a_picture(figures: Figures, tmp_path: Path) -> None:
     paths = draw_figures(figures, tmp_path / "new")
     assert sorted(path.name for path in paths) == [
@@ -83,6 +84,7 @@ def test_each_figure_becomes_a_picture(figures: Figures, tmp_path: Path) -> None
         assert path.stat().st_size > 5_000
 
 
+@pytest.mark.ci
 def test_drawing_leaves_nothing_in_the_home_folder(figures: Figures, tmp_path: Path) -> None:
     (home := tmp_path / "home").mkdir()
     (temporary := tmp_path / "temporary").mkdir()

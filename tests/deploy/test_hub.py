@@ -138,6 +138,7 @@ def run(
     )
 
 
+@pytest.mark.ci
 def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) -> None:
     first = run(hub, tmp_path, "-c", REPORTS, REPOSITORY)
     assert first.returncode == 0, first.stderr
@@ -185,6 +186,7 @@ def test_a_model_that_the_hub_does_not_give_is_refused_by_a_sentence(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.ci
 def test_doctor_and_size_read_the_config_alone(hub: Hub, tmp_path: Path) -> None:
     cli = ("-m", "blockyard.deploy.cli")
     doctor = run(hub, tmp_path, *cli, "doctor", "--model", REPOSITORY, "--output", "json")
@@ -217,6 +219,7 @@ def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: Hub, t
     assert "model.safetensors" not in hub.fetched
 
 
+@pytest.mark.ci
 def test_a_wrong_model_is_told_before_a_cluster_that_is_up_would_be_taken_down_for_it(
     hub: Hub, tmp_path: Path
 ) -> None:

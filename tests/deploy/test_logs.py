@@ -94,6 +94,7 @@ def failure(cluster: Processes, **arguments: Any) -> BlockyardError:
     return caught.value
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_every_line_of_a_router_and_a_worker_is_json_and_says_who_writes_it(cluster: Processes) -> None:
     for name, identity in (("worker-0", {"worker_id": "worker-0"}), ("router-0", {"router_id": "router-7"})):
@@ -106,6 +107,7 @@ def test_every_line_of_a_router_and_a_worker_is_json_and_says_who_writes_it(clus
     assert {len(line["incarnation"]) for line in lines(cluster, "worker-0")} == {16}
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_a_failed_request_is_found_by_its_id_in_the_logs_of_router_and_worker(cluster: Processes) -> None:
     error = failure(cluster, prompt_token_ids=[1, FAULT_TOKEN, 3], request_id=REQUEST_ID)
@@ -115,6 +117,7 @@ def test_a_failed_request_is_found_by_its_id_in_the_logs_of_router_and_worker(cl
         assert any(told in line["message"] for line in found), name
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_a_request_that_got_its_id_from_the_router_is_found_by_that(cluster: Processes) -> None:
     error = failure(cluster, prompt_token_ids=[1, FAULT_TOKEN, 4])
@@ -122,11 +125,13 @@ def test_a_request_that_got_its_id_from_the_router_is_found_by_that(cluster: Pro
     assert error.request_id in {line.get("request_id") for line in lines(cluster, "router-0")}
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_a_request_that_was_never_taken_in_has_no_id(cluster: Processes) -> None:
     assert failure(cluster, prompt="x", model="another").request_id == ""
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 def test_no_line_holds_a_prompt(cluster: Processes) -> None:
     assert not any(

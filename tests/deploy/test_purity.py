@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ci
 def test_a_router_and_its_tokeniser_process_load_no_torch() -> None:
     code = (
         "import sys\n"

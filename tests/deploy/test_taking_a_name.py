@@ -31,6 +31,7 @@ sys.stdin.readline()  # It lives on, as an `up` that starts its cluster.
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_left_by_a_crash", [False, True])
 def test_one_of_several_commands_takes_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_by_a_crash: bool

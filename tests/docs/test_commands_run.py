@@ -73,6 +73,7 @@ def folder(tmp_path: Path, router: str, monkeypatch: pytest.MonkeyPatch) -> Path
     return working
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("block", parameters())
 def test_a_block_of_commands_runs(block: Block, folder: Path, gateway: str) -> None:
     text = script(block).replace("/models/model", shlex.quote(model_path("demo")))

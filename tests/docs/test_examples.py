@@ -60,6 +60,7 @@ def test_a_batch_is_answered_in_the_files_order_and_says_which_row_failed(
     assert answered[20]["error"] == "INVALID_REQUEST"
 
 
+@pytest.mark.ci
 def test_the_engine_alone_finds_on_its_second_round_what_the_first_has_left() -> None:
     said = run("embedded_engine.py")
     first, second = (int(number) for number in re.findall(r"^round \d: (\d+) of", said, flags=re.MULTILINE))

@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultReport(config.getoption(REPORT_OPTION, default=None)))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     with redis_cluster_in(tmp_path_factory.mktemp("redis-faults")) as cluster:
         yield cluster

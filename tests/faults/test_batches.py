@@ -16,7 +16,7 @@ from .invariants import blocks_are_free
 from .load import until, until_ready
 from .processes import SIMULATED, Process, Processes, free_port, processes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 NUM_LINES = 300
 STEP = ("--simulated-step-seconds", "0.01")

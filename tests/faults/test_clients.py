@@ -26,7 +26,7 @@ from .load import CANARY, Load, answers, load, streams, until, until_ready
 from .processes import SIMULATED, Processes, processes
 from .rig import error_info, raw_inference, whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 FREE_SECONDS = 3.0
 """Bound, with the delays of a busy machine. Blocks are free within a step, 0.1 s at most."""

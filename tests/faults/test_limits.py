@@ -14,7 +14,7 @@ from .load import Stream, answers, load, streams, until
 from .processes import DETERMINISTIC, SIMULATED, Processes, processes
 from .rig import whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 MAX_REQUESTS = 50
 MAX_ALONE = MAX_REQUESTS - MAX_REQUESTS // 16

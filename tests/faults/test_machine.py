@@ -23,7 +23,7 @@ from .load import READY, answers, load, states, streams, until, until_ready
 from .processes import SIMULATED, Processes, processes
 from .rig import whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 NUM_STREAMS = 8
 STEP = ("--simulated-step-seconds", "0.02")

@@ -19,7 +19,7 @@ from .load import answers, load, streams, until_ready
 from .processes import DETERMINISTIC, MODEL, SIMULATED, Process, Processes, processes
 from .rig import raw_inference
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 MARKER_TOKEN = 3333
 NUM_STREAMS = 8

@@ -16,7 +16,7 @@ from .load import Stream, answers, holders, load, streams, until, until_ready
 from .processes import DETERMINISTIC, Process, Processes, processes
 from .rig import busiest, cost, whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 RANKS = ("--tensor-parallel-size", "2")
 SWAPPING = ("--preempt", "swap", "--swap-space-gib", "0.05", "--max-preemptions", "1000")

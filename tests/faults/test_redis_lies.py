@@ -210,6 +210,7 @@ def expel_rogues(cluster: RedisCluster) -> None:
         pipe.execute()
 
 
+@pytest.mark.ci
 @pytest.mark.fault(51)
 async def test_workers_that_an_attacker_introduces_get_no_connection(
     redis_cluster: RedisCluster, measured: dict[str, Any]

@@ -24,6 +24,7 @@ async def test_redis_killed_and_back_empty_is_told_everything_anew(
     assert num_errors(survived.index) > 0
 
 
+@pytest.mark.ci
 @pytest.mark.fault(36)
 async def test_a_stopped_redis_holds_nobody_up(redis_cluster: RedisCluster, measured: dict[str, Any]) -> None:
     redis = redis_cluster.redis
@@ -61,6 +62,7 @@ async def test_a_redis_that_refuses_connections_holds_nobody_up(
     await survives(redis_cluster, measured, harm=proxy.refuse, heal=proxy.heal)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(38)
 async def test_after_flushall_everything_is_told_anew(
     redis_cluster: RedisCluster, measured: dict[str, Any]

@@ -15,7 +15,7 @@ from .load import CANARY, Stream, answers, load, until_ready
 from .processes import DETERMINISTIC, Processes, processes
 from .rig import cost, whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 SCHEMA = {
     "type": "object",

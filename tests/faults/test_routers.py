@@ -15,7 +15,7 @@ from .load import Stream, answers, load, streams, until, until_ready
 from .processes import SIMULATED, Processes, processes
 from .rig import is_serving, whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 NUM_STREAMS = 8
 LONG_PROMPT = "one two three " * 100

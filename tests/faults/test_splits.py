@@ -18,7 +18,7 @@ from .load import CANARY, Stream, answers, holders, load, until
 from .processes import DETERMINISTIC, Process, Processes, free_port, processes
 from .rig import whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 GAP_SECONDS = 10.0
 PATIENT = ("--suspect-seconds", "60", "--lost-seconds", "90")

@@ -71,6 +71,7 @@ async def in_engine(worker: WorkerServer, command: Callable[[Engine], T]) -> T:
     return await asyncio.wrap_future(worker._engine.call(command))
 
 
+@pytest.mark.ci
 @pytest.mark.fault(63)
 @pytest.mark.parametrize("tier", ["pool", "host"])
 async def test_lent_blocks_outlive_eviction_and_a_flush(tier: str, measured: dict[str, Any]) -> None:
@@ -106,6 +107,7 @@ async def _fill(router: Router, *, first: int) -> None:
         await router.ask(handle, token=handle)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(63)
 async def test_a_source_that_has_evicted_sends_the_fewer_that_it_has() -> None:
     async with (
@@ -135,6 +137,7 @@ def test_only_computed_blocks_are_lent() -> None:
     scheduler.tables.end_loan(loan)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(63)
 @pytest.mark.parametrize("is_flipped", [False, True])
 async def test_a_bit_that_flips_in_the_sources_host_memory_reaches_nobody(is_flipped: bool) -> None:
@@ -182,6 +185,7 @@ async def test_a_request_that_expires_ends_its_pull_and_frees_its_slots(measured
         measured.update(failed=0)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(65)
 async def test_preempted_sequences_beside_pulls_get_the_tokens_of_a_worker_alone() -> None:
     """A pool of little more than two of the four requests. The second pull of each prompt finds another one."""
@@ -262,6 +266,7 @@ async def test_a_worker_of_another_layout_or_model_lends_nothing(
         assert "LAYOUT" in caplog.text
 
 
+@pytest.mark.ci
 @pytest.mark.fault(68)
 async def test_a_source_serves_so_many_pulls_at_once_and_refuses_the_others(measured: dict[str, Any]) -> None:
     async with AsyncExitStack() as stack:
@@ -302,6 +307,7 @@ async def test_a_source_serves_so_many_pulls_at_once_and_refuses_the_others(meas
         await check_idle(source)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(69)
 async def test_two_workers_that_pull_from_each_other_at_once_both_get_all() -> None:
     async with (

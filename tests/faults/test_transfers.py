@@ -16,7 +16,7 @@ from ..worker.test_transfer import BLOCKS, Router  # noqa: TID252
 from .processes import SECRET, Process, Processes, free_port, processes
 from .transfer_rig import BLOCK_BYTES, KV_SHAPE, PREFIX_BYTES, tapped
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 OPTIONS = ("--device", "cpu", "--deterministic", "--kv-cache-memory", str(64 * BLOCK_BYTES))
 LENDING = ("--host-cache-gib", str(64 * BLOCK_BYTES / 2**30), "--lend-share", "0.5")

@@ -111,6 +111,7 @@ async def test_a_worker_that_gets_no_memory_is_killed_and_its_streams_go_on(
     await _go_on_without_the_busiest(cluster, measured, starve)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(15)
 async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
     cluster: Processes, measured: dict[str, Any]
@@ -142,6 +143,7 @@ async def test_a_worker_killed_before_its_first_token_costs_latency_alone(
         await all_is_as_before(cluster, baseline, client)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(17)
 async def test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had(
     cluster: Processes, measured: dict[str, Any]
@@ -182,6 +184,7 @@ async def test_a_used_budget_ends_a_stream_with_worker_lost_and_what_it_had(
         await all_is_as_before(cluster, baseline, client)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(19)
 async def test_without_any_worker_requests_wait_and_all_recovers_by_itself(
     cluster: Processes, measured: dict[str, Any]
@@ -221,6 +224,7 @@ async def test_without_any_worker_requests_wait_and_all_recovers_by_itself(
         each_ended_once([*finished, refused])
 
 
+@pytest.mark.ci
 @pytest.mark.fault(26)
 async def test_a_request_that_kills_workers_is_tried_on_no_third(
     cluster: Processes, measured: dict[str, Any]

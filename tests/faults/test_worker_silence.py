@@ -19,7 +19,7 @@ from .load import READY, answers, holders, load, states, streams, until, until_r
 from .processes import SIMULATED, Process, Processes, processes
 from .rig import busiest, cost, victims, whole
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 NUM_STREAMS, NUM_LATER = 12, 9
 STEP = ("--simulated-step-seconds", "0.02")

@@ -68,6 +68,7 @@ def test_another_protocol_is_closed_on(house: House, first: bytes) -> None:
     house.check()
 
 
+@pytest.mark.ci
 def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_file(house: House) -> None:
     house.check()
     files = house.router.num_files
@@ -100,6 +101,7 @@ def test_a_flood_of_pings_is_told_to_calm_down(house: House) -> None:
     house.check()
 
 
+@pytest.mark.ci
 def test_a_bomb_of_gzip_is_exhausted_before_it_is_unpacked(house: House) -> None:
     peak, is_over = house.router.resident_bytes, threading.Event()
     before = peak

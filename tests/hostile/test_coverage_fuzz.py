@@ -24,6 +24,7 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("target", RUNS)
 def test_no_input_raises_anything_but_what_clients_are_told(target: str) -> None:
     done = run("-m", "tests.hostile.coverage_fuzz", target, "--runs", str(RUNS[target]), "--minutes", "4")
@@ -31,6 +32,7 @@ def test_no_input_raises_anything_but_what_clients_are_told(target: str) -> None
     assert "DONE" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_defect_is_found_and_its_input_can_be_run_again(tmp_path: Path) -> None:
     planted = (
         "import sys; from tests.hostile import coverage_fuzz as fuzz\n"

@@ -35,6 +35,7 @@ def serve_until(connection: Connection, holds: Callable[[], bool]) -> None:
         connection.serve(0.2)
 
 
+@pytest.mark.ci
 def test_messages_that_never_end_hold_no_more_than_the_budget_and_keep_nobody_out(house: House) -> None:
     """Send all but the last bytes of 400 messages of 4 MiB. Without a bound 1.6 GB are held until the client goes."""
     before = house.router.resident_bytes

@@ -34,6 +34,7 @@ def model_with(template: str, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("template", "error"),
     [

@@ -175,6 +175,7 @@ async def test_the_directory_returns_live_records_as_registered(harness: IndexHa
     assert found == [record("a"), record("b")]
 
 
+@pytest.mark.quick_cases(2)
 async def test_pages_of_the_directory_have_each_live_record_once_and_go_on_where_the_last_one_ended(
     harness: IndexHarness,
 ) -> None:

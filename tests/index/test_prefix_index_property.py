@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ..properties import examples  # noqa: TID252
 from .harness import IndexHarness, RedisHarness, ShardedHarness, TwinHarness, free_of, purge_all, record
 from .incarnations import WorkerIncarnation, known_to_index, rounded_down
 from .truth import ALL_CHAINS, ROOTS, Tiers, brute_force, name_of
@@ -302,9 +303,9 @@ def sharded_machine(shards: list[RedisProcess]) -> type[IndexMachine]:
     return ShardedMachine
 
 
-def budget(examples: int) -> settings:
-    return settings(
-        max_examples=examples,
+def budget(count: int) -> settings:
+    return examples(
+        count,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -51,6 +51,7 @@ def test_cuda_gets_triton() -> None:
     assert choose_backend(torch.device("cuda")).name == "triton"
 
 
+@pytest.mark.ci
 def test_a_cpu_worker_never_imports_triton() -> None:
     program = (
         "import sys, torch\n"

@@ -16,6 +16,7 @@ from tests.kernels.compiled_code import COLUMNS, HEADS, LINEAR_HEADS, NUM_STEADY
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("program", "heads"), [("compile_for_cuda", HEADS), ("compile_linears", LINEAR_HEADS)]

@@ -13,18 +13,18 @@ from blockyard.kernels.cpu.backend import MAX_HEAD_DIM, from_native, has_native_
 from blockyard.kernels.interface import Backend, HeadNorms
 from blockyard.kernels.torch import reference
 from blockyard.kernels.torch.nucleus import thresholds_by_sorting
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+
+from ..properties import examples  # noqa: TID252
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
 MakeStep = Callable[..., Any]
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-6
 # The fixtures that each example shares hold no state.
-PROPERTY = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+PROPERTY = examples(
+    60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -13,9 +13,10 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.library import Attention, CpuLibrary
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.torch import reference
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .conftest import quantised_pool
 
 AssertNear = Callable[[torch.Tensor, torch.Tensor], None]
@@ -115,10 +116,8 @@ def groups_of(
     return [Group(shared[number], order[end - counts[number] : end]) for number, end in enumerate(ends)]
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+@examples(
+    150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(
     tree=trees(),

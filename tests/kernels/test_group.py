@@ -66,6 +66,7 @@ def own() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_get_equal_bits_in_every_size_and_type(
     library: CpuLibrary, own: ExitStack, size: int
@@ -78,6 +79,7 @@ def test_all_ranks_get_equal_bits_in_every_size_and_type(
     assert digest[:64] == digest[64:], "the same sums again give the same bits"
 
 
+@pytest.mark.ci
 def test_a_killed_rank_ends_all_others_as_soon_as_its_death_is_told(
     library: CpuLibrary, own: ExitStack
 ) -> None:
@@ -244,6 +246,7 @@ def test_no_other_user_may_open_the_memory_and_it_has_no_name_once_unlinked() ->
         SharedMemory.open("../etc/passwd", 4096)
 
 
+@pytest.mark.ci
 def test_a_ring_does_not_end_with_its_first_million_of_messages(library: CpuLibrary, own: ExitStack) -> None:
     ring = MessageRing(lambda: library, rank=0, size=1)
     own.callback(ring.memory.unlink)

@@ -17,13 +17,13 @@ from blockyard.kernels.quantised import (
     dequantised,
     packed,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
+
 DTYPES = [torch.float32, torch.bfloat16]
-PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = examples(60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,14 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.int8_linear import can_quantise
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.selection import choose_backend
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+
+from ..properties import examples  # noqa: TID252
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = examples(60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,10 @@ from blockyard.kernels.triton.linears.choice import (
 )
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.weights import tiled
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .test_triton_linears import assert_product, inputs_for, int4_weight, moved
 
 
@@ -52,7 +53,7 @@ def test_every_size_of_tiles_is_warmed_up(
     assert tiles(num_tokens) in map(tiles, WARM_UP_TOKENS)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12, deadline=None)
 @given(
     rows=st.integers(1, 20),
     outputs=st.integers(1, 70),

@@ -61,6 +61,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("vocab_size", [1, 63, 4095, 4096, 4097, VOCAB_SIZE])
 def test_a_threshold_is_the_smallest_weight_that_is_kept(
     backend: Backend, device: torch.device, vocab_size: int
@@ -80,6 +81,7 @@ def test_rows_may_lie_apart_and_only_unsettled_ones_are_written(
     assert found[1::2] == expected_thresholds(weights_FV[1::2].cpu(), [(NONE, 0.8)] * 2)
 
 
+@pytest.mark.ci
 def test_equals_stay_together_and_subnormal_weights_count(backend: Backend, device: torch.device) -> None:
     weights_FV = torch.zeros(4, VOCAB_SIZE)
     weights_FV[0, :4] = 0.25  # three of them are three quarters
@@ -92,6 +94,7 @@ def test_equals_stay_together_and_subnormal_weights_count(backend: Backend, devi
     assert found == [0.25, 1.0, weights_FV[2, 0].item(), weights_FV[3, 2].item()]
 
 
+@pytest.mark.ci
 def test_a_threshold_may_lie_far_below_the_largest_weight(backend: Backend, device: torch.device) -> None:
     """All sums are exact in fp64."""
     weights_V = torch.zeros(3 * 4096 + 5)
@@ -103,6 +106,7 @@ def test_a_threshold_may_lie_far_below_the_largest_weight(backend: Backend, devi
     assert found == expected_thresholds(weights_FV, filters) == [2.0**-40, 0.5, 2.0**-45, 2.0**-10, 2.0**-28]
 
 
+@pytest.mark.ci
 def test_a_row_that_holds_nan_harms_no_other(backend: Backend, device: torch.device) -> None:
     weights_FV = weights_of(3, seed=2)
     weights_FV[1, ::2] = float("nan")

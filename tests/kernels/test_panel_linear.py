@@ -9,13 +9,13 @@ from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.native_linear import LANES
 from blockyard.kernels.cpu.panel_linear import can_lay_out, lay_out
 from blockyard.kernels.interface import Backend
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
+
 DTYPES = [torch.float32, torch.bfloat16]
-PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = examples(60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,7 @@ def test_every_stored_number_is_read_as_what_it_means(
     torch.testing.assert_close(step.out_TND[:, 0].cpu(), expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.quick_cases(1)
 @quantised
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (8, 2), (8, 1)])
 @pytest.mark.parametrize("block_size", [16, 64])

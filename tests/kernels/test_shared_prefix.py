@@ -113,6 +113,7 @@ def test_under_a_window_that_hides_something_every_row_reads_for_itself() -> Non
     assert min(first for _, _, _, first, _, _ in windowed.decode_items_W6.tolist()) == 9
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [

@@ -35,6 +35,7 @@ def attend(backend: Backend, step: Any, plan: AttentionPlan, num_rows: int) -> t
     return out_TND[: len(step.q_TND)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_rows", [9, 10])
 def test_a_padded_step_reads_what_its_rows_share_once_for_all(
     triton_backend: Backend, make_step: MakeStep, assert_near: AssertNear, device: torch.device, num_rows: int
@@ -64,6 +65,7 @@ def test_a_padded_step_reads_what_its_rows_share_once_for_all(
         assert_near(attend(triton_backend, step, plan, num_rows), own)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_rows", [4, 6])
 def test_attention_of_a_padded_step_is_the_steps_own(
     triton_backend: Backend,

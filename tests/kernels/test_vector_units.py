@@ -21,6 +21,8 @@ from blockyard.kernels.torch.backend import TorchBackend
 from .conftest import TOLERANCES, MakeStep
 from .test_grouped_linear import draw
 
+pytestmark = pytest.mark.ci  # Each kind is compiled anew.
+
 SECONDS = 120.0
 NEEDED: dict[str, set[str]] = {
     "x86-64": set(),

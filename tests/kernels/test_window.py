@@ -59,6 +59,7 @@ def test_the_reference_sees_the_window_by_its_definition(
     assert_near(step.out_TND, brute_force(step, window))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 50, 129, 131, 1000])
 def test_windows_of_any_width_match_the_reference(
     backend: Backend, make_step: MakeStep, assert_near: AssertNear, window: int
@@ -83,6 +84,7 @@ def test_half_precision_and_groups_of_heads(
     assert_matches_reference(backend, step, 45, assert_near)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_larger_blocks(
     backend: Backend, make_step: MakeStep, assert_near: AssertNear, block_size: int

@@ -47,6 +47,7 @@ def test_rules_and_scrape_configuration_are_valid(tmp_path: Path) -> None:
     assert f"{len(RULES)} rules found" in checked.stdout
 
 
+@pytest.mark.quick_cases(2)
 @needs_prometheus
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.alert))
 def test_an_alert_fires_when_it_should_and_only_then(case: AlertCase, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_an_alert_fires_when_it_should_and_only_then(case: AlertCase, tmp_path: 
     assert judged.returncode == 0, judged.stdout + judged.stderr
 
 
+@pytest.mark.quick_cases(4)
 @needs_prometheus
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.alert != "BlockyardNoRouters"], ids=lambda case: str(case.alert)

@@ -24,7 +24,13 @@ from .grafana import healthy_grafana
 from .prometheus import Prometheus, free_address, prometheus
 from .promtool import needs_prometheus
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, needs_prometheus, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.cluster,
+    pytest.mark.ray,
+    needs_prometheus,
+    pytest.mark.timeout(600),
+]
 
 SCRAPED_SECONDS = 60.0
 """Ray reports each second, Prometheus asks each second; ten times that, and more."""

@@ -76,6 +76,7 @@ def labels_of(metric: Metric) -> set[str]:
     return ({metric.label} if metric.label else set()) | ({"le"} if metric.kind is Kind.HISTOGRAM else set())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["router", "worker"])
 def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind: str) -> None:
     with process(kind) as url:
@@ -90,6 +91,7 @@ def test_all_of_the_table_is_served_with_its_kind_and_labels_from_the_start(kind
         assert all(whose.items() <= sample.labels.items() for sample in family.samples)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["router", "worker"])
 def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
     with process(kind, "--metrics-names", "vllm") as url:
@@ -106,6 +108,7 @@ def test_vllms_names_stand_beside_ours_with_the_same_values(kind: str) -> None:
             assert len(theirs.samples) == len(ours.samples)
 
 
+@pytest.mark.ci
 def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
     """The names are those in vLLM's source; clients query the same."""
     with process("router", "--metrics-names", "vllm") as url:
@@ -129,6 +132,7 @@ def test_a_name_of_vllm_is_spelled_as_it_spells_it() -> None:
     assert "\nvllm:num_preemptions_total{" in text
 
 
+@pytest.mark.ci
 @needs_prometheus
 def test_promtool_finds_nothing_to_lint() -> None:
     with process("worker") as url:
@@ -139,6 +143,7 @@ def test_promtool_finds_nothing_to_lint() -> None:
     assert judged.returncode == 0, judged.stderr
 
 
+@pytest.mark.ci
 @needs_prometheus
 def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path: Path) -> None:
     with process("worker") as url, prometheus(tmp_path, plain=[url.split("/")[2]]) as asked:
@@ -146,6 +151,7 @@ def test_prometheus_scrapes_a_process_without_ray_under_the_same_names(tmp_path:
         assert [labels["worker"] for labels, _ in asked.vector("blockyard_blocks_free")] == ["w7"]
 
 
+@pytest.mark.ci
 def test_a_port_that_cannot_be_had_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

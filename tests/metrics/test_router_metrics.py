@@ -199,6 +199,7 @@ async def test_a_refused_call_says_grpcs_code_and_the_counter_our_reason() -> No
         await readings_once(router, {reason_of(error): 1})
 
 
+@pytest.mark.ci
 async def test_a_prefetch_counts_its_prompt_but_no_time_to_a_first_token() -> None:
     async with running_router() as router, router.workers(worker_of_model("w0")):
         answer = await router.inference.Generate(request(prefetch=True))

@@ -37,6 +37,7 @@ def noting(name: str, noted: list[str]) -> Any:
     return called
 
 
+@pytest.mark.ci
 async def test_a_response_that_is_refused_reads_no_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

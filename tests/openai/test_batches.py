@@ -236,6 +236,7 @@ async def test_a_cancelled_batch_keeps_its_answers_and_names_the_others(
     assert (await batch_client.files.delete(source)).deleted
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
@@ -438,6 +439,7 @@ async def test_an_upload_whose_client_goes_at_its_end_leaves_no_file_without_a_r
         assert (await client.files.content(record.id)).content == b"{}\n"
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_web_page_may_not_upload(batching: Gateway) -> None:
     answer = await batching.post(
@@ -530,6 +532,7 @@ async def test_a_tenant_finds_only_its_own(tokens: Tokens, tmp_path: Path) -> No
                 )
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_of_two_routers_of_a_folder_one_runs_the_batches_and_both_answer(tmp_path: Path) -> None:
     async with (

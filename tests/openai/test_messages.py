@@ -18,10 +18,11 @@ from blockyard.router.errors import RouterError
 from blockyard.router.openai.anthropic.request import COUNT_FIELDS, counted_chat, messages_wanted
 from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from ..properties import examples  # noqa: TID252
 from .rig import (
     MODEL,
     FakeWorker,
@@ -553,7 +554,7 @@ async def test_bad_input_is_refused_under_anthropics_names(
     assert worker.submits == []
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 async def test_any_json_in_any_place_is_taken_or_refused(data: st.DataObject) -> None:
     """Anything else would be an error of the router."""

@@ -11,7 +11,7 @@ from openai import OpenAI
 from ..cluster.harness import Command, remembered_state  # noqa: TID252
 from .test_document import BLOCKS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 SHOWN = shlex.split(next(block for _, name, block in BLOCKS if name == "up"))
 
 

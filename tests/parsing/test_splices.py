@@ -16,9 +16,10 @@ from blockyard.router.tokenizing.splices import (
     respelled,
     unpack_answers,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .families import FAMILIES, Conversation, Family, num_common, other_tokens
 
 BLOCK_SIZE = 16
@@ -233,7 +234,7 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
 MESSAGES = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), TEXTS), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150, deadline=None)
 @given(
     name=st.sampled_from(sorted(BY_NAME)),
     messages=MESSAGES,

@@ -14,9 +14,10 @@ from blockyard.proto.step_costs import (
     WorkRows,
     pairs_of,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .machine import MIXES, Machine
 
 ANY_COUNT = st.one_of(st.floats(), st.integers(-(2**70), 2**70))
@@ -37,7 +38,7 @@ def test_pairs_count_each_token_with_all_before_it() -> None:
     assert pairs_of(0, 30) + pairs_of(30, 70) == pairs_of(0, 100)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(MACHINES, st.lists(MIX, min_size=1, max_size=3), st.integers(0, 1000))
 def test_the_fit_expects_the_time_of_more_of_the_same_work(
     machine: Machine, mixes: list[str], seed: int
@@ -74,7 +75,7 @@ def test_no_report_spoils_the_costs(reports: list[StepWork]) -> None:
         assert isfinite(costs.pair_tokens)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.floats(1e-6, 1e6), st.integers(0, 1000))
 def test_a_few_absurd_times_change_little(factor: float, seed: int) -> None:
     machine, chance, costs = Machine(), Random(seed), StepCosts()

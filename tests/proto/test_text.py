@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..properties import examples  # noqa: TID252
+
 DEMO_CHECKPOINT = Path(blockyard.deploy.__file__).parent / "demo_model" / "checkpoint"
 
 
@@ -65,7 +67,7 @@ byte_level_ids = st.lists(st.one_of(st.integers(0, 258), st.integers(0, 4095), s
 
 
 @given(byte_level_ids, group_sizes)
-@settings(deadline=None, max_examples=400)
+@examples(400, deadline=None)
 def test_byte_level_deltas_add_up_to_the_whole_decoding(token_ids: list[int], sizes: list[int]) -> None:
     assert "".join(streamed(byte_level(), token_ids, sizes)) == whole(byte_level(), token_ids)
 
@@ -83,7 +85,7 @@ word_or_bytes = st.one_of(st.text(alphabet=" abcdeé€😀", max_size=6), st.sa
 
 
 @given(st.lists(word_or_bytes, max_size=12), group_sizes)
-@settings(deadline=None, max_examples=300)
+@examples(300, deadline=None)
 def test_sentencepiece_deltas_keep_every_space(texts: list[str], sizes: list[int]) -> None:
     tokenizer = sentencepiece_like()
     token_ids = [
@@ -154,7 +156,7 @@ def cut_by_checker(text: str, stops: list[str], cuts: list[int]) -> tuple[str, s
     st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(0, 30), max_size=30),
 )
-@settings(deadline=None, max_examples=1000)
+@examples(1000, deadline=None)
 def test_a_stop_string_cuts_where_find_says_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:

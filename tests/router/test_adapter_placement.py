@@ -23,9 +23,10 @@ from blockyard.router.placement.adapters import (
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 from blockyard.router.placement.scoring import score_all
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .candidates import candidate, chosen
 from .prompt import Clock
 
@@ -157,7 +158,7 @@ def report(view: ClusterView, random: Random) -> None:
         view.heard(worker.address, load)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.randoms(use_true_random=False), st.integers(0, 6))
 def test_the_shortlist_has_the_worker_of_least_cost_with_the_adapter_and_only_able_ones(
     random: Random, number: int

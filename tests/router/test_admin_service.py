@@ -183,6 +183,7 @@ async def test_a_call_to_a_worker_that_is_lost_meanwhile_ends_with_its_connectio
             assert (await waiting).code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.ci
 async def test_an_admin_aborts_whosever_request_it_is(router: Router) -> None:
     async with router.workers(worker_of_model("a")):
         wanted = request(request_id="victim", sampling=FOREVER)

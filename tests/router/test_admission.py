@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ..properties import examples  # noqa: TID252
 from .prompt import Clock
 
 MANY = 10**6
@@ -220,7 +221,7 @@ def test_the_refused_of_one_tenant_return_one_after_another_and_another_tenants_
         assert delay("b") < 1.0
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40, deadline=None)
 @given(
     st.integers(2, 64),
     st.lists(st.sampled_from([0.01, 1.0, 1000.0]), min_size=1, max_size=40),

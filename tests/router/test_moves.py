@@ -71,6 +71,7 @@ async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
         assert here.starts[1].num_recomputed == 0
 
 
+@pytest.mark.ci
 async def test_a_sequence_moves_whatever_it_asked_for() -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
@@ -160,6 +161,7 @@ async def test_a_destination_that_dies_loses_no_token_of_what_moved_there(measur
         measured.update(failed=0, migrated=sum(lost))
 
 
+@pytest.mark.ci
 @pytest.mark.fault(82)
 async def test_between_full_workers_nothing_wanders_and_all_end(measured: dict[str, Any]) -> None:
     asked = [{"seed": seed, "max_tokens": MAX_TOKENS} for seed in range(8)]

@@ -10,11 +10,12 @@ from blockyard.router.cluster.view import ClusterView
 from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest
 from blockyard.router.placement.rates import ClusterSpeeds, WorkerSpeed, faded, is_measured, shrunk
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.proto.machine import Machine
 
+from ..properties import examples  # noqa: TID252
 from .candidates import chosen
 from .prompt import Clock
 from .test_cluster_view import view_of
@@ -78,14 +79,14 @@ def run(
     return [speed.relative for speed in speeds]
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.lists(MIX, min_size=3, max_size=6), st.integers(0, 1000))
 def test_equal_machines_are_believed_equal_whatever_their_work(mixes: list[str], seed: int) -> None:
     found = believed([Reporter(mix) for mix in mixes], num_rows=40, seed=seed)
     assert found == pytest.approx([1.0] * len(mixes), rel=0.03)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     st.sampled_from([0.25, 0.5, 2.0, 4.0]), MIX, st.lists(MIX, min_size=3, max_size=5), st.integers(0, 1000)
 )
@@ -98,7 +99,7 @@ def test_a_machine_of_another_speed_is_believed_so_whatever_its_work(
     assert rest == pytest.approx([1.0] * len(rest), rel=0.15)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(MIX, st.lists(MIX, min_size=3, max_size=5), st.integers(0, 1000))
 def test_a_machine_that_becomes_slow_and_recovers_is_believed_after_some_rows(
     own: str, others: list[str], seed: int
@@ -127,7 +128,7 @@ ANY_LOAD = st.builds(
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(ANY_LOAD, max_size=20))
 def test_no_report_makes_a_speed_that_is_no_number(loads: list[cluster_pb2.WorkerLoad]) -> None:
     cluster, speeds = ClusterSpeeds(half_life_seconds=HALF_LIFE), [WorkerSpeed(), WorkerSpeed()]

@@ -25,6 +25,7 @@ from blockyard.router.placement.scoring import Candidate, score_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 CONFIG = PlacementConfig()
@@ -145,7 +146,7 @@ def by_worker(depths: Mapping[int, tuple[int, int]]) -> dict[WorkerId, CachedDep
     }
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 80), DEPTHS, st.binary(max_size=4), st.integers(0, 2**32))
 def test_the_shortlist_has_the_worker_of_least_cost_after_any_history(
     num_workers: int, num_events: int, depths: dict[int, tuple[int, int]], key: bytes, seed: int

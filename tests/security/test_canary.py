@@ -31,7 +31,7 @@ from .conftest import Tokens
 from .methods import all_methods, message_class
 from .rig import CLUSTER_SECRET, MODEL, SIMULATED, Processes, processes, until_ready
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 CANARY = "kanarienvogel7Zq9"
 SENTENCE = f"The {CANARY} sings. " * 6
 """More than two blocks of tokens."""

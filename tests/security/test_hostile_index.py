@@ -42,10 +42,11 @@ from blockyard.router.placement.config import PlacementConfig
 from blockyard.router.placement.policies import PlacementRequest, place
 from blockyard.worker.indexing.publisher import IndexPublisher
 from blockyard.worker.indexing.state import PublisherConfig
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from ..properties import examples  # noqa: TID252
 from ..redis_servers import each_server  # noqa: TID252
 from ..router.fake_worker import SECRET, signed  # noqa: TID252
 
@@ -336,8 +337,8 @@ def test_whatever_an_attacker_writes_costs_hits_alone_and_is_mended_by_telling_a
     num_examples = int(os.environ.get("BLOCKYARD_HOSTILE_EXAMPLES", "4"))
     run_state_machine_as_test(
         HostileIndex,
-        settings=settings(
-            max_examples=num_examples,
+        settings=examples(
+            num_examples,
             stateful_step_count=25,
             deadline=None,
             phases=(Phase.reuse, Phase.generate),  # each try takes seconds: without shrinking
@@ -406,7 +407,7 @@ async def server_that_answers(reply: Reply, *, more: Reply = b"", times: int = 0
 
 
 @given(reply=replies)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, deadline=None, suppress_health_check=list(HealthCheck))
 async def test_whatever_a_replaced_server_answers_is_an_answer_of_ours_or_a_failure_of_the_index(
     reply: Reply,
 ) -> None:

@@ -201,6 +201,7 @@ def redis_server(tmp_path: Path) -> Any:
     server.stop()
 
 
+@pytest.mark.ci
 def test_an_attacker_in_redis_gets_no_connection_and_stops_nobody(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_an_attacker_in_redis_gets_no_connection_and_stops_nobody(
     run_state_machine_as_test(HostileRedis, settings=course)
 
 
+@pytest.mark.ci
 async def test_old_records_are_bounded_in_number(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +236,7 @@ MAX_COMPUTING_SECONDS = 0.04
 """Bound on the loop thread's CPU time in one tick. Before the directory came in pages it was some 100 ms."""
 
 
+@pytest.mark.ci
 async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +293,7 @@ async def _knows(router: Router, number: int) -> bool:
     return len(await router.states()) == number
 
 
+@pytest.mark.ci
 async def test_a_router_with_a_supervisor_discovers_nobody(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def test_the_cut_of_control_tokens_is_linear() -> None:
             assert cpu_seconds(lambda text=text: encoder._cut.split(text)) < MAX_CPU_SECONDS  # type: ignore[misc]
 
 
+@pytest.mark.ci
 def test_no_regular_expression_is_made_or_searched_with_unseen() -> None:
     """All expressions of modules are tried above. A search at each position of a text costs more than a match."""
     searched = set()

@@ -113,6 +113,7 @@ async def test_a_router_that_is_open_beyond_loopback_says_so(
     assert any("no TLS" in line for line in told) is is_told
 
 
+@pytest.mark.ci
 def test_calls_without_a_known_token_are_counted_not_told_one_by_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -497,6 +497,7 @@ def test_nobody_comes_in_without_a_password(server: Server) -> None:
             stranger.ping()
 
 
+@pytest.mark.ci
 @pytest.mark.cluster
 async def test_real_routers_and_workers_live_on_these_rights(server: Server, tmp_path: Path) -> None:
     with processes(tmp_path) as cluster:

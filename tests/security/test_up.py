@@ -10,7 +10,7 @@ from .certificates import Authority
 from .conftest import Tokens
 from .rig import UP, Command, remembered_state
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray]
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
 
 def test_a_secured_cluster_serves_who_may_and_nobody_else(tmp_path: Path, tokens: Tokens) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from simulation.virtual_time import Stalled, VirtualLoop
 
+from ..properties import examples  # noqa: TID252
 from .mutants import MUTANTS, broken
 from .runs import run, run_scenario
 from .scenario import FEWEST_REQUESTS, PULL_FAULTS, Kind, Scenario, drawn, pulling, scenario
@@ -23,11 +24,12 @@ PULL_MUTANT_RUNS = 200
 """The same for mutants of pulls."""
 
 SCENARIOS = st.builds(drawn, st.randoms(use_true_random=False), st.integers(0, 1000))
-DRAWING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+DRAWING = examples(40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 AS_DRAWN = settings(DRAWING, phases=(Phase.explicit, Phase.generate), print_blob=True)
 """A failing scenario is shown without shrinking, which takes longer than a test may."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "chunk",
     [pytest.param(chunk, marks=pytest.mark.slow if chunk >= QUICK_CHUNKS else ()) for chunk in range(CHUNKS)],
@@ -52,6 +54,7 @@ def test_no_order_of_faults_breaks_an_invariant(chunk: int) -> None:
     assert sum(result.pulls["WHOLE"] for result in results) > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "chunk", [0, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(1, CHUNKS))]
 )

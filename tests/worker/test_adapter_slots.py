@@ -14,6 +14,7 @@ from blockyard.worker.simulated.runner import ADAPTER_BYTES_PER_SECOND, Simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .scheduling import make_scheduler, make_sequence, run, step
 
 ADAPTERS = tuple(Adapter(fingerprint=f"{number:032x}", rank=4, num_bytes=100) for number in range(6))
@@ -38,7 +39,7 @@ def check(plan: StepPlan, scheduler: Scheduler, in_flight: list[StepPlan]) -> No
     assert len(scheduler.adapters.resident) <= scheduler.config.max_loras
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12, deadline=None)
 @given(seed=st.integers(0, 2**32), num_slots=st.integers(1, 4), pipelined=st.booleans())
 def test_a_storm_with_adapters_ends_and_never_evicts_what_is_in_use(
     seed: int, num_slots: int, pipelined: bool

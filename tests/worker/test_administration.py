@@ -254,6 +254,7 @@ async def first_tokens(session: Session) -> int:
     return len(step.token_ids)
 
 
+@pytest.mark.ci
 async def test_sigterm_lets_what_runs_finish_and_exits_0() -> None:
     with Process() as process:
         async with Session(process.address) as session:
@@ -270,6 +271,7 @@ async def test_sigterm_lets_what_runs_finish_and_exits_0() -> None:
         assert await process.exit_code() == 0
 
 
+@pytest.mark.ci
 async def test_sigterm_gives_back_what_outlives_the_grace_and_exits_0() -> None:
     with Process("--grace-seconds", "0.2") as process:
         async with Session(process.address) as session:
@@ -282,6 +284,7 @@ async def test_sigterm_gives_back_what_outlives_the_grace_and_exits_0() -> None:
         assert await process.exit_code() == 0
 
 
+@pytest.mark.ci
 async def test_a_second_sigterm_ends_it_at_once() -> None:
     with Process("--grace-seconds", "600") as process:
         async with Session(process.address) as session:

@@ -145,6 +145,7 @@ def searches(checkpoint: Path) -> list[Search]:
     ]
 
 
+@pytest.mark.ci
 def test_alone(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     found: dict[EarlyStopping, list[tuple[int, ...]]] = {}
@@ -168,6 +169,7 @@ def test_in_company(checkpoint: Path) -> None:
         assert_equal(checkpoint, search, outputs[request_id])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_after_preemptions(checkpoint: Path, preempt: str) -> None:
     engine = make_engine(checkpoint, num_blocks=11, max_model_len=80, preempt=preempt, swap_space_gib=0.01)

@@ -238,6 +238,7 @@ class LoadsNeverRaise(LoadsRaise):
     raises = False
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_raises_after_its_loads_saves_nothing_anew_in_the_place_of_what_was_evicted(
     overlap: bool,

@@ -2,9 +2,10 @@
 
 import pytest
 from blockyard.worker.cache.block_pool import BlockPool, BlockState, NoFreeBlocks
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from ..properties import examples  # noqa: TID252
 
 
 def test_an_allocation_that_fails_changes_nothing() -> None:
@@ -123,5 +124,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_invariants()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = examples(60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

@@ -134,6 +134,7 @@ def test_alone(checkpoint: Path, deterministic: bool) -> None:
     assert_greedy(checkpoint, prompt_of(37), run(engine)[RequestId(0)][0])
 
 
+@pytest.mark.quick_cases(2)
 def test_batched_with_sixteen_others_of_uneven_length(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     submit(engine, prompt_of(37), 20)
@@ -152,6 +153,7 @@ def test_with_the_prompt_in_chunks(checkpoint: Path, budget: int) -> None:
     assert_greedy(checkpoint, prompt_of(37), tokens[RequestId(1)][0])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_after_preemptions(checkpoint: Path, preempt: str) -> None:
     engine = make_engine(
@@ -271,6 +273,7 @@ def test_the_first_output_of_several_is_what_one_output_gives(qwen2: Path) -> No
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_forks_penalties_and_logprobs_do_not_show_a_preemption(qwen2: Path, preempt: str, n: int) -> None:

@@ -60,6 +60,7 @@ def walked_while_decoding(num_blocks: int) -> int:
     return sum(len(gc.get_referents(each)) for each in gc.get_objects())
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="it walks dicts of plain values too")
 def test_the_collector_walks_a_name_and_a_number_of_each_block_and_no_token() -> None:
     # The least of three: what other tests have left running here makes objects too.

@@ -89,6 +89,7 @@ async def test_what_is_compiled_makes_masks() -> None:
     masks.close()
 
 
+@pytest.mark.ci
 async def test_hostile_grammars_are_refused_and_a_normal_one_behind_them_is_served() -> None:
     async with open_compiler(memory_bytes=2**28) as compiler:
         results = await asyncio.gather(

@@ -37,6 +37,7 @@ QUANTISED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in CASES]
 )

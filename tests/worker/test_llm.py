@@ -100,6 +100,7 @@ def answers(llm: LLM, stop: str, *, is_shown: bool) -> list[tuple[object, ...]]:
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for answer in found for o in answer.outputs]
 
 
+@pytest.mark.ci
 def test_overlapping_steps_show_nothing_behind_a_stop_string() -> None:
     """Where an output forks beside others that decode, a step brings these two tokens each."""
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 2**24}
@@ -167,6 +168,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused(llm: LLM) -> None:
             llm.generate("x", sampling, structured_output=CODE, ignore_eos=ignore_eos)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_grammars_do_not_show_a_preemption(llm: LLM, preempt: str) -> None:
     block_bytes = llm._loaded.kv_size.block_bytes

@@ -48,6 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         yield cluster
 
 
+@pytest.mark.ci
 @has_nixl
 @pytest.mark.cluster
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ async def _nothing() -> None:
     """Do no harm."""
 
 
+@pytest.mark.ci
 @has_nixl
 @pytest.mark.cluster
 async def test_a_source_that_freezes_costs_no_more_than_the_estimate_and_no_token(cluster: Processes) -> None:
@@ -104,6 +106,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.ci
 @has_nixl
 def test_a_read_that_is_given_up_writes_to_no_slot_and_its_staging_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,

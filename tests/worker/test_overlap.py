@@ -214,6 +214,7 @@ def crowd() -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "config",
     [

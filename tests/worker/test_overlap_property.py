@@ -10,13 +10,14 @@ from blockyard.worker.scheduling.scheduler import CapacityError
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.simulated.faults import SimulatedFault
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .test_overlap import BLOCK_SIZE, MARKER, Noted, request, run, simulated_engine, tokens_of
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(8, 30),

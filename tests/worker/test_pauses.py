@@ -8,8 +8,10 @@ from blockyard.worker.cache.block_pool import BlockPool, BlockState
 from blockyard.worker.cache.pauses import BUCKET_SECONDS, bucket_of
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, TenantId
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from ..properties import examples  # noqa: TID252
 
 HOT, COLD = TenantId(1), TenantId(2)
 
@@ -118,7 +120,7 @@ def test_a_bucket_ends_at_or_soon_after_its_time(pause: float) -> None:
     assert 0 <= bucket_of(1000.0 + pause) * BUCKET_SECONDS - (1000.0 + pause) < BUCKET_SECONDS
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(8, 40), num_systems=st.integers(0, 3))
 def test_whatever_clients_say_used_blocks_stay_and_no_child_outlives_its_parent(
     seed: int, num_blocks: int, num_systems: int
@@ -165,7 +167,7 @@ def test_whatever_clients_say_used_blocks_stay_and_no_child_outlives_its_parent(
     assert made.pool.num_free == num_blocks
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10, deadline=None)
 @given(seed=st.integers(0, 2**32), pause=st.floats(1.0, MAX_PAUSE_SECONDS))
 def test_a_client_that_lies_cannot_take_more_than_its_share_from_another_tenant(
     seed: int, pause: float
@@ -180,7 +182,7 @@ def test_a_client_that_lies_cannot_take_more_than_its_share_from_another_tenant(
     assert sum(made.has(session(f"honest {number}")) for number in range(3)) == 12
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10, deadline=None)
 @given(pause=st.floats(1.0, 300.0))
 def test_a_client_that_lies_keeps_its_blocks_at_most_for_a_turnover_of_the_pool_beyond_its_pause(
     pause: float,

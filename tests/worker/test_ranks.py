@@ -94,6 +94,7 @@ def test_a_message_that_is_cut_or_changed_in_its_sizes_is_refused(
         unpack(message.tobytes())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_any_number_give_the_tokens_of_one_process(
     expected: list[tuple[int, ...]], size: int
@@ -102,6 +103,7 @@ def test_ranks_of_any_number_give_the_tokens_of_one_process(
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_no_memory_give_the_same_tokens(
     expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, size: int
@@ -128,6 +130,7 @@ def test_ranks_of_which_one_lacks_the_kernels_share_no_memory(has_kernels: bool)
     assert exchange.ring is None
 
 
+@pytest.mark.ci
 def test_a_rank_at_the_far_end_of_a_link_computes_the_same_and_the_cut_of_the_link_ends_both(
     expected: list[tuple[int, ...]],
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_rank_at_the_far_end_of_a_link_computes_the_same_and_the_cut_of_the_li
     assert told["far_ended"] < END_SECONDS + DEAD_SECONDS
 
 
+@pytest.mark.ci
 def test_a_model_that_one_process_has_no_memory_for_is_served_by_two() -> None:
     small = {"kv_cache_memory": 3 * 2**20, "max_model_len": 2048}
     with pytest.raises(ValueError, match="holds 1024 tokens, fewer than max_model_len 2048"):
@@ -157,10 +161,12 @@ def test_a_model_that_one_process_has_no_memory_for_is_served_by_two() -> None:
     assert all(tokens(tensor_parallel_size=2, **small))
 
 
+@pytest.mark.ci
 def test_ranks_give_the_same_tokens_with_keys_and_values_in_8_bits() -> None:
     assert tokens(tensor_parallel_size=2, kv_cache_dtype="int8") == tokens(kv_cache_dtype="int8")
 
 
+@pytest.mark.ci
 def test_a_rank_that_cannot_load_fails_the_load_in_words() -> None:
     with pytest.raises(ValueError, match="heads do not divide among 3 ranks"):
         LLM(str(DEMO), **settings(tensor_parallel_size=3))
@@ -422,6 +428,7 @@ except RanksLost as error:
 """
 
 
+@pytest.mark.ci
 def test_ranks_of_torch_exchange_the_same_and_a_failed_step_is_told(tmp_path: Path) -> None:
     """gloo stands in for NCCL, which needs GPUs."""
     command = [sys.executable, "-c", GLOO_RANK]

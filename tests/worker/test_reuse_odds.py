@@ -7,8 +7,10 @@ from blockyard.worker.cache.block_pool import BlockPool
 from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.reuse_odds import KINDS, NUM_AGES, ReuseOdds
 from blockyard.worker.sequences.identifiers import BlockId, BlockName
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from ..properties import examples  # noqa: TID252
 
 BLOCKS = 64
 
@@ -81,7 +83,7 @@ def test_where_only_the_newest_comes_back_the_order_is_that_of_the_last_use() ->
             assert hit >= 4 * (turn - 1) or conversation < 20
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(
     waits=st.lists(
         st.tuples(st.sampled_from(KINDS), st.integers(0, 2000), st.booleans(), st.integers(1, 500)),
@@ -108,7 +110,7 @@ def test_odds_never_rise_with_time_nor_fall_with_the_kind(
         assert all(one <= other for one, other in zip(less, more, strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_was_learned_every_cached_name_has_its_parent(seed: int) -> None:
     """Sequences overlap, and hold copies of one name: a prompt that is cached wholly computes its last block again."""

@@ -35,6 +35,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert_drawn_from(tokens, torch.softmax(logits_V / temperature, dim=-1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(5, 1.0), (0, 0.8), (12, 0.7), (1, 1.0), (0, 1e-6), (100, 0.95)]
 )
@@ -53,6 +54,7 @@ def test_draws_follow_transformers_filters(top_k: int, top_p: float) -> None:
         assert_drawn_from(tokens, expected_V)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 def test_a_nucleus_wider_than_the_candidates_equals_transformers(top_p: float) -> None:
     """Nearly flat logits: some of these nuclei hold more than NUCLEUS_CANDIDATES tokens."""
@@ -63,6 +65,7 @@ def test_a_nucleus_wider_than_the_candidates_equals_transformers(top_p: float) -
     assert_drawn_from(tokens, torch.softmax(logits_V.masked_fill(~kept_V, float("-inf")), dim=-1))
 
 
+@pytest.mark.ci
 def test_a_nucleus_is_a_share_of_what_min_p_keeps_also_where_that_is_much() -> None:
     """More than NUCLEUS_CANDIDATES tokens pass min-p, and half of their probability is among fewer."""
     logits_V = 0.5 * random_logits(1, 2 * NUCLEUS_CANDIDATES, seed=4)[0]
@@ -76,6 +79,7 @@ def test_a_nucleus_is_a_share_of_what_min_p_keeps_also_where_that_is_much() -> N
     assert_drawn_from(tokens, expected_V)
 
 
+@pytest.mark.ci
 def test_draws_along_a_sequence_follow_the_softmax_too() -> None:
     logits_V = random_logits(1, seed=9)[0]
     rows = [draw(position, seed=42) for position in range(NUM_DRAWS)]
@@ -118,6 +122,7 @@ def test_however_many_rows_draw_at_once_each_draws_its_own(
     assert sample(logits_RV, mixed_rows()) == expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
 def test_every_seed_of_64_bits_works(seed: int) -> None:
     logits_V = random_logits(1, seed=6)[0]
@@ -175,6 +180,7 @@ def test_the_ends_of_the_interval_draw_a_token_that_was_kept(
     assert sample(logits_V[None], [draw(top_k=2)]) == [expected]
 
 
+@pytest.mark.ci
 def test_tokens_as_likely_as_the_last_kept_one_stay() -> None:
     logits_V = torch.tensor([0.0, 3.0, 1.0, 3.0, 3.0])
     assert set(draw_many(logits_V, top_k=2)) == {1, 3, 4}

@@ -132,6 +132,7 @@ CASES: list[tuple[dict[str, Any], list[Expected]]] = [
 ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("params", "steps"), CASES, ids=[",".join(params) for params, _ in CASES])
 def test_draws_follow_transformers_processors(params: dict[str, Any], steps: list[Expected]) -> None:
     logits_1V = penalised_logits(3)
@@ -162,6 +163,7 @@ def test_without_temperature_the_likeliest_after_masks_and_penalties_comes(
     assert sample_rows(logits_1V, [row]).tokens == scores_1V.argmax(dim=-1).tolist()
 
 
+@pytest.mark.ci
 def test_min_p_wider_than_the_nucleus_candidates_equals_transformers() -> None:
     logits_V = 0.3 * random_logits(1, 3000, seed=4)[0]
     scores_1V = warped(MinPLogitsWarper(0.2), TopPLogitsWarper(0.95))(logits_V[None])

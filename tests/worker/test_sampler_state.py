@@ -9,9 +9,10 @@ from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import Sequence, token_array
 from blockyard.worker.sequences.step_plan import ScheduledRow
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .sampling import VOCAB_SIZE, Draw, make_row, random_logits, sample_rows
 
 PENALISING = SamplingParams(
@@ -203,7 +204,7 @@ def rows_of_a_step(draw: Any) -> list[ScheduledRow]:
     return rows
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(
     rows=rows_of_a_step(), seed=st.integers(0, 1000), order_seed=st.integers(0, 1000), poison=st.booleans()
 )

@@ -137,6 +137,7 @@ def test_a_step_that_may_be_in_flight_waits_for_nothing(option: dict[str, Any]) 
     assert not operations_of(option, {}) & WAITS
 
 
+@pytest.mark.ci
 def test_draws_without_top_k_and_top_p_are_those_of_pytorch() -> None:
     """Beside greedy and filtered rows, from the model's logits and from edited ones, one token and several a row."""
     backend = TritonBackend()
@@ -172,6 +173,7 @@ def test_sorting_a_wide_nucleus_does_wait() -> None:
     assert operations_of({"top_p": 0.9}, find_thresholds=thresholds_by_sorting) & WAITS
 
 
+@pytest.mark.ci
 def test_a_nucleus_is_the_same_with_or_without_the_wait() -> None:
     """Some are narrow and settled by the candidates, and of the others min-p gives some a top-k."""
     settled: list[torch.Tensor] = []

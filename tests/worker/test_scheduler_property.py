@@ -5,9 +5,10 @@ import random
 import pytest
 from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.sequences.step_plan import FAILED_TOKEN, StepPlan
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .scheduling import make_scheduler, make_sequence, run, sampled
 
 SHARED = [5 + index % 9 for index in range(200)]
@@ -21,7 +22,7 @@ def random_sequence(number: int, chance: random.Random) -> Sequence:
     return sequence
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(13, 40), pipelined=st.booleans())
 def test_a_storm_of_submits_and_cancels_conserves_blocks(seed: int, num_blocks: int, pipelined: bool) -> None:
     chance = random.Random(seed)
@@ -61,7 +62,7 @@ def test_a_storm_of_submits_and_cancels_conserves_blocks(seed: int, num_blocks: 
     assert scheduler.pool.num_used == 0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(13, 40), share=st.floats(0.0, 1.0))
 def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
     seed: int, num_blocks: int, share: float
@@ -90,7 +91,7 @@ def test_no_step_has_a_sequence_that_is_held_and_all_others_go_on(
     assert scheduler.pool.num_used == 0
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(seed=st.integers(0, 2**32), pipelined=st.booleans(), ageing=st.sampled_from([0.0, 1.0, 30.0]))
 def test_whatever_is_background_prefetched_or_embedded_all_end_and_every_step_has_rows(
     seed: int, pipelined: bool, ageing: float
@@ -143,7 +144,7 @@ def test_a_newcomer_joins_where_all_others_are_held() -> None:
     assert [row.sequence for row in scheduler.plan().rows] == [newcomer]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_published_names_equal_the_cache_and_are_closed_under_prefixes(seed: int) -> None:
     chance = random.Random(seed)

@@ -263,6 +263,7 @@ def test_the_size_is_logged_at_start(caplog: pytest.LogCaptureFixture) -> None:
     assert "maximum concurrency for requests of 512 tokens: 2.00" in caplog.text
 
 
+@pytest.mark.ci
 def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
     command = [
         sys.executable,
@@ -284,6 +285,7 @@ def test_the_command_serves_metrics_and_ends_well_on_sigterm() -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.ci
 async def test_a_worker_whose_engine_hangs_ends_itself() -> None:
     command = [
         *(sys.executable, "-m", "blockyard.worker", "--model", str(shared_checkpoint("LlamaForCausalLM"))),
@@ -309,6 +311,7 @@ async def test_a_worker_whose_engine_hangs_ends_itself() -> None:
             process.kill()
 
 
+@pytest.mark.ci
 def test_the_command_says_what_is_wrong_and_fails(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     command = [sys.executable, "-m", "blockyard.worker", "--model", str(tmp_path)]

@@ -15,6 +15,7 @@ from blockyard.worker.speculation.suffix_index import ORDERS, SuffixIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..properties import examples  # noqa: TID252
 from .scheduling import make_sequence
 
 
@@ -36,7 +37,7 @@ def test_a_draft_that_reaches_the_end_goes_on_as_it_began() -> None:
     assert SuffixIndex(9).draft(tokens, 7)[0] == [1, 2, 3, 1, 2, 3, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=300),
     most=st.integers(1, 9),

@@ -92,6 +92,7 @@ def expected(checkpoint: Path) -> Whole:
     return run(make_engine(checkpoint), KINDS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("share_right", [0.0, 0.8])
 def test_no_draft_changes_what_a_request_gets(checkpoint: Path, expected: Whole, share_right: float) -> None:
     engine = make_engine(checkpoint)
@@ -102,6 +103,7 @@ def test_no_draft_changes_what_a_request_gets(checkpoint: Path, expected: Whole,
     assert (speculation.num_right > 100) == (share_right > 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -139,6 +141,7 @@ CODE = Grammar(kind="regex", source="[a-f]{3}-[0-9]{2,40}!")
 WILD = SamplingParams(seed=2, max_tokens=60, n=3, temperature=2.0, logprobs=1)
 
 
+@pytest.mark.ci
 def test_drafts_change_no_output_that_follows_a_grammar() -> None:
     prompts = [[5] * 9, [6] * 28]
     llm = LLM(str(DEMO), device="cpu", deterministic=True, kv_cache_memory=2**24, max_model_len=96)
@@ -158,6 +161,7 @@ def test_drafts_change_no_output_that_follows_a_grammar() -> None:
     assert speculation.num_right > 10
 
 
+@pytest.mark.ci
 def test_a_setting_switches_guesses_on_that_come_from_the_sequence_itself() -> None:
     settings: dict[str, Any] = {
         "device": "cpu",

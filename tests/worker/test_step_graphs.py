@@ -138,6 +138,7 @@ def test_every_batch_has_a_size_that_is_little_larger(max_rows: int) -> None:
         assert size - rows < max(2, 8 if rows <= 256 else 32)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_are_those_of_transformers(overlap: bool) -> None:
     """Cover batches that fill a graph's size or do not, chunked prompts, and more rows than any graph has."""
@@ -176,12 +177,14 @@ def test_a_step_that_shares_a_prefix_is_replayed_too(monkeypatch: pytest.MonkeyP
     assert replayed == [(MIN_SHARERS, True), (MIN_SHARERS, False), (MIN_SHARERS, True)]
 
 
+@pytest.mark.ci
 def test_a_capture_writes_no_block() -> None:
     runner = make_runner()
     capture(runner, max_rows=MIN_SHARERS)
     assert all(bool(pool.isnan().all()) for pool in runner.kv_pools)
 
 
+@pytest.mark.ci
 def test_experts_are_replayed_for_whatever_tokens_choose_them() -> None:
     """One layer, whose tokens choose other experts in each step."""
     folder = shared_checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=1)

@@ -127,6 +127,7 @@ class PreparingDevice(Device):
         return result
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("weather", WEATHERS)
 def test_inputs_kept_over_steps_are_those_from_scratch_in_any_storm(weather: str) -> None:
     chance = random.Random(weather)

@@ -11,10 +11,10 @@ from blockyard.worker.scheduling.preemption import Victim
 from blockyard.worker.sequences.identifiers import HostSlot
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.sequences.step_plan import StepPlan
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ..properties import examples  # noqa: TID252
 from .storm import Storm, random_request
 
 ACTIONS = 12_000
@@ -123,6 +123,7 @@ def weathered(weather: str, *, trouble: float = 0.0) -> tuple[Storm, int]:
     return storm, most_waiting
 
 
+@pytest.mark.ci
 @pytest.mark.fault(65)
 @pytest.mark.parametrize("weather", WEATHERS)
 def test_ten_thousand_actions_break_no_invariant_and_change_no_token(weather: str) -> None:
@@ -285,7 +286,7 @@ class StormMachine(RuleBasedStateMachine):
             self.storm.finish()
 
 
-StormMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+StormMachine.TestCase.settings = examples(40, stateful_step_count=40, deadline=None)
 test_no_order_of_actions_breaks_anything = StormMachine.TestCase
 
 

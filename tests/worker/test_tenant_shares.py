@@ -7,9 +7,11 @@ import pytest
 from blockyard.worker.cache.block_pool import BlockPool, BlockState, NoFreeBlocks
 from blockyard.worker.cache.tenant_shares import TenantShares
 from blockyard.worker.sequences.identifiers import NOBODY, BlockId, TenantId
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from ..properties import examples  # noqa: TID252
 
 A, B, C = TenantId(1), TenantId(2), TenantId(3)
 
@@ -124,7 +126,7 @@ def test_nothing_offered_is_nothing_to_give() -> None:
     assert not shares.can_give
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(seed=st.integers(0, 2**32), tenant=st.sampled_from([NOBODY, A]))
 def test_one_tenant_is_evicted_in_the_order_of_a_plain_lru_until_a_reuse_is_counted(
     seed: int, tenant: TenantId
@@ -233,7 +235,7 @@ class SharesMachine(RuleBasedStateMachine):
             self.pool.check_invariants()
 
 
-SharesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SharesMachine.TestCase.settings = examples(100, stateful_step_count=40, deadline=None)
 test_no_tenant_below_its_share_gives_anything = SharesMachine.TestCase
 
 

@@ -93,6 +93,7 @@ def test_a_flood_of_prompts_leaves_another_tenants_prefix_cached(settings: dict[
     assert with_tenants.num_flooding >= 10 * NUM_VISITS
 
 
+@pytest.mark.ci
 def test_without_tenants_what_is_found_again_holds_only_where_running_leaves_room_for_it() -> None:
     """The odds of reuse keep the prefix beside a flood of prompts that come once."""
     protected = SYSTEM_TOKENS // 16 + 2

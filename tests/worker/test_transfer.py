@@ -211,6 +211,7 @@ FRAME_BYTES = 8 + 2 * 3 * 2 * 16 * 16 * 4
 """A block and its header."""
 
 
+@pytest.mark.ci
 @pytest.mark.fault(62)
 @pytest.mark.parametrize("harm", [flip_at, cut_at, left_out_at, doubled_at])
 async def test_whatever_happens_to_the_bytes_tokens_are_right_and_nothing_waits(

@@ -334,6 +334,7 @@ def test_a_name_that_is_neither_folder_nor_repository_is_refused(tmp_path: Path)
         resolve_model(tmp_path / "not" / "there")
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
 def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     """Neither while they are read and converted, nor once they are packed for the CPU's linears."""

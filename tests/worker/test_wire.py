@@ -13,8 +13,10 @@ from blockyard.worker.transfer.wire import (
     Late,
     trial_blocks,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from ..properties import examples  # noqa: TID252
 
 
 def connected(seconds: float = 20.0) -> tuple[Connection, Connection]:
@@ -28,7 +30,7 @@ def connected(seconds: float = 20.0) -> tuple[Connection, Connection]:
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=20), st.sampled_from([1, 7, 100]))
-@settings(max_examples=50, deadline=None)
+@examples(50, deadline=None)
 def test_a_block_arrives_as_it_was_sent(lengths: list[int], copies: int) -> None:
     """Up to 2,000 pieces, some of them empty."""
     sizes = [length // copies for length in lengths] * copies

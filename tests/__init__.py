@@ -1,0 +1,1 @@
+"""Tests of every folder; the folders below mirror the product's."""

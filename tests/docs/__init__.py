@@ -1,0 +1,1 @@
+"""Documents and examples, checked against the product."""

@@ -1,0 +1,1 @@
+"""Faults on real processes, and the invariants that they must leave whole."""

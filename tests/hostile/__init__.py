@@ -1,0 +1,1 @@
+"""Bad input of every kind: each is refused in words and changes nothing else."""
