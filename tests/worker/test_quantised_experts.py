@@ -30,6 +30,7 @@ from .test_quantised_checkpoints import (
     plain,
     tensors_of,
 )
+from .test_recorded_steps import generate, make_runner
 
 SIZES: dict[str, Any] = {"intermediate_size": 128}
 FAMILIES = sorted(EXPERTS)
@@ -234,3 +235,12 @@ def test_the_fingerprint_carries_the_scheme() -> None:
         for folder in checkpoints("Qwen3MoeForCausalLM", name)
     }
     assert len(fingerprints) == 6
+
+
+def test_decode_steps_of_a_cpu_are_recorded() -> None:
+    """PyTorch's operations would end the recording."""
+    folder, _ = checkpoints("Qwen3MoeForCausalLM", "gptq-4-order")
+    recorded = make_runner(checkpoint=folder)
+    assert generate(recorded) == generate(make_runner(checkpoint=folder, records=False))
+    assert recorded._graphs is not None
+    assert set(recorded._graphs._graphs) == {(size, False) for size in (1, 2, 3, 4)}
