@@ -31,6 +31,7 @@ from .test_quantised_checkpoints import (
     plain,
     tensors_of,
 )
+from .test_recorded_steps import generate, make_runner
 
 SIZES: dict[str, Any] = {"intermediate_size": 128}
 FAMILIES = sorted(EXPERTS)
@@ -285,3 +286,12 @@ def test_llama_4_is_served_with_its_experts_and_the_shared_one_quantised(name: s
     change_scheme(folder, ignore=["re:.*lm_head", "re:.*self_attn", "re:.*feed_forward.router"])
     save_file(stacked(exact), plain_folder / "model.safetensors", metadata={"format": "pt"})
     assert_serves(folder, plain_folder)
+
+
+def test_decode_steps_of_a_cpu_are_recorded() -> None:
+    """PyTorch's operations would end the recording."""
+    folder, _ = checkpoints("Qwen3MoeForCausalLM", "gptq-4-order")
+    recorded = make_runner(checkpoint=folder)
+    assert generate(recorded) == generate(make_runner(checkpoint=folder, records=False))
+    assert recorded._graphs is not None
+    assert set(recorded._graphs._graphs) == {(size, False) for size in (1, 2, 3, 4)}

@@ -1,6 +1,7 @@
 """Decode steps on a CPU whose kernels run as one call: the same numbers for any batch, and no step left out."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +32,13 @@ RECORDED = (
 
 
 def make_runner(
-    architecture: str = "Qwen3ForCausalLM", *, records: bool = True, **settings: Any
+    architecture: str = "Qwen3ForCausalLM",
+    *,
+    checkpoint: Path | None = None,
+    records: bool = True,
+    **settings: Any,
 ) -> TorchRunner:
-    checkpoint = shared_checkpoint(architecture)
+    checkpoint = checkpoint or shared_checkpoint(architecture)
     try:
         runner = TorchRunner.create(
             checkpoint, device=CPU, num_blocks=24, block_size=16, **({"dtype": "float32"} | settings)
