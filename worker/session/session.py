@@ -4,8 +4,8 @@ Owns what waits to be sent to each router. A slow router only sees older data: w
 an outbox never holds more rows than its requests have outputs. The engine never waits for a stream. The end of a stream
 cancels its requests.
 
-Does not own the routes of requests (router_streams.py), the checks of a Submit (submits.py), the wait for a grammar
-(compiling.py), merging (outbox.py) or the drain (draining.py).
+Does not own the routes of requests (router_streams.py), the checks of a Submit (submits.py) or the wait for a grammar
+(compiling.py). Nor does it own merging (outbox.py) or the drain (draining.py).
 
 Threads: `_routes` and `_taken` are used on the engine's thread only. Everything else is changed on the loop's.
 """
