@@ -1,4 +1,4 @@
-"""Runs of the kernels' bench: cut short, a run keeps what it has, says so and fails. A complete report of the same day stays.
+"""Runs of the kernels' bench: one that is cut short keeps what it has, says so and fails. A complete report stays.
 
 What is measured is in test_kernels_bench.py.
 """
