@@ -20,6 +20,8 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.metrics import CANCELLED, OK, outcome_of
 from blockyard.router.generation.request_trace import AttemptTrace, RequestTrace
 from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Tracer
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     Link,
     Span,
@@ -28,13 +30,13 @@ from opentelemetry.trace import (
     Status,
     StatusCode,
     TracerProvider,
-    set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 logger = logging.getLogger(__name__)
 
 SCOPE = "blockyard"
+_SCOPE = InstrumentationScope(SCOPE)
 HEADERS = frozenset({"traceparent", "tracestate"})
 MAX_HEADER_CHARACTERS = 512
 Attributes = Mapping[str, str | int | float | Sequence[str]]
@@ -101,8 +103,8 @@ class Tracing:
         self, span: Span, trace: RequestTrace, epoch_ns: int, outcome: str, attributes: Attributes
     ) -> None:
         now = self._clock()
-        spans = _Spans(self._tracer.start_span, epoch_ns)
-        root = set_span_in_context(span)
+        assert isinstance(self._tracer, Tracer), "only the SDK's tracer makes a span that records"
+        spans, root = _Spans(self._tracer, epoch_ns), span.get_span_context()
         if trace.admitted_at is not None:
             spans.add("admission", root, trace.arrival, trace.admitted_at)
         if trace.tokenising is not None:
@@ -120,28 +122,53 @@ class Tracing:
 
 
 class _Spans:
-    """Makes spans that have ended."""
+    """Makes spans that have ended, below one that is sampled.
 
-    def __init__(self, start: Callable[..., Span], epoch_ns: int) -> None:
-        self._start, self._epoch_ns = start, epoch_ns
+    They pass by the tracer, which would ask the sampler about each and copy every attribute. All spans of a request
+    would take the event loop twice as long (bench/router/tracing.py).
+    """
+
+    def __init__(self, tracer: Tracer, epoch_ns: int) -> None:
+        self._tracer, self._epoch_ns = tracer, epoch_ns
 
     def add(
         self,
         name: str,
-        parent: Context,
+        parent: SpanContext,
         began_at: float,
         ended_at: float,
         attributes: Attributes | None = None,
         links: Sequence[Link] = (),
-    ) -> Span:
+    ) -> SpanContext:
         began_ns, ended_ns = self._epoch_ns + _ns(began_at), self._epoch_ns + _ns(ended_at)
-        span = self._start(name, parent, attributes=attributes, links=links, start_time=began_ns)
-        span.end(max(began_ns, ended_ns))
-        return span
+        context = SpanContext(
+            parent.trace_id,
+            self._tracer.id_generator.generate_span_id(),
+            is_remote=False,
+            trace_flags=parent.trace_flags,
+            trace_state=parent.trace_state,
+        )
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self._tracer.resource,
+            attributes or {},
+            links=links,
+            start_time=began_ns,
+            end_time=max(began_ns, ended_ns),
+            instrumentation_scope=_SCOPE,
+        )
+        self._tracer.span_processor.on_end(span)
+        return context
 
 
 def _add_attempt(
-    spans: _Spans, root: Context, attempt: AttemptTrace, number: int, earlier: tuple[SpanContext, str] | None
+    spans: _Spans,
+    root: SpanContext,
+    attempt: AttemptTrace,
+    number: int,
+    earlier: tuple[SpanContext, str] | None,
 ) -> tuple[SpanContext, str]:
     """Add one worker's part, and the choice of the worker. Return the attempt's context and why it ended."""
     choice = attempt.placed.choice
@@ -158,8 +185,8 @@ def _add_attempt(
     }
     if earlier is not None:
         attributes["blockyard.replay.reason"] = earlier[1]
-    span = spans.add("attempt", root, attempt.sent_at, attempt.ended_at, attributes, links)
-    inner, pull, has_pull = set_span_in_context(span), attempt.pull, False
+    inner = spans.add("attempt", root, attempt.sent_at, attempt.ended_at, attributes, links)
+    pull, has_pull = attempt.pull, False
     for phase in attempt.spans():
         is_pull = phase.name == "pull"
         has_pull |= is_pull
@@ -168,7 +195,7 @@ def _add_attempt(
     if pull is not None and pull.end and not has_pull:
         ended_at = pull.began_at + pull.seconds(pull.ended_at or pull.began_at)
         spans.add("pull", inner, pull.began_at, ended_at, _pull(attempt))
-    return span.get_span_context(), attempt.end
+    return inner, attempt.end
 
 
 def _placement(attempt: AttemptTrace) -> Attributes:

@@ -204,43 +204,13 @@ async def generate(
         adapter=valid.adapter,
     )
     session = _KeptSession.of(parts, valid, record, root)
-    trace = record.progress.trace
-    tokenising_at = 0.0 if trace is None else parts.clock()
-    prepared = await tokenise(
-        parts,
-        valid.prompt,
-        charge,
-        root=root,
-        block_size=identity.block_size,
-        client=record.client,
-        keep_last=kept_tokens(valid, identity.max_model_len),
-        room_tokens=valid.least_room_tokens,
-        answers=await session.answers() if session is not None else None,
-    )
-    check_context(prepared.num_tokens, identity.max_model_len, valid.least_room_tokens)
-    check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
-    record.prompt_tokens = prepared.num_tokens
-    if trace is not None:
-        trace.tokenising = tokenising_at, parts.clock()
+    prepared = await _prepared(parts, valid, record, charge, identity, root, session)
     prompt_end = "" if parsed is None else _prompt_end(parts, prepared)
     structure = valid.sampling.structured_output
     if parsed is not None and structure is not None and structure.HasField("tool_calls"):
         structure.tool_calls.is_thinking = parsed.is_thinking(prompt_end)
-    room_tokens = identity.max_model_len - prepared.num_tokens
-    generation = Generation(
-        request_id=valid.request_id,
-        prompt=prepared.token_ids,
-        prompt_tokens=prepared.num_tokens,
-        block_names=prepared.block_names,
-        sampling=valid.sampling.for_engine(room_tokens=room_tokens, facts=parts.facts),
-        deadline=deadline,
-        priority=valid.priority,
-        client=record.client,
-        cache_account="" if valid.public_prefix else record.tenant,
-        session_id=scoped_session(valid.session_id, record.realm),
-        policy=valid.policy,
-        expected_pause_seconds=valid.expected_pause_seconds,
-        adapter=valid.adapter,
+    generation = _generation(
+        parts, valid, record, prepared, deadline=deadline, max_model_len=identity.max_model_len
     )
     assembly = Assembly(
         parts.tokenizing.tokenizer,
@@ -252,6 +222,7 @@ async def generate(
         shown_tokens=frozenset() if parsed is None else parsed.shown_tokens,
     )
     has_grammar = generation.sampling.HasField("structured_output")
+    trace = record.progress.trace
     with RequestMeter(parts.metrics, record, is_prefetch=valid.prefetch) as meter:
         async with parts.grammar_quota.permit(record.client if has_grammar else None) as leave:
 
@@ -272,6 +243,65 @@ async def generate(
             await parts.relay.run(generation, record.progress, take)
             if session is not None:
                 await session.keep(prepared)
+
+
+async def _prepared(
+    parts: RouterParts,
+    valid: ValidGeneration,
+    record: RequestRecord,
+    charge: Charge,
+    identity: ModelIdentity,
+    root: bytes,
+    session: "_KeptSession | None",
+) -> Prepared:
+    """Tokenize a request's prompt and check its length. Record its tokens, and the time in the trace."""
+    trace = record.progress.trace
+    began_at = 0.0 if trace is None else parts.clock()
+    prepared = await tokenise(
+        parts,
+        valid.prompt,
+        charge,
+        root=root,
+        block_size=identity.block_size,
+        client=record.client,
+        keep_last=kept_tokens(valid, identity.max_model_len),
+        room_tokens=valid.least_room_tokens,
+        answers=await session.answers() if session is not None else None,
+    )
+    check_context(prepared.num_tokens, identity.max_model_len, valid.least_room_tokens)
+    check_prompt_report(prepared.num_tokens, valid.sampling.prompt_logprobs)
+    record.prompt_tokens = prepared.num_tokens
+    if trace is not None:
+        trace.tokenising = began_at, parts.clock()
+    return prepared
+
+
+def _generation(
+    parts: RouterParts,
+    valid: ValidGeneration,
+    record: RequestRecord,
+    prepared: Prepared,
+    *,
+    deadline: float,
+    max_model_len: int,
+) -> Generation:
+    """Return what the relay runs."""
+    room_tokens = max_model_len - prepared.num_tokens
+    return Generation(
+        request_id=valid.request_id,
+        prompt=prepared.token_ids,
+        prompt_tokens=prepared.num_tokens,
+        block_names=prepared.block_names,
+        sampling=valid.sampling.for_engine(room_tokens=room_tokens, facts=parts.facts),
+        deadline=deadline,
+        priority=valid.priority,
+        client=record.client,
+        cache_account="" if valid.public_prefix else record.tenant,
+        session_id=scoped_session(valid.session_id, record.realm),
+        policy=valid.policy,
+        expected_pause_seconds=valid.expected_pause_seconds,
+        adapter=valid.adapter,
+    )
 
 
 class _KeptSession:

@@ -8,14 +8,14 @@ MUTANTS = (
         "the end of one router's stream ends all routers' requests",
         "routers.py::test_of_two_routers_the_death_of_one_touches_the_other_in_nothing",
         (
-            "worker:SessionService._cancel_all",
+            "worker:Routes.cancel_all",
             """
             for handle in tuple(link.requests):
-                self._cancel(link, handle, None, engine)
+                self.cancel(link, handle, None, engine)
             """,
             """
             for route in tuple(self._routes.values()):
-                self._cancel(route.link, route.handle, None, engine)
+                self.cancel(route.link, route.handle, None, engine)
             """,
         ),
     ),
@@ -42,13 +42,13 @@ MUTANTS = (
         "a worker knows requests by their clients' ids",
         "routers.py::test_one_id_twice_is_refused_by_one_router_and_never_mixed_by_two",
         (
-            "worker:SessionService._start",
-            "link.requests[submit.handle] = request_id",
+            "worker:Routes.add",
+            "route.link.requests[route.handle] = request_id",
             """
-            for key, route in tuple(self._routes.items()):
-                if route.request_id == submit.request_id:
-                    self._routes[key] = Route(link, submit.handle, "")
-            link.requests[submit.handle] = request_id
+            for key, other in tuple(self._routes.items()):
+                if other.request_id == route.request_id:
+                    self._routes[key] = Route(route.link, route.handle, "")
+            route.link.requests[route.handle] = request_id
             """,
         ),
     ),

@@ -186,30 +186,16 @@ async def survives(
         await _keys_are_back(cluster, num_keys)
         await cluster.until_exact(client)
     nothing_is_told(cluster.processes.logs())
-    calm = traffic.placement_seconds(harmed_at - CALM_SECONDS / 2, harmed_at)
-    without = [at for at in traffic.placed_without if at >= harmed_at]
-    at_last = (healing_at - 1.0, healing_at - 0.1)
-    harmed = traffic.placement_seconds(harmed_at - 0.1, healed_at + exact_seconds)
-    survived = Survived(
-        exact_seconds=exact_seconds,
-        equal_seconds=equal_seconds,
-        added_p50_ms=1000 * (median(harmed) - median(calm)),
-        added_worst_ms=1000 * (max(harmed) - median(calm)),
-        pause_ms=1000 * pause_seconds,
-        index=index,
-        num_resyncs=num_resyncs(index) - num_resyncs(before),
-        num_done=traffic.num_done,
-        told_seconds=told_at and told_at - harmed_at,
-        fallback_seconds=min(without) - harmed_at if without else None,
-        num_indexed_at_last=len(traffic.placement_seconds(*at_last))
-        - sum(at_last[0] <= at < at_last[1] for at in without),
+    course = _Course(
+        harmed_at=harmed_at,
+        healing_at=healing_at,
+        exact_at=healed_at + exact_seconds,
+        told_at=told_at,
+        pause_seconds=pause_seconds,
+        calm_seconds=median(traffic.placement_seconds(harmed_at - CALM_SECONDS / 2, harmed_at)),
     )
-    assert not traffic.errors, traffic.errors
-    assert traffic.num_done >= NUM_LOOPS
-    # Without a processor no answer arrives. A pause of the loop and the calls that ask no index tell how long that was.
-    bound_seconds = median(calm) + 10 * ADDED_SECONDS + 2 * pause_seconds
-    slow = traffic.slow_placements(harmed_at - 0.1, healed_at + exact_seconds, bound_seconds)
-    assert not slow, (slow, survived)
+    survived = _survived(traffic, course, before, index, exact_seconds, equal_seconds)
+    _check(traffic, course, survived)
     assert computing_seconds <= 10 * ADDED_SECONDS, "the event loop was held up"
     assert told_at is not None or not is_degraded
     measured |= {
@@ -221,6 +207,58 @@ async def survives(
     print(f"\n{survived.exact_seconds:.2f} s to EXACT, {survived.equal_seconds:.2f} s to equal; ", end="")
     print(f"loop {1000 * pause_seconds:.0f} ms; {measured['note']}; errors {index.failed_lookups}")
     return survived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Course:
+    """Times of one fault, on the monotonic clock."""
+
+    harmed_at: float
+    healing_at: float
+    exact_at: float
+    told_at: float | None
+    pause_seconds: float
+    """Longest pause of an event loop of this process meanwhile."""
+    calm_seconds: float
+    """Usual time of a placement before the fault."""
+
+
+def _survived(
+    traffic: Traffic,
+    course: _Course,
+    before: cluster_pb2.IndexInfo,
+    index: cluster_pb2.IndexInfo,
+    exact_seconds: float,
+    equal_seconds: float,
+) -> Survived:
+    """Return the measurements. `before` and `index` are the index before the fault and at the end."""
+    without = [at for at in traffic.placed_without if at >= course.harmed_at]
+    at_last = (course.healing_at - 1.0, course.healing_at - 0.1)
+    harmed = traffic.placement_seconds(course.harmed_at - 0.1, course.exact_at)
+    return Survived(
+        exact_seconds=exact_seconds,
+        equal_seconds=equal_seconds,
+        added_p50_ms=1000 * (median(harmed) - course.calm_seconds),
+        added_worst_ms=1000 * (max(harmed) - course.calm_seconds),
+        pause_ms=1000 * course.pause_seconds,
+        index=index,
+        num_resyncs=num_resyncs(index) - num_resyncs(before),
+        num_done=traffic.num_done,
+        told_seconds=course.told_at and course.told_at - course.harmed_at,
+        fallback_seconds=min(without) - course.harmed_at if without else None,
+        num_indexed_at_last=len(traffic.placement_seconds(*at_last))
+        - sum(at_last[0] <= at < at_last[1] for at in without),
+    )
+
+
+def _check(traffic: Traffic, course: _Course, survived: Survived) -> None:
+    """Assert that no request failed and no placement was slow."""
+    assert not traffic.errors, traffic.errors
+    assert traffic.num_done >= NUM_LOOPS
+    # Without a processor no answer arrives. A pause of the loop and the calls that ask no index tell how long that was.
+    bound_seconds = course.calm_seconds + 10 * ADDED_SECONDS + 2 * course.pause_seconds
+    slow = traffic.slow_placements(course.harmed_at - 0.1, course.exact_at, bound_seconds)
+    assert not slow, (slow, survived)
 
 
 async def _when_told(client: AsyncClient, state: int, seconds: float) -> float | None:

@@ -44,6 +44,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 DEMO_CHECKPOINT = Path(blockyard.deploy.__file__).parent / "demo_model" / "checkpoint"
 ROOT = bytes(range(16))
+START_SECONDS = 300.0
+"""Longest start of a process. On a busy machine its imports may take longer than a router allows."""
 BLOCK_SIZE = 16
 
 
@@ -341,7 +343,7 @@ def bomb_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def service() -> AsyncIterator[TokenizerService]:
-    async with TokenizerService(DEMO_CHECKPOINT) as service:
+    async with TokenizerService(DEMO_CHECKPOINT, start_timeout_seconds=START_SECONDS) as service:
         yield service
 
 
@@ -381,7 +383,9 @@ async def test_the_process_is_replaced_when_it_dies(service: TokenizerService) -
 async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: Path) -> None:
     bomb = ChatPrompt([ChatMessage("user", "bomb")])
     good = ChatPrompt([ChatMessage("user", "good")])
-    async with TokenizerService(bomb_checkpoint, timeout_seconds=0.5) as service:
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=0.5, start_timeout_seconds=START_SECONDS
+    ) as service:
         first = child_pid(service)
         refused, served = await asyncio.gather(
             service.prepare(bomb, root=None, block_size=BLOCK_SIZE),
@@ -398,7 +402,9 @@ async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: P
 
 
 async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(bomb_checkpoint, timeout_seconds=1.0) as service:
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
+    ) as service:
         bomb = asyncio.create_task(
             service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
         )
@@ -410,7 +416,9 @@ async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Pat
 
 
 async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(bomb_checkpoint, num_processes=2, timeout_seconds=30.0) as service:
+    async with TokenizerService(
+        bomb_checkpoint, num_processes=2, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
+    ) as service:
         assert len(set(service.pids())) == 2
         bomb = asyncio.create_task(
             service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
@@ -424,7 +432,9 @@ async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) 
 
 
 async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
-    async with TokenizerService(bomb_checkpoint, timeout_seconds=30.0) as service:
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
+    ) as service:
         assert service.slow_pid is None
         long_bomb = ChatPrompt([ChatMessage("user", "bomb" + "x" * LONG_TEXT_CHARACTERS)])
         bomb = asyncio.create_task(service.prepare(long_bomb, root=None, block_size=BLOCK_SIZE))
@@ -448,7 +458,9 @@ async def test_a_long_text_is_encoded_like_a_short_one(
 
 
 async def test_a_loaded_process_follows_one_that_dies() -> None:
-    async with TokenizerService(DEMO_CHECKPOINT, spare_delay_seconds=0.0) as service:
+    async with TokenizerService(
+        DEMO_CHECKPOINT, spare_delay_seconds=0.0, start_timeout_seconds=START_SECONDS
+    ) as service:
         await asyncio.sleep(0.1)
         first, spare = child_pid(service), service.spare_pid
         assert spare not in (None, first)
@@ -459,12 +471,14 @@ async def test_a_loaded_process_follows_one_that_dies() -> None:
 
 
 async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
-    async with TokenizerService(DEMO_CHECKPOINT, timeout_seconds=1.0) as service:
+    async with TokenizerService(
+        DEMO_CHECKPOINT, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
+    ) as service:
         (frozen,) = service.pids()
         os.kill(frozen, signal.SIGSTOP)
         with pytest.raises(TokenizingTimeout):
             await service.prepare(TextPrompt("def f(x):"), root=None, block_size=BLOCK_SIZE)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(START_SECONDS):
             while True:
                 with suppress(TokenizingTimeout):  # The next one may take as long on a busy machine.
                     assert (

@@ -24,7 +24,7 @@ from blockyard.worker.indexing.publisher import IndexPublisher
 from blockyard.worker.scheduling.pulls import Pulls
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.session.outbox import Outbox
-from blockyard.worker.session.session import SessionService
+from blockyard.worker.session.router_streams import Routes
 from blockyard.worker.transfer.rules import Avoided
 from blockyard.worker.transfer.wire import Connection, ProtocolError
 
@@ -242,9 +242,7 @@ MUTANTS: dict[str, Mutant] = {
     "view: the dead are believed in": ((ClusterView, "disconnected", _dead_are_believed_in),),
     "bookings: one stays": ((ClusterView, "ended", _every_fifth_is(_nothing)),),
     "bookings: a sum is not taken back": ((Bookings, "remove", _every_fifth_is(_no_longer_open)),),
-    "session: the end of a stream cancels nothing": (
-        (SessionService, "_cancel_all", lambda right: _nothing),
-    ),
+    "session: the end of a stream cancels nothing": ((Routes, "cancel_all", lambda right: _nothing),),
     "scheduler: what moves is ended without a word": (
         (Scheduler, "take_given_back", _given_back_without_a_word),
     ),

@@ -1,7 +1,7 @@
 """Background work: sequences of the lowest priority cost others nothing, and end all the same."""
 
 from blockyard.proto.limits import MAX_PRIORITY
-from blockyard.worker.scheduling.background import decodes_beside, num_before
+from blockyard.worker.scheduling.background import decodes_beside, is_background, num_before
 from blockyard.worker.scheduling.decode_times import DecodeTimes
 from blockyard.worker.scheduling.scheduler import Scheduler
 from blockyard.worker.sequences.sequence import Sequence
@@ -104,6 +104,19 @@ def test_background_work_alone_takes_short_steps() -> None:
     assert rows(scheduler) == {1: 300}
 
 
+def test_no_prompt_of_background_work_is_computed_beside_a_decode_however_cheap_decodes_are() -> None:
+    scheduler = make_scheduler(64)
+    for decodes in (1, 2, 4):
+        scheduler.mixed_steps.decode_times.observe(decodes, 0.010)
+    scheduler.submit(background(0, length=300, max_tokens=4))
+    assert rows(scheduler) == {1000: 64}
+    scheduler.submit(urgent(1, max_tokens=3))
+    assert rows(scheduler) == {1: 20}
+    assert rows(scheduler) == {1: 1}
+    assert rows(scheduler) == {1: 1}
+    assert rows(scheduler) == {1000: 64}
+
+
 def test_background_work_runs_while_what_it_waits_for_cannot() -> None:
     scheduler = make_scheduler(64)
     scheduler.submit(background(0, max_tokens=20))
@@ -113,6 +126,53 @@ def test_background_work_runs_while_what_it_waits_for_cannot() -> None:
     held.grammar = object()  # type: ignore[assignment]
     scheduler.submit(held)
     assert rows(scheduler) == {1000: 1}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["background", "urgent", "held"]),
+            st.integers(1, 400),
+            st.integers(1, 20),
+            st.integers(0, 4),
+        ),
+        min_size=1,
+        max_size=16,
+    )
+)
+def test_a_step_without_other_rows_takes_few_prompt_tokens_of_background_work(
+    arrivals: list[tuple[str, int, int, int]],
+) -> None:
+    """However full the token budget would let it be, also while an urgent request waits for its mask or for room."""
+    scheduler = make_scheduler(48, max_num_seqs=6, max_num_batched_tokens=512)
+    scheduler.mixed_steps.rates.prefill_tokens_per_second = 8_000.0
+    held: set[int] = set()
+    scheduler.must_wait_for_mask = lambda sequence: int(sequence.sequence_id) in held
+
+    def check_step() -> None:
+        plan = scheduler.plan()
+        if all(is_background(row.sequence) for row in plan.rows):
+            assert sum(row.num_tokens for row in plan.rows if row.num_tokens > 1) <= 80
+        scheduler.commit(plan, run(plan))
+        scheduler.check_invariants()
+
+    for number, (kind, length, max_tokens, pause) in enumerate(arrivals):
+        if kind == "background":
+            scheduler.submit(background(number, length=length, max_tokens=max_tokens))
+        else:
+            sequence = urgent(number, length=length, max_tokens=max_tokens)
+            if kind == "held":
+                sequence.grammar = object()  # type: ignore[assignment]
+                held.add(number)
+            scheduler.submit(sequence)
+        for _ in range(pause):
+            check_step()
+    held.clear()
+    for _ in range(2000):
+        if not scheduler.has_work:
+            break
+        check_step()
+    assert not scheduler.has_work
 
 
 def test_a_sequence_that_has_waited_for_its_priority_is_no_longer_background() -> None:

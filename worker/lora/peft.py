@@ -29,7 +29,7 @@ MAX_ALPHA = 1 << 20
 SCHEME = "blockyard-adapter/1"
 FINGERPRINT_DIGITS = 32
 _NO_MEMORY = ("can't allocate memory", "out of memory")
-"""Words of PyTorch where the host has no memory: in its allocator of pageable, and of pinned memory."""
+"""Words of PyTorch where the host has no memory: of its allocators of pageable and of pinned memory."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HARMLESS = frozenset(
     {

@@ -7,11 +7,13 @@ A sequence is background only while those of a better priority go before it in t
 long as its priority makes up for is computed like any other, and none starves.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from blockyard.proto.limits import MAX_PRIORITY
 from blockyard.worker.scheduling.decode_times import DecodeTimes
 from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.sequences.step_plan import ScheduledRow
 
 BACKGROUND_PRIORITY = MAX_PRIORITY
 EXTRA_SHARE = 0.03
@@ -20,6 +22,7 @@ EXTRA_SHARE = 0.03
 PREFILL_SECONDS = 0.01
 """Time of prompts in a step that has background work alone. A request that comes may wait for two such steps."""
 LEAST_PREFILL_TOKENS = 64
+UNBOUNDED_TOKENS = 2**31
 
 
 def is_background(sequence: Sequence) -> bool:
@@ -63,16 +66,19 @@ def held_back_of(running: Items[Sequence], waiting: Items[Sequence], times: Deco
     return [] if first is None else [one for one in running if one.order > first.order]
 
 
-def has_background_alone(running: Items[Sequence], waiting: Items[Sequence]) -> bool:
-    last = running[-1:] or waiting[-1:]
-    if not last or not is_background(last[0]):
-        return False
-    return num_background(running) == len(running) and all(map(is_background, waiting))
+def background_room(rows: Iterable[ScheduledRow], tokens_per_second: float) -> int:
+    """Return how many more prompt tokens of background work a step takes that has these rows.
 
-
-def background_prefill(tokens_per_second: float) -> int:
-    """Return how many prompt tokens a step takes that has background work alone. 0 tokens a second: not measured."""
-    return max(int(tokens_per_second * PREFILL_SECONDS), LEAST_PREFILL_TOKENS)
+    `tokens_per_second` is the measured rate of prompts, 0 before it is known. The room is bounded only while all rows
+    are background work.
+    """
+    room = max(int(tokens_per_second * PREFILL_SECONDS), LEAST_PREFILL_TOKENS)
+    for row in rows:
+        if not is_background(row.sequence):
+            return UNBOUNDED_TOKENS
+        if row.num_tokens > 1:
+            room -= row.num_tokens
+    return max(room, 0)
 
 
 def num_before(waiting: Items[Sequence], priority: int) -> int:

@@ -30,8 +30,8 @@ from blockyard.worker.cache.prefix_cache import PrefixCache
 from blockyard.worker.cache.tier_names import AnywhereNames
 from blockyard.worker.scheduling.admission import Admission
 from blockyard.worker.scheduling.background import (
-    background_prefill,
-    has_background_alone,
+    background_room,
+    goes_before,
     held_back_of,
     is_background,
 )
@@ -212,7 +212,7 @@ class Scheduler:
                 continue
             todo = tokens_to_compute(sequence)
             if todo > 1:
-                if not held_back or not is_background(sequence):
+                if not is_background(sequence) or not (held_back or goes_before(self.running, sequence)):
                     chunks.append((sequence, todo))
             elif todo and budget and is_plain:
                 self._add_row(sequence, 1, rows, is_plain=True)
@@ -220,17 +220,17 @@ class Scheduler:
             elif todo:
                 budget -= self._schedule_running(sequence, min(1, budget), rows)
         budget = self.mixed_steps.prefill_budget(budget, has_decodes=bool(rows))
-        if has_background_alone(self.running, self.waiting):
-            budget = min(budget, background_prefill(self.mixed_steps.rates.prefill_tokens_per_second))
         for sequence, todo in chunks:
             if self.waiting and self.waiting[0].order < sequence.order:
                 budget = self._admit(budget, rows, before=sequence)
-            budget -= self._schedule_running(sequence, min(todo, budget), rows)
+            most = self._most_tokens(sequence, budget, rows)
+            budget -= self._schedule_running(sequence, min(todo, most), rows)
         self._admit(budget, rows)
         if not rows:
             # What they are held back for cannot go on now.
             for sequence in held_back:
-                budget -= self._schedule_running(sequence, min(tokens_to_compute(sequence), budget), rows)
+                most = self._most_tokens(sequence, budget, rows)
+                budget -= self._schedule_running(sequence, min(tokens_to_compute(sequence), most), rows)
         drafts: list[ScheduledRow] = []
         if self.speculation is not None:
             drafts = draft_rows(
@@ -269,6 +269,12 @@ class Scheduler:
             and not sequence.num_samples_in_flight
             and self.must_wait_for_mask(sequence)
         )
+
+    def _most_tokens(self, sequence: Sequence, budget: int, rows: dict[SequenceId, ScheduledRow]) -> int:
+        """Return how many tokens of the budget a sequence may take in a step that has these rows."""
+        if not is_background(sequence):
+            return budget
+        return min(budget, background_room(rows.values(), self.mixed_steps.rates.prefill_tokens_per_second))
 
     def _schedule_running(
         self, sequence: Sequence, num_tokens: int, rows: dict[SequenceId, ScheduledRow]
@@ -359,7 +365,8 @@ class Scheduler:
             sequence = self._admission.next(before)
             if sequence is None:
                 return budget
-            hits = self._admission.room_for(sequence)
+            most = self._most_tokens(sequence, budget, rows)
+            hits = self._admission.room_for(sequence) if most else None
             if hits is None:
                 victim = self._admission.victim_for(sequence, rows)
                 if victim is None:
@@ -367,7 +374,7 @@ class Scheduler:
                 self._preempt(victim)
                 continue
             self._admission.admit(sequence, hits)
-            todo = min(len(sequence.tokens) - sequence.num_scheduled, budget)
+            todo = min(len(sequence.tokens) - sequence.num_scheduled, most)
             self.tables.extend(sequence, sequence.num_scheduled + todo)
             self._add_row(sequence, todo, rows)
             self.tables.note_scheduled(sequence)
