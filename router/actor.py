@@ -21,7 +21,7 @@ from blockyard.proto.runtime.sigterm import end_at_sigterm
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_every_interface
 from blockyard.router.config import RouterConfig, ServedModel
-from blockyard.router.supervision import SupervisorWatch
+from blockyard.router.supervision import Attempts, SupervisorWatch
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class RouterActor:
         self._watching: asyncio.Task[None] | None = None
         self._changing: asyncio.Task[None] | None = None
         """Serves the models that the supervisor has named last."""
+        self._attempts = Attempts()
 
     def __repr__(self) -> str:
         return self._router_id
@@ -79,14 +80,15 @@ class RouterActor:
         return await asyncio.shield(self._starting)
 
     async def set_workers(self, addresses: Mapping[str, Sequence[str]], models: Sequence[ServedModel]) -> int:
-        """Set the supervisor's models, and the addresses of their workers by the models' indexes ("": the first one's).
+        """Set the supervisor's models, the default one first, and the addresses of their workers by the models' ids.
 
         Models that come or go do so soon after. Return how many workers are ready in this router now.
         """
         self._watch.heard()
         for model in models:
-            self._server.set_workers(addresses.get(model.index, ()), model.id)
-        if {model.id for model in models} != set(self._server.model_ids) and self._changing is None:
+            self._server.set_workers(addresses.get(model.id, ()), model.id)
+        wanted = tuple(models)
+        if wanted != self._server.models and self._changing is None and self._attempts.is_due(wanted):
             self._changing = self._tasks.start(self._change_models(models), name="models")
         return self._server.num_ready_workers
 
@@ -98,7 +100,7 @@ class RouterActor:
         try:
             await self.set_models(models, DEFAULT_GRACE_SECONDS)
         except Exception as error:
-            logger.error("a model cannot be served, and is tried again: %s", error)
+            self._attempts.failed(tuple(models), error)
         finally:
             self._changing = None
 

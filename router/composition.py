@@ -104,7 +104,8 @@ async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitS
     fleet = _fleet(config, tokenizer_fingerprint(tokenizer_folder), model)
     shards = _index(config, shared.placement_clients, model)
     placer = _placer(config, fleet, PrefixLookup(*shards) if shards else None)
-    adapters = AdapterKeeper(fleet, shared.adapter_log if model == config.models[0] else None)
+    # Adapters belong to the model that the cluster began with, also once another is the first.
+    adapters = AdapterKeeper(fleet, None if model.index else shared.adapter_log)
     grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
     fleet.on_change(lambda address: grammar_quota.hand_out())
     parts = RouterParts(

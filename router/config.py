@@ -67,6 +67,8 @@ class ServedModel:
     chat_template: str | None = field(default=None, repr=False)
     index: str = ""
     """Name of the model's own part of the prefix index. Empty: the part of the model that its cluster began with."""
+    addition: str = ""
+    """Tells a model that was removed and added again from the one before."""
 
     @property
     def id(self) -> str:
@@ -242,6 +244,8 @@ class RouterConfig(RouterLimits):
     )
     index: str = field(default="", repr=False)
     """Name of the first model's index, as in ServedModel."""
+    addition: str = field(default="", repr=False)
+    """The first model's, as in ServedModel."""
     further_models: tuple[ServedModel, ...] = field(
         default=(),
         metadata=described(
@@ -363,6 +367,7 @@ class RouterConfig(RouterLimits):
             tokenizer=self.tokenizer,
             chat_template=self.chat_template,
             index=self.index,
+            addition=self.addition,
         )
         return (first, *self.further_models)
 
@@ -376,5 +381,6 @@ class RouterConfig(RouterLimits):
             tokenizer=first.tokenizer,
             chat_template=first.chat_template,
             index=first.index,
+            addition=first.addition,
             further_models=tuple(others),
         )

@@ -9,7 +9,7 @@ leaves the others their parts. Does not own how a group is built (composition.py
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
@@ -146,9 +146,13 @@ class ModelGroups:
             raise UnknownWorker.of(field, "no worker of this id is known")
         return link
 
-    async def add(self, model: ServedModel) -> None:
-        """Serve one more model. Raises ValueError for a name that another model has, and what building raises."""
-        check_models((*(group.model for group in self), model))
+    async def add(self, model: ServedModel, grace_seconds: float = 0.0) -> None:
+        """Serve one more model, or this one in place of that of the same id, whose calls have the grace period.
+
+        Raises ValueError for a name that another model has, and what building raises.
+        """
+        check_models((*(group.model for group in self if group.model.id != model.id), model))
+        replaced = self._lives.get(model.id)
         built: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keeping = self._tasks.start(self._keep(model, built), name=f"model {model.id}")
         try:
@@ -156,12 +160,22 @@ class ModelGroups:
         except asyncio.CancelledError:
             keeping.cancel()
             raise
+        if replaced is not None:
+            self._tasks.start(self._end(replaced, grace_seconds), name=f"end of model {model.id}")
 
     async def remove(self, model_id: str, grace_seconds: float) -> None:
         """Take no new call for a model. Return once those that run have ended, or the grace period is over."""
         life = self._lives.pop(model_id)
         self._share_limits()
         logger.info("model %s is not served any more", model_id)
+        await self._end(life, grace_seconds)
+
+    def put_in_order(self, ids: Iterable[str]) -> None:
+        """Put the models in this order, as far as they are served, and all others behind them."""
+        first = {model: self._lives[model] for model in ids if model in self._lives}
+        self._lives = first | self._lives
+
+    async def _end(self, life: _Life, grace_seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 await life.group.is_idle.wait()

@@ -151,16 +151,20 @@ class RouterServer:
         return tuple(worker.incarnation for group in groups for worker in group.parts.fleet.view.ready())
 
     @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """Return the models that are served now, the default one first."""
+        return tuple(group.model for group in self._groups or ())
+
+    @property
     def model_ids(self) -> tuple[str, ...]:
-        """Return the ids of the models that are served now, the default one first."""
-        return tuple(group.model.id for group in self._groups or ())
+        return tuple(model.id for model in self.models)
 
     def set_workers(self, addresses: Sequence[str], model: str | None = None) -> None:
         """Set the supervisor's list of addresses "host:port" for a model. The config's and discovered workers stay.
 
         Without `model` the default one is meant.
         """
-        model = self._config.models[0].id if model is None else model
+        model = (self.models or self._config.models)[0].id if model is None else model
         self._supervised = {**self._supervised, model: tuple(addresses)}
         self._tell_groups()
 
@@ -168,20 +172,22 @@ class RouterServer:
         """Serve exactly these models, the default one first. Return once new ones are served and others are gone.
 
         A model that goes takes no new call at once, and its running calls have the grace period. Raises what building
-        a model raises. The other changes are then made all the same.
+        a model raises. The other changes are then made all the same, but the last model that works stays.
         """
         assert models, "a router serves at least one model"
         async with self._changing:
             groups = self._groups
             if groups is None:
                 return
-            served = {group.model.id for group in groups}
             self._supervised = {model.id: self._supervised.get(model.id, ()) for model in models}
-            added = [model for model in models if model.id not in served]
-            gone = served - {model.id for model in models}
             # First what is new, because a router without any model could answer nothing.
-            results = await asyncio.gather(*map(groups.add, added), return_exceptions=True)
+            added = [groups.add(model, grace_seconds) for model in models if model not in self.models]
+            results = await asyncio.gather(*added, return_exceptions=True)
+            groups.put_in_order(model.id for model in models)
             self._tell_groups()
+            gone = [name for name in self.model_ids if name not in self._supervised]
+            if len(gone) == len(groups):
+                gone = gone[1:]
             await asyncio.gather(*(groups.remove(name, grace_seconds) for name in gone))
             for error in results:
                 if isinstance(error, BaseException):

@@ -1,11 +1,15 @@
-"""Supervisor watch: ends a supervisor that sends this router no list of workers any more.
+"""Supervision as a router sees it: a supervisor that falls silent, and models of its that cannot be served.
 
-Owns the count of silent checks. Does not own how a supervisor is killed (actor.py). Ray starts it again.
+Owns the count of silent checks, and the pauses between attempts to serve. Does not own how a supervisor is killed or
+models are changed (actor.py). Ray starts a supervisor again.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from blockyard.router.config import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +19,8 @@ SILENCE_SECONDS = 30.0
 MAX_SILENCE_SECONDS = 480.0
 """The limit of silence doubles after each kill, up to this: on a busy machine a new supervisor takes long to start."""
 END_SECONDS = 20.0
+FIRST_PAUSE_SECONDS = 4.0
+MAX_PAUSE_SECONDS = 120.0
 
 
 class SupervisorWatch:
@@ -46,3 +52,31 @@ class SupervisorWatch:
                 await self._end()
         except Exception as error:  # Ray's control service may be down: the next check tries again
             logger.error("cannot end the supervisor: %s", type(error).__name__)
+
+
+class Attempts:
+    """Attempts of one router to serve the models that its supervisor names. `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failed: tuple[Sequence[ServedModel], str] | None = None
+        """Models of the last attempt that failed, and why."""
+        self._pause_seconds = 0.0
+        self._next_at = 0.0
+
+    def is_due(self, models: Sequence[ServedModel]) -> bool:
+        """Return False during the pause after a failed attempt to serve the same models."""
+        return self._failed is None or self._failed[0] != models or self._clock() >= self._next_at
+
+    def failed(self, models: Sequence[ServedModel], error: Exception) -> None:
+        """Note a failed attempt. Each doubles the pause, and one that fails as the last did is not logged."""
+        is_again = self._failed is not None and self._failed[0] == models
+        self._pause_seconds = (
+            min(2 * self._pause_seconds, MAX_PAUSE_SECONDS) if is_again else FIRST_PAUSE_SECONDS
+        )
+        self._next_at = self._clock() + self._pause_seconds
+        if self._failed != (failed := (models, str(error))):
+            logger.error(
+                "a model cannot be served, and is tried again at longer and longer intervals: %s", error
+            )
+        self._failed = failed

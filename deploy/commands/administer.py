@@ -148,7 +148,7 @@ def pull(
 @grace_option
 @waits_option
 @click.option(
-    "--model", default="", help="Model whose workers they are. Default: the one that the cluster began with."
+    "--model", default="", help="Model whose workers they are. Default: the first one, as `model list` shows."
 )
 @cluster_option
 @output_option
@@ -277,8 +277,8 @@ def add_model(
 def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> None:
     """Stop serving the model NAME, and end its workers.
 
-    New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. The model that the
-    cluster began with stays."""
+    New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. Requests that name no
+    model go to the next one from then. The last model cannot be removed."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
@@ -290,7 +290,7 @@ def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> 
 @cluster_option
 @output_option
 def list_models(cluster: str, output: str) -> None:
-    """List the models of a cluster. The first one is meant by requests that name none."""
+    """List the models of a cluster. Requests that name none go to the first one."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     found = models.list_models(remembered)

@@ -25,8 +25,20 @@ from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.model.data_type import RequestedDataType
 
 
+def _models_paths(models: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(model_path, models))
+
+
 @click.command(name="size")
 @click.argument("model", callback=checked_by(model_path))
+@click.option(
+    "--model",
+    "others",
+    metavar="MODEL",
+    multiple=True,
+    callback=checked_by(_models_paths),
+    help="Another model of the same cluster. May be given more than once. Workers on a CPU share its memory.",
+)
 @click.option(
     "--memory",
     callback=checked_by(parse_bytes),
@@ -57,6 +69,21 @@ from blockyard.worker.model.data_type import RequestedDataType
     show_default=True,
     help="Kind of the workers. Decides the data type if --dtype is auto; cpu means a CPU like this machine's.",
 )
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="As in `up`: compute in float32, with plain numbers where the weights are quantised.",
+)
+@click.option(
+    "--max-loras",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Adapter slots of a worker of MODEL. Further models have none.",
+)
+@click.option(
+    "--max-lora-rank", type=click.IntRange(1), default=16, show_default=True, help="Room of each slot."
+)
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @click.option(
     "--tensor-parallel-size",
@@ -74,11 +101,15 @@ from blockyard.worker.model.data_type import RequestedDataType
 @output_option
 def size_command(
     model: str,
+    others: tuple[str, ...],
     memory: int,
     block_size: str,
     dtype: RequestedDataType,
     kv_cache_dtype: KVCacheDtype,
     device: str,
+    deterministic: bool,
+    max_loras: int,
+    max_lora_rank: int,
     max_model_len: int | None,
     tensor_parallel_size: int,
     total_memory: int | None,
@@ -86,19 +117,26 @@ def size_command(
 ) -> None:
     """Compute the KV cache of MODEL for a memory budget.
 
-    Prints how many blocks, tokens and requests fit, and what a worker takes in all."""
-    sized = size.size_model(
-        model,
-        budget_bytes=memory,
-        block_size=int(block_size),
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        on_cpu=device == "cpu",
-        max_model_len=max_model_len,
-        memory_bytes=total_memory,
-        tensor_parallel_size=tensor_parallel_size,
-    )
-    show(output, sized.as_dict(), views.size_view(sized))
+    Prints how many blocks, tokens and requests fit, and what a worker takes in all. With --model it does so for a
+    worker of each, and on a CPU for all of them together."""
+    sizes = [
+        size.size_model(
+            one,
+            budget_bytes=memory,
+            block_size=int(block_size),
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            on_cpu=device == "cpu",
+            max_model_len=max_model_len,
+            memory_bytes=total_memory,
+            tensor_parallel_size=tensor_parallel_size,
+            deterministic=deterministic,
+            max_loras=0 if number else max_loras,
+            max_lora_rank=max_lora_rank,
+        )
+        for number, one in enumerate((model, *others))
+    ]
+    show(output, size.sizes_document(sizes), views.sizes_view(sizes))
 
 
 @click.command(name="figures")

@@ -75,12 +75,12 @@ def _show_once(client: Client, interval_seconds: float, output: str) -> None:
     before = look(client)
     time.sleep(interval_seconds)
     now = look(client)
-    rows = tops.rows_of(now, before)
+    rows, totals = tops.rows_of(now, before), tops.totals_of(now, before)
     if output == "json":
-        click.echo(json.dumps(tops.as_document(now, rows)))
+        click.echo(json.dumps(tops.as_document(now, rows, totals)))
     else:
         shown = console()
-        shown.print(tops.screen(now, rows, [tops.total_rate(rows)], columns=shown.width))
+        shown.print(tops.screen(now, rows, [tops.total_rate(rows)], columns=shown.width, totals=totals))
 
 
 def _print_documents(client: Client, interval_seconds: float) -> None:
@@ -92,7 +92,8 @@ def _print_documents(client: Client, interval_seconds: float) -> None:
         except BlockyardError as error:
             click.echo(json.dumps({"error": str(error)}))
         else:
-            click.echo(json.dumps(tops.as_document(now, tops.rows_of(now, before))))
+            rows, totals = tops.rows_of(now, before), tops.totals_of(now, before)
+            click.echo(json.dumps(tops.as_document(now, rows, totals)))
             before = now
         time.sleep(interval_seconds)
 
@@ -115,9 +116,11 @@ def _show_live(client: Client, interval_seconds: float, shown: Console) -> None:
                 rows = tops.rows_of(now, before)
                 if not trouble:
                     rates.append(tops.total_rate(rows))
-                live.update(
-                    tops.screen(now, rows, list(rates), columns=shown.width, trouble=trouble), refresh=True
+                totals = tops.totals_of(now, before)
+                screen = tops.screen(
+                    now, rows, list(rates), columns=shown.width, totals=totals, trouble=trouble
                 )
+                live.update(screen, refresh=True)
             if _asked_to_quit(interval_seconds):
                 return
 

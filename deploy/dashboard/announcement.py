@@ -23,6 +23,8 @@ class AnnouncedReplica:
     address: str
     incarnation: str
     num_starts: int
+    model: str = ""
+    """Id of a worker's model. Empty for a router."""
     node: str = ""
     """Hostname and address of its node. Empty if they are not known."""
     ranks: tuple[tuple[str, int], ...] = ()
@@ -35,6 +37,7 @@ class Announcement:
 
     cluster: str
     model: str
+    """Id of the default model."""
     uses_tls: bool
     wants_certificate: bool
     wants_token: bool

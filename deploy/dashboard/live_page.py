@@ -39,6 +39,7 @@ FILES = {
     "frame.js": "text/javascript",
     "app.js": "text/javascript",
     "map.js": "text/javascript",
+    "models.js": "text/javascript",
     "details.js": "text/javascript",
     "ask.js": "text/javascript",
     "charts.js": "text/javascript",

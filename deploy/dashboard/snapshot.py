@@ -67,7 +67,7 @@ def drawn(
     cards += [_card(None, worker, pools.get(worker_id)) for worker_id, worker in known.items()]
     return of_nothing(announcement) | {
         "info": {
-            "model": info.model.id,
+            "models": [model.id for model in info.models] or [info.model.id],
             "version": info.version,
             "policy": info.policy,
             "index": INDEX_STATES.get(info.index_state, "unknown"),
@@ -94,6 +94,7 @@ def _card(
     state, reason = state_of(replica, worker)
     card: dict[str, Any] = {
         "name": replica.name if replica else worker.worker_id if worker else "",
+        "model": (worker.model if worker else "") or (replica.model if replica else ""),
         "state": state,
         "reason": reason,
         "starts": replica.num_starts if replica else None,

@@ -125,6 +125,70 @@ CLIENTS = Row(
     ),
 )
 
+MODELS = Row(
+    title="Models",
+    panels=(
+        Panel(
+            title="Requests by model",
+            description="Requests that run on a worker, and requests that wait for one, on all routers.",
+            unit="short",
+            questions=(
+                ("sum by (model_name) (blockyard_router_running)", "{{model_name}} running"),
+                ("sum by (model_name) (blockyard_router_waiting)", "{{model_name}} waiting"),
+            ),
+        ),
+        Panel(
+            title="Tokens per second by model",
+            description="Tokens sent to clients.",
+            unit="short",
+            questions=((_rate("blockyard_router_generated_tokens", "model_name"), "{{model_name}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Time to the first token by model",
+            description="95th percentile, from a request's arrival at its router.",
+            unit="s",
+            questions=(
+                (
+                    "histogram_quantile(0.95, sum by (model_name, le) "
+                    "(rate(blockyard_time_to_first_token_seconds_bucket[$__rate_interval])))",
+                    "{{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="KV blocks in use by model",
+            description="Share of the pools of a model's workers that running sequences use.",
+            unit="percentunit",
+            questions=(
+                (
+                    "sum by (model_name) (blockyard_blocks_used) / (sum by (model_name) (blockyard_blocks_used) + "
+                    "sum by (model_name) (blockyard_blocks_cached) + sum by (model_name) (blockyard_blocks_free))",
+                    "{{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Hit rate by model",
+            description="Share of prompt tokens that were reused.",
+            unit="percentunit",
+            questions=(
+                (
+                    f"{_rate('blockyard_router_cached_tokens', 'model_name')} / "
+                    f"{_rate('blockyard_router_prompt_tokens', 'model_name')}",
+                    "{{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Workers by model and state",
+            description="As the routers see them.",
+            unit="short",
+            questions=(("max by (model_name, state) (blockyard_workers) > 0", "{{model_name}} {{state}}"),),
+        ),
+    ),
+)
+
 TENANTS = Row(
     title="Tenants",
     panels=(
@@ -332,4 +396,4 @@ ROUTERS = Row(
     ),
 )
 
-ROWS = (CLIENTS, TENANTS, WORKERS, CACHE, PULLS, ROUTERS)
+ROWS = (CLIENTS, MODELS, TENANTS, WORKERS, CACHE, PULLS, ROUTERS)

@@ -296,7 +296,7 @@ def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorRepor
 def scale(
     num_workers: int, grace_seconds: float, model: str, waiting: Callable[["SupervisorReport"], None]
 ) -> None:
-    """Scale a model to `num_workers`. Return once all are in use and surplus ones are gone. "": the first model.
+    """Scale a model to `num_workers`. Return once all are in use and surplus ones are gone. "": the first one served.
 
     Call `waiting` with reports meanwhile.
 
@@ -316,7 +316,7 @@ def add_model(model: "ServedModel", num_workers: int, waiting: Callable[["Superv
 def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
     """Stop serving a model. Return once its workers are gone. Call `waiting` with reports meanwhile.
 
-    Raise RuntimeError for an unknown model, and for the one that the cluster began with.
+    Raise RuntimeError for an unknown model, and for the last one.
     """
     _ask(lambda supervisor: supervisor.remove_model.remote(model_id, grace_seconds), waiting)
 

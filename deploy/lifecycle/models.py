@@ -29,13 +29,11 @@ class Model:
 
 
 def models_of(report: SupervisorReport) -> tuple[Model, ...]:
-    """Return the models of a cluster, the one that it began with first."""
+    """Return the models of a cluster. Requests that name none mean the first."""
     found = []
-    for number, model in enumerate(report.models):
+    for model in report.models:
         workers = [
-            replica
-            for replica in report.replicas
-            if replica.kind == "worker" and replica.model == (model if number else "")
+            replica for replica in report.replicas if replica.kind == "worker" and replica.model == model
         ]
         names = tuple(worker.name for worker in workers)
         found.append(
@@ -92,7 +90,7 @@ def remove(
 ) -> None:
     """Stop serving a model. Return once its running requests have ended and its workers are gone.
 
-    Raise RuntimeError for an unknown model, and for the one that the cluster began with.
+    Raise RuntimeError for an unknown model, and for the last one.
     """
     with on_ray.driver(cluster):
         on_ray.remove_model(model_id, grace_seconds, waiting=lambda seen: report(_ending(seen, model_id)))

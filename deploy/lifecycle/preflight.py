@@ -17,7 +17,12 @@ from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
 from blockyard.deploy.lifecycle.serving import ClusterStartError
 from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
-from blockyard.deploy.settings.size import CPU_PROCESS_BYTES, machine_memory_bytes
+from blockyard.deploy.settings.size import (
+    CPU_PROCESS_BYTES,
+    adapter_slots_bytes,
+    machine_memory_bytes,
+    plain_or_quantised_bytes,
+)
 from blockyard.deploy.views.quantities import counted, format_bytes
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
@@ -30,7 +35,7 @@ from blockyard.worker.memory.kv_size import (
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
-from blockyard.worker.model.shards import check_shards, num_parameters, weights_bytes
+from blockyard.worker.model.shards import check_shards
 
 if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
@@ -213,10 +218,13 @@ def _check_memory(options: "UpOptions") -> None:
         if num_gpus or pool is None:
             return
         weights_bytes = weights_bytes_of(one.engine, config, on_cpu=True)
-        rank_bytes = weights_bytes + pool.total_bytes + CPU_PROCESS_BYTES
+        item_bytes = DTYPE_BYTES[dtype_of(one.engine, config, on_cpu=True).name]
+        slots_bytes = adapter_slots_bytes(config, one.engine.max_loras, one.engine.max_lora_rank, item_bytes)
+        rank_bytes = weights_bytes + pool.total_bytes + slots_bytes + CPU_PROCESS_BYTES
         needed_bytes += shape.num_workers * shape.num_ranks * rank_bytes
+        slots = f"{format_bytes(slots_bytes)} of adapter slots, " if slots_bytes else ""
         held.append(
-            f"{format_bytes(weights_bytes)} of weights, {format_bytes(pool.total_bytes)} of KV cache and "
+            f"{format_bytes(weights_bytes)} of weights, {slots}{format_bytes(pool.total_bytes)} of KV cache and "
             f"{format_bytes(CPU_PROCESS_BYTES)} of its own"
         )
     has_bytes = machine_memory_bytes()
@@ -233,9 +241,7 @@ def weights_bytes_of(engine: EngineConfig, config: ModelConfig, *, on_cpu: bool)
     """Compute the bytes of one rank's weights, without the copies that kernels make of some."""
     part = divide(config, size=engine.tensor_parallel_size).config
     item_bytes = DTYPE_BYTES[dtype_of(engine, config, on_cpu=on_cpu).name]
-    if engine.deterministic:  # it computes with plain numbers
-        return num_parameters(part) * item_bytes
-    return weights_bytes(part, item_bytes, on_cpu=on_cpu)
+    return plain_or_quantised_bytes(part, item_bytes, on_cpu=on_cpu, deterministic=engine.deterministic)
 
 
 def _check_workers(options: "UpOptions") -> None:

@@ -44,7 +44,7 @@ def scale(
     waits_for_nodes: bool = False,
     report: Report = lambda progress: None,
 ) -> Scaled:
-    """Scale a model, or the first one, to `num_workers`, and save the number of all workers.
+    """Scale a model, or the first that is served, to `num_workers`, and save the number of all workers.
 
     Return once surplus workers are gone and new ones are in use. A worker that was taken out counts and stays out.
     Raise ValueError, before anything is changed, if the nodes have no room and `waits_for_nodes` is not set. Raise
@@ -52,7 +52,7 @@ def scale(
     """
     with on_ray.driver(cluster):
         before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
-        model = "" if (model,) == before.models[:1] else model
+        model = model or before.models[0]
         names = workers_of(before, model)
         missing = num_workers - len(names)
         if missing > 0 and not waits_for_nodes:
@@ -69,7 +69,7 @@ def scale(
     return scaled
 
 
-def scaled_of(before: tuple[str, ...], report: SupervisorReport, model: str = "") -> Scaled:
+def scaled_of(before: tuple[str, ...], report: SupervisorReport, model: str | None = None) -> Scaled:
     after = workers_of(report, model)
     taken_out = taken_out_of((replica for replica in report.replicas if replica.name in after), frozenset())
     return Scaled(
@@ -81,7 +81,7 @@ def scaled_of(before: tuple[str, ...], report: SupervisorReport, model: str = ""
 
 
 def workers_of(report: SupervisorReport, model: str | None = None) -> tuple[str, ...]:
-    """Return the names of all workers, or of one model's ("": the first one's)."""
+    """Return the names of all workers, or of one model's."""
     return tuple(
         replica.name
         for replica in report.replicas

@@ -4,6 +4,7 @@ The sizes themselves are in kv_size.py.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockyard.worker.memory.kv_size import (
@@ -14,7 +15,7 @@ from blockyard.worker.memory.kv_size import (
     bytes_per_block,
     stored_dtype,
 )
-from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, load_config, resolve_model
+from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import (
     ChosenDataType,
     RequestedDataType,
@@ -22,7 +23,7 @@ from blockyard.worker.model.data_type import (
     cpu_has_bfloat16,
 )
 from blockyard.worker.model.division import divide
-from blockyard.worker.model.shards import weights_bytes
+from blockyard.worker.model.shards import num_parameters, weights_bytes
 
 CPU_PROCESS_BYTES = 360 * 2**20
 """Memory that a worker on a CPU takes beside its weights and its KV cache: Python, PyTorch, Ray and work space.
@@ -47,23 +48,25 @@ class ModelSize:
     """Size of the weights, in `dtype` where they are not quantised. They are held beside the KV cache."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
+    slots_bytes: int
+    """Memory of all adapter slots."""
     kv: KVSize
     memory_bytes: int | None
     """Memory of the machine or the GPU. None if unknown."""
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + (self.process_bytes or 0) + self.kv.total_bytes
+        return self.weights_bytes + (self.process_bytes or 0) + self.slots_bytes + self.kv.total_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of the machine or the GPU that one worker takes. Its ranks share a machine, and have a GPU each."""
+        return self.total_bytes * (1 if self.process_bytes is None else self.tensor_parallel_size)
 
     @property
     def left_bytes(self) -> int | None:
-        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit.
-
-        A worker's ranks share a machine, and have a GPU each."""
-        if self.memory_bytes is None:
-            return None
-        ranks_there = 1 if self.process_bytes is None else self.tensor_parallel_size
-        return self.memory_bytes - ranks_there * self.total_bytes
+        """Memory of the machine or the GPU that one worker leaves. Negative if the worker does not fit."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.shared_bytes
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -74,6 +77,7 @@ class ModelSize:
             "tensor_parallel_size": self.tensor_parallel_size,
             "weights_bytes": self.weights_bytes,
             "process_bytes": self.process_bytes,
+            "slots_bytes": self.slots_bytes,
             "kv_bytes": self.kv.total_bytes,
             "total_bytes": self.total_bytes,
             "memory_bytes": self.memory_bytes,
@@ -92,6 +96,28 @@ def machine_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def adapter_slots_bytes(config: ModelConfig, max_loras: int, max_lora_rank: int, item_bytes: int) -> int:
+    """Compute the bytes of a worker's adapter slots. Raise ValueError for a model that serves no adapters."""
+    if not max_loras:
+        return 0
+    # They import PyTorch, which most commands should not wait for.
+    from blockyard.worker.lora.layout import slot_bytes
+    from blockyard.worker.lora.peft import check_has_slots
+
+    check_has_slots(config)
+    return max_loras * slot_bytes(config, max_lora_rank, item_bytes)
+
+
+def plain_or_quantised_bytes(part: ModelConfig, item_bytes: int, *, on_cpu: bool, deterministic: bool) -> int:
+    """Compute the bytes of one rank's weights, without the copies that kernels make of some.
+
+    Deterministic mode computes with plain numbers, so it holds quantised weights as such.
+    """
+    if deterministic:
+        return num_parameters(part) * item_bytes
+    return weights_bytes(part, item_bytes, on_cpu=on_cpu)
+
+
 def size_model(
     model: str,
     *,
@@ -103,15 +129,20 @@ def size_model(
     max_model_len: int | None,
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
+    deterministic: bool = False,
+    max_loras: int = 0,
+    max_lora_rank: int = 16,
 ) -> ModelSize:
     """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
     Of several ranks, return that of each. `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its
     instructions. Raise ValueError for a model that the engine cannot run or split, or a context longer than the
-    model's.
+    model's. Slots need a model that serves adapters, and deterministic mode float32.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
-    chosen = choose_dtype(dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16())
+    chosen = choose_dtype(
+        dtype, config.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16(), deterministic=deterministic
+    )
     context = max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
@@ -133,8 +164,30 @@ def size_model(
         kv_dtype=kv_dtype,
         max_model_len=context,
         tensor_parallel_size=tensor_parallel_size,
-        weights_bytes=weights_bytes(part, DTYPE_BYTES[chosen.name], on_cpu=on_cpu),
+        weights_bytes=plain_or_quantised_bytes(
+            part, DTYPE_BYTES[chosen.name], on_cpu=on_cpu, deterministic=deterministic
+        ),
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
+        slots_bytes=adapter_slots_bytes(config, max_loras, max_lora_rank, DTYPE_BYTES[chosen.name]),
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,
     )
+
+
+def left_bytes_of(sizes: Sequence[ModelSize]) -> int | None:
+    """Return the machine's memory that a worker of each model leaves. None on GPUs: each worker has its own."""
+    first = sizes[0]
+    if first.process_bytes is None or first.memory_bytes is None:
+        return None
+    return first.memory_bytes - sum(one.shared_bytes for one in sizes)
+
+
+def sizes_document(sizes: Sequence[ModelSize]) -> dict[str, object]:
+    """Return the document of one model, or of several with what they take and leave together."""
+    if len(sizes) == 1:
+        return sizes[0].as_dict()
+    return {
+        "models": [one.as_dict() for one in sizes],
+        "total_bytes": sum(one.shared_bytes for one in sizes),
+        "left_bytes": left_bytes_of(sizes),
+    }

@@ -220,15 +220,17 @@ class UpOptions:
         return (first, *map(further_model, self.further_models))
 
     def each_model(self) -> "list[UpOptions]":
-        """Return the options of each model, as if it were the only one."""
+        """Return the options of each model, as if it were the only one. Only the first has slots for adapters."""
         return [
             replace(
                 self,
-                engine=replace(self.engine, model=model.model),
+                engine=replace(
+                    self.engine, model=model.model, max_loras=0 if number else self.engine.max_loras
+                ),
                 model_names=model.names,
                 further_models=(),
             )
-            for model in self.served_models
+            for number, model in enumerate(self.served_models)
         ]
 
     @property

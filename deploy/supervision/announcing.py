@@ -6,7 +6,7 @@ Runs in the supervisor. While the store does not answer, the live page is out of
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -51,6 +51,7 @@ def announcement_of(
                 address=replica.address,
                 incarnation=replica.incarnation,
                 num_starts=replica.num_starts,
+                model=replica.model,
                 node=nodes.get(replica.node_id, ""),
                 ranks=tuple((nodes.get(node_id, ""), pid) for node_id, pid in replica.ranks),
             )
@@ -59,8 +60,11 @@ def announcement_of(
     )
 
 
-async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) -> None:
-    """Store the announcement whenever it changes, until cancelled. It polls, because changes have many causes."""
+async def keep_announced(router: Callable[[], "RouterConfig"], replicas: Sequence["Replica"]) -> None:
+    """Store the announcement whenever it changes, until cancelled. It polls, because changes have many causes.
+
+    `router` returns the config of routers with the models of now.
+    """
     published, looks = b"", 0
     nodes: dict[str, str] = {}
     while True:
@@ -68,7 +72,7 @@ async def keep_announced(router: "RouterConfig", replicas: Sequence["Replica"]) 
         node_ids |= {node_id for replica in replicas for node_id, _ in replica.ranks}
         if not node_ids <= nodes.keys():
             nodes = dict.fromkeys(node_ids, "") | await _node_names()
-        announcement = announcement_of(router, replicas, nodes)
+        announcement = announcement_of(router(), replicas, nodes)
         now, looks = encode(announcement), looks + 1
         if now != published or looks % REPEAT_LOOKS == 0:
             published = now if await put(key_of(announcement.cluster), now) else b""

@@ -28,6 +28,9 @@ class DesiredState:
     """Number of workers that should run, and what else must survive a restart of the supervisor."""
 
     num_workers: int
+    """Workers of the first model."""
+    serves_first: bool = True
+    """False once the first model was removed."""
     grace_seconds: float = 0.0
     """Grace period of the last scaling. After a restart the supervisor gives it to workers that still have to leave."""
     taken_out: frozenset[str] = frozenset()

@@ -5,14 +5,15 @@ Owns what of that outlives the supervisor, by its store (desired_state.py). Does
 """
 
 import asyncio
+import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
-from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, number_of, replicas_of
-from blockyard.router.config import ServedModel
+from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, model_of, number_of, replicas_of
+from blockyard.router.config import RouterConfig, ServedModel
 
 
 class Goal:
@@ -28,17 +29,27 @@ class Goal:
 
     @property
     def models(self) -> ModelPlans:
-        return ModelPlans(first=self._spec.router.models[0], further=self.desired.further_models)
+        first = self._spec.first_model if self.desired.serves_first else None
+        return ModelPlans(first=first, further=self.desired.further_models)
 
     def replicas(self) -> list[Replica]:
         """Return new replicas of all workers and routers that should run."""
-        return replicas_of(self._spec, self.desired.num_workers, self.desired.further_models)
+        num_workers = self.desired.num_workers if self.desired.serves_first else 0
+        return replicas_of(self._spec, num_workers, self.desired.further_models)
+
+    def model_of(self, worker: str) -> str:
+        """Return the id of the model of a worker with this name."""
+        return model_of(worker, self.desired.further_models, first=self._spec.first_model.id)
 
     def spec_of(self, replica: Replica) -> ClusterSpec:
         """Return the spec by which a replica runs: that of a worker's model, and a router's with the models of now."""
         if replica.kind == "router":
-            return replace(self._spec, router=self._spec.router.with_models(self.models.served))
+            return replace(self._spec, router=self.router())
         return self._spec.of_model(self.models.plan(replica.model))
+
+    def router(self) -> RouterConfig:
+        """Return the template of routers, with the models of now."""
+        return self._spec.router.with_models(self.models.served)
 
     @property
     def has_ranks(self) -> bool:
@@ -51,9 +62,10 @@ class Goal:
         return [worker for worker in workers if number_of(worker.name) >= self._num_workers(worker.model)]
 
     def _num_workers(self, model: str) -> int:
-        if not model:
+        models = self.models
+        if models.is_first(model):
             return self.desired.num_workers
-        plan = self.models.plan(model)
+        plan = models.plan(model)
         return 0 if plan is None else plan.num_workers
 
     async def change(self, **changes: Any) -> None:
@@ -71,27 +83,26 @@ class Goal:
             await self.change(addresses=addresses)
 
     async def scale(self, model: str, num_workers: int, grace_seconds: float) -> str:
-        """Change the number of workers of a model. Return how replicas name it: "" for the first one.
+        """Change the number of workers of a model ("": the first that is served). Return its id.
 
         Raise ValueError for less than one worker, or an unknown model.
         """
         if num_workers < 1:
             raise ValueError(f"a cluster needs at least one worker, not {num_workers}")
         models = self.models
-        if model in ("", models.first.id):
+        model = models.known(model or models.served[0].id).id
+        if models.is_first(model):
             await self.change(num_workers=num_workers, grace_seconds=grace_seconds)
-            return ""
-        models.known(model)
-        await self.change(
-            further_models=models.scaled(model, num_workers).further, grace_seconds=grace_seconds
-        )
+        else:
+            scaled = models.scaled(model, num_workers)
+            await self.change(further_models=scaled.further, grace_seconds=grace_seconds)
         return model
 
     async def add(self, model: ServedModel, num_workers: int) -> None:
-        """Add a model with the first one's settings. Raise ValueError for a name that another model has."""
+        """Add a model with the settings of `up`. Raise ValueError for a name that another model has."""
         engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer)
         plan = ModelPlan(
-            served=model,
+            served=replace(model, addition=secrets.token_hex(8)),
             engine=engine,
             num_workers=num_workers,
             num_cpus_per_worker=self._spec.num_cpus_per_worker,
@@ -99,9 +110,11 @@ class Goal:
         )
         await self.change(further_models=self.models.adding(plan).further)
 
-    async def remove(self, model: str, grace_seconds: float) -> ModelPlan:
-        """Remove a model and return it. Raise ValueError for an unknown one, and for the first one."""
+    async def remove(self, model: str, grace_seconds: float) -> ServedModel:
+        """Remove a model and return it. Raise ValueError for an unknown one, and for the last one."""
         models = self.models
-        plan = models.known(model)
-        await self.change(further_models=models.without(model).further, grace_seconds=grace_seconds)
-        return plan
+        left = models.without(model)
+        await self.change(
+            serves_first=left.first is not None, further_models=left.further, grace_seconds=grace_seconds
+        )
+        return models.known(model)

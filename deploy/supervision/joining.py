@@ -30,7 +30,7 @@ class Joining:
     changed: asyncio.Event
     """Set when a replica has changed in a way that matters to routers."""
     models: Callable[[], Sequence[ServedModel]]
-    """Returns the models that routers should serve, the first one first."""
+    """Returns the models that routers should serve, the default one first."""
 
     async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
         """Wait until a replica, which had started `num_starts` times, has started again and is in use.

@@ -1,7 +1,8 @@
-"""Model plans: the models of a cluster beside its first one, with the workers that each should have.
+"""Model plans: the models that a cluster serves, with the workers that each should have.
 
 Pure. Owns the names by which workers of several models are told apart. The first model is the one that the cluster
-began with. It ends with the cluster. Does not own starting or stopping anything (supervisor.py).
+began with. Its workers are in the cluster's spec, and those of each further model in a plan. Does not own starting or
+stopping anything (supervisor.py).
 """
 
 import re
@@ -39,7 +40,8 @@ class ModelPlan:
 class ModelPlans:
     """All models of a cluster. Raises ValueError if two have a name, an index or names of workers in common."""
 
-    first: ServedModel
+    first: ServedModel | None
+    """None: it was removed."""
     further: tuple[ModelPlan, ...]
 
     def __post_init__(self) -> None:
@@ -53,29 +55,35 @@ class ModelPlans:
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
-        """Return the models as routers serve them, the first one first."""
-        return (self.first, *(plan.served for plan in self.further))
+        """Return the models as routers serve them. Requests that name no model mean the first of them."""
+        first = () if self.first is None else (self.first,)
+        return (*first, *(plan.served for plan in self.further))
 
     def plan(self, model: str) -> ModelPlan | None:
         return next((plan for plan in self.further if plan.id == model), None)
 
-    def known(self, model: str) -> ModelPlan:
-        """Return a further model. Raises ValueError for any other."""
-        if model == self.first.id:
-            raise ValueError(
-                f"{model} is the model that the cluster began with: it ends with the cluster (`down`)"
-            )
-        plan = self.plan(model)
-        if plan is None:
+    def is_first(self, model: str) -> bool:
+        return self.first is not None and self.first.id == model
+
+    def known(self, model: str) -> ServedModel:
+        """Return the model of this id. Raises ValueError if there is none."""
+        found = next((served for served in self.served if served.id == model), None)
+        if found is None:
             raise ValueError(
                 f"no model is called {model!r}, only {', '.join(served.id for served in self.served)}"
             )
-        return plan
+        return found
 
     def adding(self, plan: ModelPlan) -> "ModelPlans":
         return replace(self, further=(*self.further, plan))
 
     def without(self, model: str) -> "ModelPlans":
+        """Return the plans without this model. Raises ValueError for an unknown one, and for the last one."""
+        self.known(model)
+        if len(self.served) == 1:
+            raise ValueError(f"{model} is the only model: add another one first, or end the cluster (`down`)")
+        if self.is_first(model):
+            return replace(self, first=None)
         return replace(self, further=tuple(plan for plan in self.further if plan.id != model))
 
     def scaled(self, model: str, num_workers: int) -> "ModelPlans":

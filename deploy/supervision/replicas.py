@@ -13,7 +13,7 @@ from typing import Literal
 
 from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.proto.roles import Role
-from blockyard.router.config import RouterConfig
+from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.worker.config import WorkerConfig
 
 FIRST_BACKOFF_SECONDS = 0.1
@@ -57,6 +57,11 @@ class ClusterSpec:
     """Silence after which the supervisor kills a serving worker or router and starts it again."""
 
     @property
+    def first_model(self) -> ServedModel:
+        """Return the model that the cluster begins with, whose workers are those of this spec."""
+        return self.router.models[0]
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of each worker. They are one replica: the end of one ends all."""
         return self.worker.engine.tensor_parallel_size
@@ -92,7 +97,7 @@ class Replica:
     name: str
     kind: Kind
     model: str = ""
-    """Id of a worker's model. Empty: the cluster's first one."""
+    """Id of a worker's model. Empty for a router."""
     phase: Phase = "starting"
     address: str = ""
     http_address: str = ""
@@ -150,7 +155,7 @@ class SupervisorReport:
     cpus_per_worker: float
     gpus_per_worker: float
     models: tuple[str, ...] = ()
-    """Ids of the models. The first is the one that the cluster began with."""
+    """Ids of the models. Requests that name none mean the first."""
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
 
@@ -169,9 +174,14 @@ def is_worker_name(name: str) -> bool:
     return _WORKER_NAME.fullmatch(name) is not None
 
 
-def model_of(name: str, plans: Iterable[ModelPlan]) -> str:
-    """Return the model of a worker with this name. A name of no model that is served gives no model's id."""
+def model_of(name: str, plans: Iterable[ModelPlan], *, first: str) -> str:
+    """Return the model of a worker with this name: `first` without a prefix.
+
+    A name of no model that is served gives no model's id.
+    """
     prefix = name.rpartition("worker-")[0]
+    if not prefix:
+        return first
     return next((plan.id for plan in plans if plan.workers_prefix == prefix), prefix)
 
 
@@ -188,7 +198,8 @@ def workers_of(plan: ModelPlan) -> list[Replica]:
 
 
 def replicas_of(spec: ClusterSpec, num_workers: int, plans: Iterable[ModelPlan] = ()) -> list[Replica]:
-    workers = [Replica(name=worker_name(number), kind="worker") for number in range(num_workers)]
+    first = spec.first_model.id
+    workers = [Replica(name=worker_name(number), kind="worker", model=first) for number in range(num_workers)]
     for plan in plans:
         workers += workers_of(plan)
     return workers + [Replica(name=f"router-{number}", kind="router") for number in range(spec.num_routers)]

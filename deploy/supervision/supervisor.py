@@ -47,7 +47,6 @@ from blockyard.deploy.supervision.replicas import (
     backoff_seconds,
     check_code,
     is_worker_name,
-    model_of,
     taken_out_of,
 )
 from blockyard.deploy.supervision.reports import NAMESPACE, keep_reported
@@ -151,7 +150,7 @@ class Supervisor:
         await self._joining.wait_until_in_use(replica, num_starts)
 
     async def scale(self, num_workers: int, grace_seconds: float, model: str = "") -> None:
-        """Scale a model, or the first one, to this many workers.
+        """Scale a model, or the first that is served, to this many workers.
 
         Return once new workers are in use and those of higher numbers are gone.
 
@@ -161,7 +160,7 @@ class Supervisor:
         """
         async with self._one_scaling_at_a_time:
             model = await self._goal.scale(model, num_workers, grace_seconds)
-            logger.info("%s scales to %d workers", model or "the cluster", num_workers)
+            logger.info("%s scales to %d workers", model, num_workers)
             self._add_missing()
             await self._retire_those_beyond()
             new = self._never_served(model)
@@ -185,16 +184,16 @@ class Supervisor:
     async def remove_model(self, model: str, grace_seconds: float) -> None:
         """Stop serving a model. Its running requests have the grace period. Return once its workers are gone.
 
-        Raise ValueError for an unknown model, and for the one that the cluster began with.
+        Raise ValueError for an unknown model, and for the last one.
         """
         async with self._one_scaling_at_a_time:
-            plan = await self._goal.remove(model, grace_seconds)
+            removed = await self._goal.remove(model, grace_seconds)
             logger.info("the cluster does not serve %s any more", model)
             # First the routers: they refuse new requests, and running ones end on the workers as ever.
             await self._joining.stop_serving(self._goal.models.served, grace_seconds)
             await self._retire_those_beyond()
             if (urls := self._spec.worker.redis_url) is not None:
-                await erase_index(urls, self._spec.worker.cluster, model=plan.served.index)
+                await erase_index(urls, self._spec.worker.cluster, model=removed.index)
 
     def _add_missing(self) -> None:
         """Add the workers that should run and are not there yet."""
@@ -238,7 +237,7 @@ class Supervisor:
             if is_worker_name(name):
                 self._actors[name] = self._adopt(name)
                 self._wanted[name] = asyncio.Event()
-                model = model_of(name, self._goal.models.further)
+                model = self._goal.model_of(name)
                 self._replicas.append(
                     Replica(name=name, kind="worker", model=model, phase="draining", is_leaving=True)
                 )
@@ -320,7 +319,7 @@ class Supervisor:
                     self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _announce(self) -> None:
-        await keep_announced(self._spec.router, self._replicas)
+        await keep_announced(self._goal.router, self._replicas)
 
     async def _store_reports(self) -> None:
         key = key_of(self._spec.router.cluster)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from blockyard.deploy.dashboard.sign_in import page_url
 from blockyard.deploy.machine.check_results import Finding
 from blockyard.deploy.machine.state import ClusterState
-from blockyard.deploy.settings.size import ModelSize
+from blockyard.deploy.settings.size import ModelSize, left_bytes_of
 from blockyard.deploy.views.quantities import counted, format_bytes, short_decimal
 from blockyard.proto.naming.pooling import MODULES_FILE
 from blockyard.proto.security.loopback import is_loopback
@@ -334,6 +334,16 @@ def _counts(num_workers: int, info: cluster_pb2.ClusterInfo) -> str:
     )
 
 
+def sizes_view(sizes: Sequence[ModelSize]) -> RenderableType:
+    """Show the size of a worker of each model, and what workers that share a machine leave of it together."""
+    tables = [size_view(one) for one in sizes]
+    left_bytes, has_bytes = left_bytes_of(sizes), sizes[0].memory_bytes
+    if len(sizes) == 1 or left_bytes is None or has_bytes is None:
+        return Group(*tables)
+    total = format_bytes(sum(one.shared_bytes for one in sizes))
+    return Group(*tables, Text(f"a worker of each takes {total}, left: {_left(left_bytes, has_bytes)}"))
+
+
 def size_view(sized: ModelSize) -> RenderableType:
     kv = sized.kv
     rows = [
@@ -354,6 +364,8 @@ def size_view(sized: ModelSize) -> RenderableType:
 
 def _memory_rows(sized: ModelSize) -> Iterator[tuple[str, str]]:
     yield "weights", f"{format_bytes(sized.weights_bytes)} in {sized.dtype.name}"
+    if sized.slots_bytes:
+        yield "adapter slots", f"{format_bytes(sized.slots_bytes)} in {sized.dtype.name}"
     yield "KV cache", f"{format_bytes(sized.kv.total_bytes)} in {sized.kv_dtype}"
     if sized.process_bytes is None:
         yield "process", "not counted: on a GPU the worker measures it at its start"

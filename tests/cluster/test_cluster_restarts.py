@@ -30,10 +30,15 @@ SYSTEM = (
 QUESTIONS = tuple(f"Write function number {number}." for number in range(6))
 
 
-def ask(client: Client, question: str, *, max_tokens: int = 100) -> Completion:
+def ask(client: Client, question: str, *, max_tokens: int = 100, model: str | None = None) -> Completion:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return client.generate(
-        messages=messages, max_tokens=max_tokens, ignore_eos=True, seed=7, timeout_seconds=120.0
+        messages=messages,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=7,
+        timeout_seconds=120.0,
+        model=model,
     )
 
 
@@ -42,6 +47,7 @@ class Load:
     """Streams that ask the questions again and again until `stop`."""
 
     client: Client
+    model: str | None = None
     answers: list[tuple[str, Completion]] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
 
@@ -49,15 +55,15 @@ class Load:
         turn = first
         while not self.stop.is_set():
             question = QUESTIONS[turn % len(QUESTIONS)]
-            self.answers.append((question, ask(self.client, question)))
+            self.answers.append((question, ask(self.client, question, model=self.model)))
             turn += 1
 
 
 @contextmanager
-def load(cluster: Cluster) -> Iterator[Load]:
+def load(cluster: Cluster, model: str | None = None) -> Iterator[Load]:
     """Run the load inside the context, and raise what any stream raised."""
     with cluster.client() as client, ThreadPoolExecutor(max_workers=NUM_STREAMS) as threads:
-        running = Load(client)
+        running = Load(client, model)
         streams: list[Future[None]] = [threads.submit(running.run, first) for first in range(NUM_STREAMS)]
         try:
             assert eventually(lambda: len(running.answers) >= NUM_STREAMS, seconds=WAIT_SECONDS)

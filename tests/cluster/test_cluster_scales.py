@@ -6,14 +6,18 @@ The tests run in order: the last ends the cluster.
 
 import asyncio
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 from blockyard.deploy.lifecycle.cluster import leftovers
 from blockyard.deploy.machine.processes import session_members
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
+from blockyard.router.client import NotFoundError
 
+from ..faults.processes import MODEL  # noqa: TID252
 from .harness import Cluster, eventually, remembered_state
 from .test_cluster_restarts import QUESTIONS, WAIT_SECONDS, ask, load
 
@@ -90,6 +94,37 @@ def test_a_supervisor_that_dies_keeps_the_number_that_was_asked_for(cluster: Clu
     os.kill(cluster.command.json("status")["supervisor_pid"], signal.SIGKILL)
     assert eventually(lambda: supervised(cluster) == {"worker-0": "serving"}, seconds=WAIT_SECONDS)
     assert cluster.command.json("scale", "2", "--grace-seconds", "0")["added"] == ["worker-1"]
+
+
+def test_the_model_that_the_cluster_began_with_is_removed_under_load_and_fails_nobody(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "second")
+    refused = cluster.command.run("model", "remove", "demo")
+    assert refused.returncode == 1
+    assert "demo is the only model" in refused.stderr
+    with cluster.client() as client:
+        expected = {question: ask(client, question).token_ids for question in QUESTIONS}
+        added = cluster.command.json("model", "add", str(folder))
+        assert added["workers"] == ["second-worker-0"]
+        with load(cluster, "second") as running:
+            # Both name the first model, the second by naming none.
+            ending = [
+                client.stream("a = 1", model=name, max_tokens=100, ignore_eos=True) for name in ("demo", None)
+            ]
+            for stream in ending:
+                next(stream)
+            before = len(running.answers)
+            cluster.command.json("model", "remove", "demo")
+            assert [1 + sum(len(delta.token_ids) for delta in stream) for stream in ending] == [100, 100]
+            assert eventually(lambda: len(running.answers) >= before + len(QUESTIONS), seconds=WAIT_SECONDS)
+        assert all(answer.token_ids == expected[question] for question, answer in running.answers)
+        with pytest.raises(NotFoundError):
+            ask(client, QUESTIONS[0], model="demo")
+        assert ask(client, QUESTIONS[0]).token_ids == expected[QUESTIONS[0]], "the second is the default now"
+    assert supervised(cluster) == {"second-worker-0": "serving"}
+    os.kill(cluster.command.json("status")["supervisor_pid"], signal.SIGKILL)
+    assert eventually(lambda: supervised(cluster) == {"second-worker-0": "serving"}, seconds=WAIT_SECONDS)
 
 
 def test_down_leaves_nothing(cluster: Cluster) -> None:

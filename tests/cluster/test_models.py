@@ -2,14 +2,14 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
 from blockyard.proto.v1 import cluster_pb2
-from blockyard.router.client import AsyncClient, BlockyardError
+from blockyard.router.client import AsyncClient, BlockyardError, Delta
 from blockyard.worker.llm import LLM, SamplingParams
 
 from ..faults.load import until, until_ready  # noqa: TID252
@@ -111,9 +111,16 @@ async def test_the_death_of_one_models_workers_is_not_noticed_by_the_other(clust
         async def ask(model: str) -> int:
             return len((await client.generate(PROMPT, model=model, max_tokens=12, ignore_eos=True)).token_ids)
 
-        running = [asyncio.ensure_future(ask("demo")) for _ in range(4)]
+        # Each has begun, and none can have ended: all run while the other model's worker dies.
+        streams = [client.stream(PROMPT, model="demo", max_tokens=48, ignore_eos=True) for _ in range(4)]
+        first = [await anext(stream) for stream in streams]
         cluster.workers["tiny-0"].kill()
-        assert await asyncio.gather(*running) == [12] * 4
+
+        async def rest(stream: AsyncIterator[Delta]) -> int:
+            return sum([len(delta.token_ids) async for delta in stream])
+
+        numbers = await asyncio.gather(*map(rest, streams))
+        assert [len(one.token_ids) + more for one, more in zip(first, numbers, strict=True)] == [48] * 4
         with pytest.raises(BlockyardError) as refused:
             await ask("tiny")
         assert refused.value.code.name == "UNAVAILABLE"

@@ -135,6 +135,36 @@ def test_size_adds_up_what_a_worker_on_a_cpu_takes_and_says_what_this_machine_ha
     assert re.search(r"^left +631\.8 MiB of 1\.0 GiB *$", told, re.MULTILINE)
 
 
+def test_size_of_several_models_says_what_a_worker_of_each_leaves_of_the_machine_together() -> None:
+    asked = ("size", "demo", "--model", "demo", "--memory", "18MiB", "--device", "cpu", "--dtype", "float32")
+    both = json.loads(run(*asked, "--total-memory", "1GiB", "--output", "json").stdout)
+    first, second = both["models"]
+    assert first == second
+    assert both["total_bytes"] == 2 * first["total_bytes"]
+    assert both["left_bytes"] == 2**30 - both["total_bytes"]
+    told = run(*asked, "--total-memory", "1GiB").stdout
+    assert "a worker of each takes 784.4 MiB, left: 239.6 MiB of 1.0 GiB" in told
+    on_gpus = json.loads(run("size", "demo", "--model", "demo", "--output", "json").stdout)
+    assert on_gpus["left_bytes"] is None, "each has a GPU of its own"
+
+
+def test_size_counts_adapter_slots_of_the_first_model_and_the_floats_of_deterministic_mode() -> None:
+    asked = ("size", "demo", "--memory", "18MiB", "--device", "cpu", "--output", "json")
+    plain = json.loads(run(*asked, "--deterministic").stdout)
+    assert plain["dtype"] == "float32"
+    one, four = (
+        json.loads(run(*asked, "--deterministic", "--max-loras", str(number)).stdout) for number in (1, 4)
+    )
+    assert four["slots_bytes"] == 4 * one["slots_bytes"] > 0
+    assert four["total_bytes"] - plain["total_bytes"] == four["slots_bytes"]
+    wide = json.loads(run(*asked, "--deterministic", "--max-loras", "1", "--max-lora-rank", "32").stdout)
+    assert wide["slots_bytes"] == 2 * one["slots_bytes"]
+    several = json.loads(run(*asked, "--max-loras", "4", "--model", "demo").stdout)
+    assert [model["slots_bytes"] > 0 for model in several["models"]] == [True, False]
+    refused = run(*asked, "--deterministic", "--dtype", "bfloat16")
+    assert (refused.exit_code, "float32 only" in refused.output) == (1, True)
+
+
 def meminfo_kib(name: str) -> int:
     (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1])

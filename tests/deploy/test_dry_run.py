@@ -380,6 +380,16 @@ def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:
     assert "1 worker would need 90.0 TiB, and this machine has" in " ".join(refused.output.split())
 
 
+def test_adapter_slots_of_workers_on_cpus_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu", kv_cache_memory=36 * 2**20, deterministic=True)
+    with_slots = replace(engine, max_loras=8, adapter_dir="/adapters")
+    monkeypatch.setattr(preflight, "machine_memory_bytes", lambda: 2**29)
+    preflight.check_model(UpOptions(engine=engine, num_workers=1))
+    preflight.check_model(UpOptions(engine=with_slots, num_workers=1))
+    with pytest.raises(ValueError, match=r"of adapter slots, 36\.0 MiB of KV cache"):
+        preflight.check_model(UpOptions(engine=replace(with_slots, max_lora_rank=512), num_workers=1))
+
+
 def test_what_a_process_takes_beside_weights_and_cache_counts_for_each_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

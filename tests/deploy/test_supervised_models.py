@@ -95,10 +95,80 @@ async def test_a_restarted_supervisor_keeps_the_models_and_ends_workers_of_none(
     await second.leave()
 
 
-@pytest.mark.parametrize("name", ["m", "nothing"])
-async def test_only_a_further_model_can_be_removed(supervisor: FakeIncarnations, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+@pytest.mark.parametrize(("name", "words"), [("m", "m is the only model"), ("nothing", "'nothing'")])
+async def test_an_unknown_model_and_the_last_one_are_not_removed(
+    supervisor: FakeIncarnations, name: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
         await supervisor.remove_model(name, 0.0)
+    assert [(model.id, model.serving) for model in models_of(await supervisor.report())] == [("m", 1)]
+
+
+async def test_the_model_that_the_cluster_began_with_is_removed_as_any_other(
+    supervisor: FakeIncarnations,
+) -> None:
+    await supervisor.add_model(OTHER, 1)
+    await supervisor.remove_model("m", 7.5)
+    assert [worker.stopped_with for worker in supervisor.incarnations] == [[7.5], []]
+    assert [(model.id, len(model.workers)) for model in models_of(await supervisor.report())] == [
+        (OTHER.id, 1)
+    ]
+    assert supervisor.router.sent_models[-1] == (OTHER.id,)
+    # A scaling without a model means the first of those that are left.
+    await supervisor.scale(2, 0.0)
+    assert [len(model.workers) for model in models_of(await supervisor.report())] == [2]
+    with pytest.raises(ValueError, match="only model"):
+        await supervisor.remove_model(OTHER.id, 0.0)
+
+
+async def test_the_first_model_comes_back_as_a_further_one(supervisor: FakeIncarnations) -> None:
+    await supervisor.add_model(OTHER, 1)
+    await supervisor.remove_model("m", 0.0)
+    await supervisor.add_model(replace(FIRST, index="m"), 2)
+    assert [(model.id, model.workers) for model in models_of(await supervisor.report())] == [
+        (OTHER.id, ("hub-other-1.5b-worker-0",)),
+        ("m", ("m-worker-0", "m-worker-1")),
+    ]
+    await supervisor.scale(1, 0.0, "m")
+    assert [len(model.workers) for model in models_of(await supervisor.report())] == [1, 1]
+
+
+async def test_a_restarted_supervisor_does_not_bring_back_the_first_model() -> None:
+    first = FakeIncarnations()
+    await first.add_model(OTHER, 1)
+    await first.remove_model("m", 0.0)
+    await first.leave()
+    second = FakeIncarnations(first.left)
+    await until(lambda: second.router.sent_models != [])
+    assert [model.id for model in models_of(await second.report())] == [OTHER.id]
+    assert second.incarnations == [], "the running worker was adopted, and no other started"
+    await second.leave()
+
+
+async def test_a_restarted_supervisor_ends_the_workers_of_a_first_model_that_was_being_removed() -> None:
+    first = FakeIncarnations()
+    await first.add_model(OTHER, 1)
+    first.incarnations[0].may_stop.clear()
+    removing = asyncio.create_task(first.remove_model("m", 5.0))
+    await until(lambda: first.incarnations[0].stopped_with == [5.0])
+    removing.cancel()
+    await first.leave()
+    first.incarnations[0].may_stop.set()
+    second = FakeIncarnations(first.left)
+    await until(lambda: first.incarnations[0].ended.is_set())
+    assert [replica.name for replica in (await second.report()).replicas if replica.kind == "worker"] == [
+        "hub-other-1.5b-worker-0"
+    ]
+    await second.leave()
+
+
+async def test_two_additions_of_a_model_are_told_apart(supervisor: FakeIncarnations) -> None:
+    additions = set()
+    for _ in range(2):
+        await supervisor.add_model(OTHER, 1)
+        additions.add(supervisor._goal.models.known(OTHER.id).addition)
+        await supervisor.remove_model(OTHER.id, 0.0)
+    assert len(additions) == 2
 
 
 @pytest.mark.parametrize("names", [("m",), ("x", "m")])
@@ -123,8 +193,8 @@ def test_the_name_of_a_worker_tells_its_model_and_number(model_id: str, number: 
     name = worker_name(number, plan)
     assert is_worker_name(name)
     assert is_id(name)
-    assert (number_of(name), model_of(name, [plan])) == (number, model_id)
-    assert model_of(worker_name(number), [plan]) == ""
+    assert (number_of(name), model_of(name, [plan], first="m")) == (number, model_id)
+    assert model_of(worker_name(number), [plan], first="m") == "m"
     assert not is_worker_name(f"{name} rank 1")
 
 
@@ -150,7 +220,8 @@ def test_only_workers_of_the_first_model_have_slots_for_adapters() -> None:
 
 
 def test_models_survive_the_store() -> None:
-    desired = DesiredState(num_workers=2, further_models=(plan_of(OTHER, num_workers=3),))
+    plans = (plan_of(replace(OTHER, addition="a1"), num_workers=3),)
+    desired = DesiredState(num_workers=2, serves_first=False, further_models=plans)
     assert decoded(encoded(desired)) == desired
 
 

@@ -21,7 +21,17 @@ from typing import Any
 import pytest
 from blockyard.deploy.cli import main
 from blockyard.deploy.machine import state
-from blockyard.deploy.views.top import SPARKS, Look, as_document, bar, rows_of, screen, sparkline, total_rate
+from blockyard.deploy.views.top import (
+    SPARKS,
+    Look,
+    as_document,
+    bar,
+    rows_of,
+    screen,
+    sparkline,
+    total_rate,
+    totals_of,
+)
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from click.testing import CliRunner
@@ -49,6 +59,59 @@ def worker(name: str = "worker-0", incarnation: str = "a", **load: int) -> clust
 def look(at_seconds: float, *workers: cluster_pb2.Worker) -> Look:
     info = cluster_pb2.ClusterInfo(cluster="trial", requests_running=3, requests_waiting=2)
     return Look(at_seconds=at_seconds, info=info, workers=workers)
+
+
+def test_of_several_models_each_has_a_row_of_totals_above_its_workers() -> None:
+    def two_models(at_seconds: float, *workers: cluster_pb2.Worker) -> Look:
+        seen = look(at_seconds, *workers)
+        seen.info.model.id = "first"
+        for name in ("first", "second"):
+            seen.info.models.add(id=name)
+        return seen
+
+    def of_model(model: str, name: str, **load: int) -> cluster_pb2.Worker:
+        one = worker(name, incarnation=name, **load)
+        one.model = model
+        return one
+
+    before = two_models(
+        1.0,
+        of_model("second", "b-0", generated_tokens=10, prompt_tokens=100, cached_tokens=0),
+        of_model("first", "a-0", generated_tokens=5),
+    )
+    now = two_models(
+        3.0,
+        of_model(
+            "second",
+            "b-0",
+            running=1,
+            used_blocks=50,
+            generated_tokens=30,
+            prompt_tokens=200,
+            cached_tokens=50,
+        ),
+        of_model("first", "a-0", running=2, generated_tokens=25),
+        of_model("first", "a-1", running=3, used_blocks=100, generated_tokens=999),
+    )
+    first, second = totals = totals_of(now, before)
+    assert (first.model, first.running, first.kv_usage, first.generated_tokens_per_second) == (
+        "first",
+        5,
+        0.5,
+        10.0,
+    )
+    assert (second.model, second.state, second.hit_rate) == ("second", "1 of 1", 0.5)
+    output = StringIO()
+    shown = screen(now, rows_of(now, before), [], columns=80, totals=totals)
+    Console(file=output, width=80, highlight=False).print(shown)
+    lines = output.getvalue().splitlines()
+    assert lines[0].startswith("trial: first, second on")
+    assert [line.split()[0] for line in lines[-5:]] == ["first", "a-0", "a-1", "second", "b-0"]
+    document = as_document(now, rows_of(now, before), totals)
+    assert [(one["model"], one["running"]) for one in document["models"]] == [("first", 5), ("second", 1)]
+    assert [one["model"] for one in document["workers"]] == ["second", "first", "first"]
+    one_model = look(1.0, worker())
+    assert totals_of(one_model, None) == []
 
 
 def lines_of(seen: Look, rates: list[float], columns: int, trouble: str = "") -> list[str]:

@@ -206,7 +206,7 @@ async def test_an_actor_whose_router_fails_says_so() -> None:
     waiting = asyncio.create_task(actor.until_stopped())
     await actor._server.start()
     assert not waiting.done()
-    await actor.set_workers({"": ["\udcff:1"]}, actor._server._config.models)
+    await actor.set_workers({"demo": ["\udcff:1"]}, actor._server.models)
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError, match="its log says why"):
             await waiting

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,10 @@ import pytest_asyncio
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.router.adapters.registry import Change, RegisteredAdapter
+from blockyard.router.composition import build_group, build_shared
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.model_groups import ModelGroups
+from blockyard.router.supervision import Attempts
 
 from .fake_worker import FakeWorker, Script, expected_tokens
 from .rig import FOREVER, MODEL, Router, refused, request, running_router, until, worker_of_model
@@ -247,6 +250,96 @@ async def test_the_default_model_may_go_too_and_the_next_one_takes_its_place(cha
     await ask(router, None)
     assert len(workers["other"].submits) == before + 1
     assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_first_model_goes_under_load_and_no_request_of_the_other_fails() -> None:
+    async with served(OTHER) as (router, workers):
+        stopping, answered = asyncio.Event(), count()
+        num_answered = 0
+
+        async def load() -> None:
+            nonlocal num_answered
+            while not stopping.is_set():
+                assert list((await ask(router, "alias")).token_ids) == expected_tokens(1, 20)
+                num_answered = next(answered)
+
+        loads = [asyncio.ensure_future(load()) for _ in range(3)]
+        long = [
+            asyncio.ensure_future(ask(router, name, sampling={"max_tokens": 60})) for name in ("demo", None)
+        ]
+        await until(partial(has_submits, workers["demo"], 2), seconds=30.0)
+        await router.server.set_models((OTHER,), grace_seconds=60.0)
+        # The running requests have ended whole, and what names no model goes to the next one from now on.
+        assert [list((await one).token_ids) for one in long] == [expected_tokens(1, 60)] * 2
+        assert (await refused(ask(router, "demo"))).code() is grpc.StatusCode.NOT_FOUND
+        assert list((await ask(router, None)).token_ids) == expected_tokens(1, 20)
+        assert len(workers["demo"].submits) == 2
+        before = num_answered
+        await until(lambda: num_answered > before + 5, seconds=30.0)
+        stopping.set()
+        await asyncio.gather(*loads)
+
+
+async def test_a_model_that_was_added_again_is_built_again_and_running_calls_end_on_the_old_one() -> None:
+    async with served(OTHER) as (router, workers):
+        before = groups(router).of("other")
+        running = asyncio.ensure_future(ask(router, "other", sampling={"max_tokens": 60}))
+        await until(partial(has_submits, workers["other"], 1), seconds=30.0)
+        again = replace(OTHER, addition="second")
+        await router.server.set_models((DEMO, again), grace_seconds=60.0)
+        assert groups(router).of("other") is not before
+        assert router.server.models == (DEMO, again)
+        assert list((await running).token_ids) == expected_tokens(1, 60)
+        assert list((await ask(router, "other")).token_ids) == expected_tokens(1, 20)
+        same = groups(router).of("other")
+        await router.server.set_models((DEMO, again), grace_seconds=60.0)
+        assert groups(router).of("other") is same, "nothing has changed"
+
+
+async def test_the_default_model_follows_the_supervisors_order_not_that_of_building() -> None:
+    async with served(OTHER) as (router, _):
+        await router.server.set_models((OTHER, DEMO), grace_seconds=1.0)
+        assert router.server.model_ids == ("other", "demo")
+
+
+async def test_the_last_model_that_works_stays_while_no_other_can_be_read() -> None:
+    async with served() as (router, _):
+        broken = ServedModel(model="/nowhere", names=("broken",), index="broken")
+        with pytest.raises(ValueError, match="/nowhere"):
+            await router.server.set_models((broken,), grace_seconds=1.0)
+        assert router.server.model_ids == ("demo",)
+        await router.server.set_models((OTHER,), grace_seconds=1.0)
+        assert router.server.model_ids == ("other",)
+
+
+async def test_the_second_model_does_not_inherit_the_adapters_of_a_removed_first_one() -> None:
+    config = RouterConfig(model=str(MODEL), redis_url="redis://127.0.0.1:1", cluster_secret="0" * 32)
+    async with AsyncExitStack() as stack:
+        shared = build_shared(config.with_models((OTHER,)), stack)
+        assert shared.adapter_log is not None
+        logs = [(await build_group(shared, model, stack)).parts.adapters._log for model in (DEMO, OTHER)]
+        assert logs == [shared.adapter_log, None]
+
+
+def test_a_model_that_cannot_be_served_is_tried_again_at_longer_intervals_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = 0.0
+    attempts = Attempts(lambda: seconds)
+    models = (DEMO, OTHER)
+    assert attempts.is_due(models)
+    tried_at = []
+    while seconds < 600.0:
+        if attempts.is_due(models):
+            tried_at.append(seconds)
+            attempts.failed(models, ValueError("no such folder"))
+        seconds += 1.0
+    pauses = [after - before for before, after in pairwise(tried_at)]
+    assert pauses == [4.0, 8.0, 16.0, 32.0, 64.0, 120.0, 120.0, 120.0]
+    assert len(caplog.records) == 1
+    assert attempts.is_due((OTHER,)), "a change of the models is tried at once"
+    attempts.failed(models, ValueError("another reason"))
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.asyncio(loop_scope="module")

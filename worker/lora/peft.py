@@ -220,14 +220,19 @@ def _module_shapes(model: ModelConfig, rank: int) -> dict[str, dict[str, tuple[i
     }
 
 
-def check_serves_adapters(model: ModelConfig, folder: Path) -> None:
-    """Raise ValueError for a model that serves no adapters, or an adapter folder that is not there."""
+def check_has_slots(model: ModelConfig) -> None:
+    """Raise ValueError for a model that serves no adapters."""
     if model.pooling is not None:
         raise ValueError("an embedding model serves no adapters: max_loras must be 0")
     if model.mixture is not None:
         raise ValueError("a mixture of experts serves no adapters: max_loras must be 0")
     if model.rotary_dim < model.head_dim:
         raise ValueError("a model whose heads are rotated in part serves no adapters: max_loras must be 0")
+
+
+def check_serves_adapters(model: ModelConfig, folder: Path) -> None:
+    """Raise ValueError for a model that serves no adapters, or an adapter folder that is not there."""
+    check_has_slots(model)
     if not folder.is_dir():
         raise ValueError(f"adapter_dir {str(folder)!r} is no folder on this worker's machine")
 

@@ -5,6 +5,7 @@ import { Charts } from "./charts.js";
 import { Details } from "./details.js";
 import { ask, bytes, count, el, percent, rate, setText } from "./dom.js";
 import { PoolMap } from "./map.js";
+import { showModels } from "./models.js";
 import { showPrefixes } from "./prefixes.js";
 import { Pulls } from "./pulls.js";
 import { showRequests } from "./requests.js";
@@ -77,7 +78,7 @@ function makeCard(name) {
     form);
   pool.className = "content";
   const element = el("article", { className: "card", "data-worker": name, ariaLabel: `Worker ${name}` },
-    el("div", { className: "row" }, el("h2", {}, name), field("state"), el("span", { className: "spring" }),
+    el("div", { className: "row" }, el("h2", {}, name), Object.assign(field("model"), { className: "model" }), field("state"), el("span", { className: "spring" }),
       el("span", { className: "quiet" }, field("device"))),
     el("p", { className: "quiet" }, field("node"), field("address"), " · incarnation ", field("incarnation", "code"), field("starts")),
     Object.assign(field("ranks", "p"), { className: "quiet" }), field("reason", "p"), pool);
@@ -91,8 +92,10 @@ function since(worker) {
   return `${worker.state} since ${told}${worker.since_is_exact ? "" : " or before"}`;
 }
 
-function showCard(card, worker) {
+function showCard(card, worker, isOneOfSeveral) {
   const { fields } = card;
+  setText(fields.model, isOneOfSeveral ? worker.model : "");
+  fields.model.hidden = !fields.model.textContent;
   setText(fields.state, worker.state);
   fields.state.className = `state ${worker.state}`;
   const silence = worker.pool || AWAY.has(worker.state) ? "" : "it does not report its pool in time";
@@ -125,7 +128,7 @@ function showPool(card, pool) {
   card.map.show(pool);
 }
 
-function showCards(workers) {
+function showCards(workers, models = []) {
   const names = new Set(workers.map((worker) => worker.name));
   for (const [name, card] of cards)
     if (!names.has(name)) {
@@ -137,7 +140,7 @@ function showCards(workers) {
       cards.set(worker.name, makeCard(worker.name));
       byId("workers").append(cards.get(worker.name).element);
     }
-    showCard(cards.get(worker.name), worker);
+    showCard(cards.get(worker.name), worker, models.length > 1);
   }
 }
 
@@ -179,7 +182,7 @@ function showHead(state) {
   const picture = state.picture;
   const info = picture?.info;
   const routers = picture?.routers.map((router) => (router.phase === "serving" ? router.address : `${router.name} is ${router.phase}`)) ?? [];
-  setText(byId("facts"), picture ? `${info?.model ?? picture.model}${info ? ` · policy ${info.policy}` : ""} · routers ${[...new Set(routers)].join(", ") || "none"}` : "");
+  setText(byId("facts"), picture ? `${info?.models.join(", ") ?? picture.model}${info ? ` · policy ${info.policy}` : ""} · routers ${[...new Set(routers)].join(", ") || "none"}` : "");
 }
 
 function complain(...sentences) {
@@ -206,7 +209,8 @@ async function look() {
     if (picture) {
       showTiles(picture);
       charts.show(picture.history);
-      showCards(picture.workers);
+      showModels(picture);
+      showCards(picture.workers, picture.info?.models);
       pulls.show(parameters());
       lastPicture = performance.now() - 1000 * Math.min(picture.age_seconds, 3600);
     } else {
