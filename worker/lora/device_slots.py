@@ -5,7 +5,7 @@ for earlier steps on the host. Where a model is divided among ranks, rank 0 alon
 broadcasts each one within the step that loads it, and every rank keeps its part. Does not own which adapter goes into
 which slot (../cache/adapter_slots.py).
 
-Shapes: L layers, S slots, P parts of a fused layer, R largest rank, I input size, O output size, T tokens and Q rows of
+Shapes: L layers, S slots, P parts of a fused layer, R largest rank, I input size, O output size. T tokens and Q rows of
 a step, N loads.
 """
 
