@@ -253,10 +253,6 @@ class EngineConfig:
             raise ValueError("max_loras needs a folder with adapters (--adapter-dir)")
         if self.adapter_dir is not None and not isabs(self.adapter_dir):
             raise ValueError(f"adapter_dir must be a full path, not {self.adapter_dir!r}")
-        if self.max_loras and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "adapters need a worker of one rank: max_loras must be 0 with tensor_parallel_size above 1"
-            )
         if self.simulated_fault is not None:
             SimulatedFault.parse(self.simulated_fault)
             if self.engine != "simulated":

@@ -90,7 +90,7 @@ class AdapterKeeper:
             num_bytes=read[0].num_bytes,
             tenant=tenant,
         )
-        await self._change(Change(name, adapter))
+        await self._change(name, adapter)
         for worker in self._fleet.view.workers():
             worker.lacking.discard(adapter.fingerprint)
         return adapter
@@ -100,7 +100,7 @@ class AdapterKeeper:
         await self.refresh()
         if self.registry.find(name) is None:
             raise NotFound.of("name", "no adapter of this name is known")
-        await self._change(Change(name, None))
+        await self._change(name, None)
         request = admin_pb2.RemoveAdapterRequest(name=name)
         # A worker that does not hear of it keeps the weights in host memory until it ends, and serves them to nobody.
         await asyncio.gather(
@@ -131,31 +131,34 @@ class AdapterKeeper:
             )
         worker.lacking.add(adapter.fingerprint)
 
-    async def _change(self, change: Change) -> None:
+    async def _change(self, name: str, adapter: RegisteredAdapter | None) -> None:
         """Make a change known, here and to all routers. Raises StoreUnavailable."""
         async with self._turn:
-            if self._log is not None:
-                await self._read(self._log)
-                changes, anew = [change], self._is_to_be_written_anew(self._log)
-                if anew:
-                    changes = [*self.registry.changes(), change]
-                await self._log.append(changes, anew=anew)
+            if self._log is None:
+                self.registry.apply(self.registry.change(name, adapter))
+                return
+            await self._read(self._log)
+            taken = await self._taken(self._log)
+            change = self.registry.change(name, adapter)
+            await self._log.append([*taken, change])
             self.registry.apply(change)
 
     async def _read(self, log: AdapterLog) -> None:
         record = await log.read()
         if record == self._record and record:
             return
-        changes = log.changes(record)
-        if not changes and (known := self.registry.changes()):
-            logger.warning("Redis has lost the adapters: they are written again")
-            await log.append(known, anew=bool(record))
-            return
-        self._record = record
-        self.registry.replay(changes)
+        self._record, changes = record, log.changes(record)
+        self.registry.apply(*changes)
+        if missing := self.registry.missing(changes):
+            logger.warning("Redis has lost %d adapters: they are written again", len(missing))
+            await log.append(await self._taken(log) or missing)
 
-    def _is_to_be_written_anew(self, log: AdapterLog) -> bool:
-        return len(self._record) > MAX_LOG_BYTES or not log.is_whole(self._record)
+    async def _taken(self, log: AdapterLog) -> list[Change]:
+        """Take out a log that is long, or that cannot be read to its end. Return what must be written in its place."""
+        if len(self._record) <= MAX_LOG_BYTES and log.is_whole(self._record):
+            return []
+        self.registry.apply(*log.changes(await log.take()))
+        return self.registry.changes()
 
     def _links(self) -> list[EngineLink]:
         return [

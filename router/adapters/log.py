@@ -1,13 +1,14 @@
 """Adapter log: the changes of a cluster's adapters in Redis, sealed with the cluster secret, for all routers.
 
-A router may only append and delete (proto/index/acl.py), so the log is a string of sealed changes, in order. Once it is
-long, it is written anew with the adapters that are left. Who writes to Redis can bring back an older state of the log,
-but cannot invent an adapter. Does not own the changes (registry.py).
+A router may only append and delete (proto/index/acl.py), so the log is a string of sealed changes. Once it is long, it
+is taken out of Redis and written anew. A router that appends meanwhile loses nothing, because the order of changes does
+not matter. Who writes to Redis can hide changes from later routers, but cannot invent an adapter. Does not own the
+changes (registry.py).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.security.cluster_identity import adapters_key
@@ -49,19 +50,16 @@ class AdapterLog:
         entries = self._place.entries(record)
         return sum(self._place.entry_bytes(value) for value in entries) == len(record)
 
-    async def append(self, changes: Sequence[Change], *, anew: bool = False) -> None:
-        """Append changes to the log, or write it `anew` with them. Raises StoreUnavailable."""
+    async def take(self) -> bytes:
+        """Return the log, and delete it in the same moment. Raises StoreUnavailable."""
+        # A time that has passed deletes at once.
+        record = await self._call(lambda: self._client.getex(self._place.key, exat=1))
+        return record if isinstance(record, bytes) else b""
+
+    async def append(self, changes: Sequence[Change]) -> None:
+        """Append changes to the log. Raises StoreUnavailable."""
         entries = b"".join(self._place.entry(change.packed()) for change in changes)
-
-        async def write() -> Any:
-            async with self._client.pipeline(transaction=False) as pipe:
-                if anew:
-                    # A time that has passed deletes at once.
-                    pipe.getex(self._place.key, exat=1)
-                pipe.append(self._place.key, entries)
-                return await pipe.execute()
-
-        await self._call(write)
+        await self._call(lambda: self._client.append(self._place.key, entries))
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         try:

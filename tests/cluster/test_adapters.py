@@ -5,11 +5,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from blockyard.deploy.cli import main
-from blockyard.router.client import AsyncClient, NotFoundError
+from blockyard.router.client import AsyncClient, Completion, NotFoundError
 from click.testing import CliRunner
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,11 +75,16 @@ def lora(cluster: Processes, *words: str) -> object:
     return json.loads(result.output)
 
 
-async def greedy(client: AsyncClient, adapter: str | None, count: int = NUM_TOKENS) -> list[int]:
-    done = await client.generate(
-        PROMPT, lora_name=adapter, max_tokens=count, ignore_eos=True, temperature=0.0
+async def completed(
+    client: AsyncClient, adapter: str | None, count: int = NUM_TOKENS, **arguments: Any
+) -> Completion:
+    return await client.generate(
+        PROMPT, lora_name=adapter, max_tokens=count, ignore_eos=True, temperature=0.0, **arguments
     )
-    return list(done.token_ids)
+
+
+async def greedy(client: AsyncClient, adapter: str | None) -> list[int]:
+    return list((await completed(client, adapter)).token_ids)
 
 
 async def test_tokens_are_those_of_merged_weights_over_both_apis_and_after_a_restart_of_the_router(
@@ -123,7 +129,7 @@ async def test_a_worker_that_is_killed_in_the_middle_changes_no_token_and_comes_
     async with AsyncClient(cluster.routers["r0"].address) as client:
         await until_ready(client, "w0", "w1")
         many = 300
-        running = asyncio.create_task(greedy(client, "law", many))
+        running = asyncio.create_task(completed(client, "law", many))
 
         async def has_begun() -> bool:
             return any(request.generated_tokens > 5 for request in await client.list_requests())
@@ -132,21 +138,14 @@ async def test_a_worker_that_is_killed_in_the_middle_changes_no_token_and_comes_
         (request,) = await client.list_requests()
         victim = cluster.workers[request.worker_id]
         victim.kill()
-        assert not running.done()
-        assert await running == expected(folder / "merged-law", many)
+        done = await running
+        assert list(done.token_ids) == expected(folder / "merged-law", many)
+        assert (done.finish.migrations, done.finish.worker_id == request.worker_id) == (1, False)
         cluster.start(victim)
         await until_ready(client, "w0", "w1")
-        wanted = {name: expected(folder / f"merged-{name}") for name in ("sql", "law")}
-        for policy in ("round_robin",) * 4:
-            done = await client.generate(
-                PROMPT,
-                lora_name="sql",
-                max_tokens=NUM_TOKENS,
-                ignore_eos=True,
-                temperature=0.0,
-                policy=policy,
-            )
-            assert list(done.token_ids) == wanted["sql"]
+        answers = [await completed(client, "sql", policy="round_robin") for _ in range(4)]
+        assert {answer.finish.worker_id for answer in answers} == {"w0", "w1"}
+        assert {answer.token_ids for answer in answers} == {tuple(expected(folder / "merged-sql"))}
 
 
 async def test_a_removed_adapter_is_unknown_and_another_content_under_its_name_gives_other_tokens(

@@ -5,6 +5,7 @@ tests/cluster/test_adapters.py has real workers.
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -36,6 +37,7 @@ from .rig import (
     until,
     worker_of_model,
 )
+from .test_batches import answers, ended, jsonl, line, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "def f(x):\n" * 8
@@ -103,6 +105,26 @@ async def test_each_way_of_naming_an_adapter_reaches_the_worker_and_the_answer_h
     assert [(s.lora_name, s.lora_fingerprint) for s in worker.submits] == [("sql", FOLDERS["sql"])] * 7
     await client.completions.create(model="demo", prompt=PROMPT, max_tokens=3)
     assert worker.submits[-1].lora_fingerprint == ""
+
+
+async def test_a_line_of_a_batch_may_name_an_adapter(tmp_path: Path) -> None:
+    async with (
+        running_gateway(batch_dir=str(tmp_path)) as gateway,
+        gateway.router.workers(able("a")) as (worker,),
+        AsyncClient([gateway.router.address]) as admin,
+        gateway.client() as client,
+    ):
+        await admin.add_adapter("sql", "sql")
+        await admin.add_adapter("law", "law", tenant="acme")
+        lines = [line(name, model=name) for name in ("sql", "demo", "law")]
+        done = await ended(client, await started(client, jsonl(*lines)))
+        found, errors = await answers(client, done.output_file_id), await answers(client, done.error_file_id)
+        models = {name: one["response"]["body"]["model"] for name, one in found.items()}
+        assert models == {"sql": "sql", "demo": "demo"}
+        statuses = {name: one["response"]["status_code"] for name, one in errors.items()}
+        assert statuses == {"law": 404}, "the adapter of another tenant"
+        named = {submit.lora_name: submit.lora_fingerprint for submit in worker.submits}
+        assert (named, len(worker.submits)) == ({"sql": FOLDERS["sql"], "": ""}, 2)
 
 
 async def test_blocks_of_an_adapter_have_names_of_its_content(worker: FakeWorker, admin: AsyncClient) -> None:

@@ -1,6 +1,7 @@
 """Adapters in a real Redis: all routers and later ones know them, sealed, whatever Redis loses or others write."""
 
 from collections.abc import AsyncIterator, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ ADAPTERS = st.builds(
     num_bytes=st.integers(0, 2**40),
     tenant=st.sampled_from(["", "acme"]),
 )
+REVISIONS = st.integers(0, 9)
 CHANGES = st.lists(
-    ADAPTERS.map(lambda adapter: Change(adapter.name, adapter)) | NAMES.map(lambda name: Change(name, None)),
+    st.builds(lambda adapter, revision: Change(adapter.name, adapter, revision), ADAPTERS, REVISIONS)
+    | st.builds(lambda name, revision: Change(name, None, revision), NAMES, REVISIONS),
     max_size=8,
 )
 
@@ -67,18 +70,77 @@ def adapter(name: str, content: str = "1", tenant: str = "") -> RegisteredAdapte
 async def give(keeper: AdapterKeeper, *adapters: RegisteredAdapter) -> None:
     """Without workers nothing can be added through `add`, which would write the same changes."""
     for one in adapters:
-        await keeper._change(Change(one.name, one))
+        await keeper._change(one.name, one)
 
 
 @given(CHANGES)
 def test_the_changes_that_a_registry_gives_lead_to_the_same_registry(changes: list[Change]) -> None:
     one, other = AdapterRegistry(), AdapterRegistry()
-    one.replay(changes)
-    other.replay([Change.unpacked(change.packed()) for change in one.changes()])
+    one.apply(*changes)
+    other.apply(*(Change.unpacked(change.packed()) for change in one.changes()))
+    assert other.missing(changes) == []
     assert one.listed() == other.listed()
     for tenant in (None, "", "acme", "other"):
         visible = one.listed(tenant)
         assert [found for found in one.listed() if one.find(found.name, tenant) is not None] == visible
+
+
+@given(CHANGES, st.randoms())
+def test_changes_lead_to_the_same_registry_in_any_order_and_number(
+    changes: list[Change], random: Random
+) -> None:
+    changes = [Change(one.name, one.adapter, revision) for revision, one in enumerate(changes)]
+    mixed = [*changes, *changes]
+    random.shuffle(mixed)
+    one, other = AdapterRegistry(), AdapterRegistry()
+    one.apply(*changes)
+    other.apply(*mixed)
+    assert one.changes() == other.changes()
+    assert one.change("a", None).revision == other.change("a", None).revision >= len(changes)
+
+
+async def test_a_log_that_is_written_anew_loses_no_change_of_another_router(
+    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, reader = keeper_of(client), keeper_of(client), keeper_of(client)
+    await give(one, adapter("sql"), adapter("law"))
+    for keeper in (other, reader):
+        await keeper.refresh()
+    monkeypatch.setattr("blockyard.router.adapters.keeper.MAX_LOG_BYTES", 100)
+    assert one._log is not None
+    take = one._log.take
+
+    async def interrupted() -> bytes:
+        record = await take()
+        assert record
+        assert not operator.keys("*")
+        await other.remove("sql")
+        await give(other, adapter("code"))
+        await reader.refresh()
+        assert reader.registry.listed() == [adapter("code"), adapter("law")]
+        return record
+
+    monkeypatch.setattr(one._log, "take", interrupted)
+    await give(one, adapter("law", "2"))
+    later = keeper_of(client)
+    for keeper in (one, other, reader, later):
+        await keeper.refresh()
+        assert keeper.registry.listed() == [adapter("code"), adapter("law", "2")]
+
+
+async def test_a_router_that_ends_while_it_writes_the_log_anew_loses_nothing(
+    operator: "redis.Redis", client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, later = keeper_of(client), keeper_of(client), keeper_of(client)
+    await give(one, adapter("sql"), adapter("law"))
+    await other.refresh()
+    assert one._log is not None
+    await one._log.take()
+    await give(later, adapter("code"))
+    await other.refresh()
+    await later.refresh()
+    wanted = [adapter("code"), adapter("law"), adapter("sql")]
+    assert other.registry.listed() == later.registry.listed() == wanted
 
 
 async def test_other_routers_and_later_ones_know_what_one_has_changed(

@@ -121,9 +121,9 @@ async def test_the_gateway_lists_and_serves_all_models(pair: Pair) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_adapter_is_the_first_models_and_a_name_that_a_model_has_means_the_model(pair: Pair) -> None:
     router, workers = pair
-    groups(router).default.parts.adapters.registry.replay(
-        Change(name, RegisteredAdapter(name=name, fingerprint=name, path="x")) for name in ("sql", "other")
-    )
+    registry = groups(router).default.parts.adapters.registry
+    for name in ("sql", "other"):
+        registry.apply(Change(name, RegisteredAdapter(name=name, fingerprint=name, path="x")))
     names = [(one.id, one.parent) for one in (await router.inference.ListModels(LIST)).models]
     assert names == [("demo", ""), ("sql", "demo"), ("other", ""), ("alias", "")]
     await ask(router, "other")
@@ -134,7 +134,7 @@ async def test_an_adapter_is_the_first_models_and_a_name_that_a_model_has_means_
         question = cluster_pb2.ExplainPlacementRequest(prompt="x", model=model, lora_name=adapter)
         error = await refused(router.cluster.ExplainPlacement(question))
         assert error.code() is grpc.StatusCode.NOT_FOUND
-    groups(router).default.parts.adapters.registry.replay(())
+    registry.apply(Change("sql", None), Change("other", None))
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from blockyard.proto.naming.block_hash import chain, root_name
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineRequest
+from blockyard.worker.parallel.follower import Follower
 from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.startup.loading import LoadedEngine, load_engine
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from .adapters import make_adapter, merge
 from .checkpoints import make_checkpoint, make_embedding_checkpoint, reference_greedy, shared_checkpoint
+from .ranks import ranks
 from .test_engine_tokens import prompt_of
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -54,17 +57,24 @@ def merged(number: int) -> Path:
     return merge(shared_checkpoint(ARCHITECTURE), files()[1] / adapter(number), folder)
 
 
-def load(**settings: Any) -> LoadedEngine:
+def config_of(**settings: Any) -> EngineConfig:
     defaults = {"model": str(shared_checkpoint(ARCHITECTURE)), "dtype": "float32", "kv_cache_memory": 1 << 22}
     defaults |= {"max_loras": 4, "adapter_dir": str(files()[1])}
-    return load_engine(EngineConfig(device="cpu", **(defaults | settings)))  # type: ignore[arg-type]
+    return EngineConfig(device="cpu", **(defaults | settings))  # type: ignore[arg-type]
 
 
-def submit(loaded: LoadedEngine, number: int | None, prompt: Sequence[int], **sampling: Any) -> RequestId:
+def load(**settings: Any) -> LoadedEngine:
+    return load_engine(config_of(**settings))
+
+
+def submit(
+    loaded: LoadedEngine, number: int | str | None, prompt: Sequence[int], **sampling: Any
+) -> RequestId:
+    """Submit a request with an adapter by its number, or by its folder."""
     fingerprint = ""
     if number is not None:
         assert loaded.adapters is not None
-        content = loaded.adapters.read(adapter(number))
+        content = loaded.adapters.read(number if isinstance(number, str) else adapter(number))
         loaded.engine.adapters.add(content)
         fingerprint = content.fingerprint
     return submit_with(loaded, fingerprint, prompt, **sampling)
@@ -154,6 +164,63 @@ def test_more_adapters_than_slots_take_turns() -> None:
     load_report = loaded.engine.load()
     assert load_report.adapter_loads == 6
     assert 0 < load_report.adapter_load_seconds < 10
+
+
+SIZES = (2, 4)
+"""The tiny model has 2 kv heads: split between 2 ranks, and each on 2 of 4 ranks."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("max_loras", [8, 2])
+@pytest.mark.parametrize("mode", ["C++, recorded steps", "steps overlap", "small chunks"])
+def test_tokens_on_several_ranks_equal_those_of_merged_weights(mode: str, max_loras: int, size: int) -> None:
+    config = config_of(max_loras=max_loras, **MODES[mode])
+    with ranks(config, size) as group:
+        loaded, wanted = load_engine(config, group), {}
+        for number in (None, *range(6), 0):
+            prompt = prompt_of(21 + (number or 0), seed=3)
+            wanted[submit(loaded, number, prompt)] = expected(number, prompt)
+        assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
+        # Slots are loaded again where there are fewer than adapters.
+        assert loaded.engine.load().adapter_loads >= 6
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_adapter_of_an_mlp_that_does_not_divide_is_padded(size: int, tmp_path: Path) -> None:
+    checkpoint = shared_checkpoint("LlamaForCausalLM", intermediate_size=37)
+    make_adapter(tmp_path / "adapters/a", checkpoint, seed=1)
+    greedy = reference_greedy(
+        merge(checkpoint, tmp_path / "adapters/a", tmp_path / "merged"), prompt_of(21), 12
+    )
+    assert greedy.min_gap > MIN_GAP
+    config = config_of(model=str(checkpoint), adapter_dir=str(tmp_path / "adapters"))
+    with ranks(config, size) as group:
+        loaded = load_engine(config, group)
+        key = submit(loaded, "a", prompt_of(21))
+        assert run(loaded.engine) == {(key, 0): greedy.tokens}
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_in_a_load_is_loaded_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the last weights by then, and has not kept them. All other ranks have."""
+    config, followers = config_of(max_loras=2), list[Follower]()
+    with ranks(config, 4, followers) as group:
+        loaded = load_engine(config, group)
+        parts = [loaded.engine.runner, *(follower._part for follower in followers)]
+        down = parts[failing].adapters._linears["down"]  # type: ignore[attr-defined]
+        part, copies, num_layers = down._part, [0], len(down._a_LSPRI)
+
+        def fails_once(*weights: Any, **targets: Any) -> None:
+            copies[0] += 1
+            if copies[0] == num_layers:
+                raise RuntimeError("no memory")
+            part.copy(*weights, **targets)
+
+        monkeypatch.setattr(down, "_part", SimpleNamespace(whole=part.whole, copy=fails_once))
+        prompt = prompt_of(21, seed=3)
+        wanted = {submit(loaded, number, prompt): expected(number, prompt) for number in (0, 1)}
+        assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
+        assert copies[0] > num_layers
 
 
 def test_no_adapter_finds_the_blocks_of_another_or_of_the_bare_model() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from blockyard.worker.sequences.sampling_params import SamplingParams
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .adapters import make_adapter
+
 DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
 SECRET = "the ranks' secret"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -48,9 +50,9 @@ def expected() -> list[tuple[int, ...]]:
     return tokens(tensor_parallel_size=1)
 
 
-def tokens(**changes: Any) -> list[tuple[int, ...]]:
+def tokens(adapters: Sequence[str | None] = (), **changes: Any) -> list[tuple[int, ...]]:
     llm = LLM(str(DEMO), **settings(**changes))
-    return [tuple(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY)]
+    return [tuple(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY, adapters=adapters)]
 
 
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -103,20 +105,40 @@ def test_ranks_of_any_number_give_the_tokens_of_one_process(
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_share_no_memory_give_the_same_tokens(
-    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    """Steps and sums take the network, as between machines."""
+def share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     make_memory = Exchange.make_memory
 
     def elsewhere(own: Exchange) -> list[str | None]:
         return [name and f"blockyard-{'0' * 32}" for name in make_memory(own)]
 
     monkeypatch.setattr(Exchange, "make_memory", elsewhere)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_no_memory_give_the_same_tokens(
+    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Steps and sums take the network, as between machines."""
+    share_no_memory(monkeypatch)
     assert tokens(tensor_parallel_size=size) == expected
     assert tokens(tensor_parallel_size=size, overlap_steps="on") == expected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_ranks_give_the_tokens_of_one_process_with_adapters(
+    expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, share_memory: bool, tmp_path: Path
+) -> None:
+    for seed, name in enumerate(("sql", "law")):
+        make_adapter(tmp_path / name, DEMO, seed=seed)
+    slots: dict[str, Any] = {"adapters": ["sql", "law", None], "max_loras": 1, "adapter_dir": str(tmp_path)}
+    alone = tokens(tensor_parallel_size=1, **slots)
+    if not share_memory:
+        share_no_memory(monkeypatch)
+    assert tokens(tensor_parallel_size=2, **slots) == alone
+    assert alone[2] == expected[2]
+    assert alone[:2] != expected[:2]
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

@@ -8,6 +8,7 @@ of all layers. K kv heads, P tokens a block, D head size, C block copies.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -69,7 +70,8 @@ class PartRunner:
         self.config = config
         self.backend = backend
         self.collective = collective or Alone()
-        self.part = (part or divide(config)).config
+        part = part or divide(config)
+        self.part = part.config
         """Sizes of the part of the model."""
         self.split_bounds = Bounds(
             num_kv_heads=self.part.num_kv_heads, group=self.part.num_heads // self.part.num_kv_heads
@@ -96,7 +98,12 @@ class PartRunner:
         )
         self.adapters = (
             DeviceSlots(
-                config, num_slots=max_loras, max_rank=max_lora_rank, dtype=self.dtype, device=self.device
+                part,
+                self.collective,
+                num_slots=max_loras,
+                max_rank=max_lora_rank,
+                dtype=self.dtype,
+                device=self.device,
             )
             if max_loras
             else None
@@ -193,6 +200,8 @@ class PartRunner:
         if not len(arrays.query_R):
             self._agree()
             return
+        if len(arrays.loads_N3):
+            self._slots().follow(arrays.loads_N3)
         inputs = self._inputs_of(arrays)
         self._fill_in(
             inputs, arrays, torch.zeros(len(arrays.unknown_U), dtype=torch.int64, device=self.device)
@@ -208,7 +217,16 @@ class PartRunner:
             self._decoder.largest(self._rows_of(hidden_QH, taking))
 
     def _inputs_of(self, arrays: StepArrays) -> StepInputs:
-        return step_inputs(arrays, self._layout)
+        inputs = step_inputs(arrays, self._layout)
+        if not len(arrays.slots_R):
+            return inputs
+        ends_narrow = inputs.wanted_plan is not None
+        lora = self._slots().step(arrays.slots_R, arrays.query_R, ends_narrow=ends_narrow)
+        return replace(inputs, lora=lora)
+
+    def _slots(self) -> DeviceSlots:
+        assert self.adapters is not None, "the plan uses adapters, and there are no slots"
+        return self.adapters
 
     def _agree(self) -> None:
         """End a step that moves blocks alone: raises where another rank has failed."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from blockyard.kernels.attention.static_plan import StaticDecodes
 from blockyard.kernels.cpu.recording import NotRecordable
+from blockyard.kernels.lora import BARE
 from blockyard.kernels.torch.nucleus import NucleusSearch
 from blockyard.kernels.triton.linears.choice import WARM_UP_TOKENS
 from blockyard.worker.execution.newest_tokens import NewestTokens
@@ -34,6 +35,7 @@ from blockyard.worker.execution.warm_up_rows import (
 from blockyard.worker.parallel.step_arrays import (
     LARGEST,
     LOGITS,
+    NO_LOADS,
     NO_PAIRS,
     NO_SAMPLE,
     Integers,
@@ -127,11 +129,19 @@ class TorchRunner(PartRunner):
     def start(self, plan: StepPlan) -> PendingStep:
         self._forget(plan.ended)
         arrays, unknown = self._inputs.arrays(plan.rows) if plan.rows else (StepArrays(), ())
+        if plan.adapters:
+            arrays = replace(arrays, slots_R=_slots_of(plan))
         self._num_started += 1
-        if self.collective.size > 1:
-            arrays = self._send(plan, arrays)
-        with self.collective.step(self._num_started):
+        if self.collective.size == 1:
             return self._start(plan, arrays, unknown)
+        arrays = self._send(plan, arrays)
+        try:
+            with self.collective.step(self._num_started):
+                return self._start(plan, arrays, unknown)
+        except BaseException:
+            if plan.adapters:
+                self._slots().forget(plan.adapters)
+            raise
 
     def _send(self, plan: StepPlan, arrays: StepArrays) -> StepArrays:
         """Send a step to the other ranks, and return it whole."""
@@ -141,6 +151,7 @@ class TorchRunner(PartRunner):
             to_host_M2=_pairs(plan.to_host),
             from_host_M2=_pairs(plan.from_host),
             copies_M2=_pairs(plan.copies),
+            loads_N3=self._slots().due(plan.adapters) if plan.adapters else NO_LOADS,
             samples_R=np.array([self._needs(row) for row in plan.rows], dtype=np.int64),
         )
         self.lead(sent)
@@ -163,9 +174,9 @@ class TorchRunner(PartRunner):
         masks = self._masks_for(sampling)
         if masks is not None:
             masks.start(sampling)
-        inputs = self._inputs_of(arrays)
         if plan.adapters:
-            inputs = self._with_adapters(plan, inputs)
+            self._slots().load(plan.adapters)
+        inputs = self._inputs_of(arrays)
         if unknown:
             self._fill_in(inputs, arrays, self._newest.of(unknown))
         hidden_QH = self._hidden(inputs)
@@ -189,13 +200,6 @@ class TorchRunner(PartRunner):
             embeddings=embeddings,
             loads=() if self.adapters is None else self.adapters.take_loads(),
         )
-
-    def _with_adapters(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
-        """Load the adapters of a step, and return its inputs with them."""
-        assert self.adapters is not None, "the plan uses adapters, and there are no slots"
-        self.adapters.load(plan.adapters)
-        ends_narrow = inputs.wanted_plan is not None
-        return replace(inputs, lora=self.adapters.step(plan.adapters, plan.rows, ends_narrow=ends_narrow))
 
     def _embeddings(
         self, rows: Sequence[ScheduledRow], inputs: StepInputs, hidden_QH: torch.Tensor
@@ -343,6 +347,14 @@ class TorchRunner(PartRunner):
             if hidden_QH is not None:
                 return hidden_QH
         return super()._hidden(inputs)
+
+
+def _slots_of(plan: StepPlan) -> Integers:
+    """Return the slot of each row's adapter, BARE without one."""
+    slot_of = {adapter.fingerprint: slot for slot, adapter in plan.adapters}
+    adapters = (row.sequence.adapter for row in plan.rows)
+    slots = [BARE if adapter is None else slot_of[adapter.fingerprint] for adapter in adapters]
+    return np.array(slots, dtype=np.int32)
 
 
 def _pairs(moves: Sequence[tuple[int, int]]) -> Integers:

@@ -1,25 +1,29 @@
 """Device slots: the memory of a device that holds adapters, and the loads into it.
 
 A slot is overwritten only by a step that no longer needs what it held, on the device's own queue. So a load never waits
-for earlier steps on the host. Does not own which adapter goes into which slot (../cache/adapter_slots.py).
+for earlier steps on the host. Where a model is divided among ranks, rank 0 alone has adapters on its host. It
+broadcasts each one within the step that loads it, and every rank keeps its part. Does not own which adapter goes into
+which slot (../cache/adapter_slots.py).
 
-Shapes: L layers, S slots, P parts of a fused layer, R largest rank, I input size, O output size.
+Shapes: L layers, S slots, P parts of a fused layer, R largest rank, I input size, O output size. T tokens and Q rows of
+a step, N loads.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from blockyard.kernels.lora import BARE, LoraLinear, plan_lora
-from blockyard.worker.lora.layout import AdapterWeights, LinearShape, linear_shapes
-from blockyard.worker.model.config import ModelConfig
+from blockyard.kernels.lora import LoraLinear, plan_lora
+from blockyard.worker.lora.layout import LinearPart, LinearWeights, linear_parts
+from blockyard.worker.model.division import ModelPart
 from blockyard.worker.model.lora import LoraLayer, LoraStep
+from blockyard.worker.parallel.collective import Collective
+from blockyard.worker.parallel.step_arrays import NO_LOADS, Integers
 from blockyard.worker.sequences.adapter import Adapter
-from blockyard.worker.sequences.step_plan import ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class _Slots:
 
     def __init__(
         self,
-        shape: LinearShape,
+        part: LinearPart,
+        collective: Collective,
         *,
         num_layers: int,
         num_slots: int,
@@ -51,6 +56,8 @@ class _Slots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._part, self._collective = part, collective
+        shape = part.shape
         starts = [0, *accumulate(shape.widths)]
         parts = len(shape.parts)
         self._a_LSPRI = torch.zeros(
@@ -66,12 +73,37 @@ class _Slots:
             for a_SPRI, b_SRO in zip(self._a_LSPRI, self._b_LSRO, strict=True)
         ]
 
-    def load(self, slot: int, rank: int, name: str, weights: AdapterWeights) -> None:
-        linear = weights.get(name)
-        self._ranks_S[slot].fill_(0 if linear is None else rank)
-        if linear is not None:
-            self._a_LSPRI[:, slot, :, :rank].copy_(linear.a_LPRI, non_blocking=True)
-            self._b_LSRO[:, slot, :rank].copy_(linear.b_LRO, non_blocking=True)
+    def leave(self, slot: int) -> None:
+        """Have an adapter that leaves this layer as it is."""
+        self._ranks_S[slot].fill_(0)
+
+    def load(self, slot: int, rank: int, weights: LinearWeights | None) -> None:
+        """Have a slot hold these weights. None, on a rank other than 0: those that rank 0 broadcasts."""
+        self._ranks_S[slot].fill_(rank)
+        if self._collective.size > 1:
+            self._load_part(slot, rank, weights)
+            return
+        assert weights is not None, "one rank has all weights"
+        self._a_LSPRI[:, slot, :, :rank].copy_(weights.a_LPRI, non_blocking=True)
+        self._b_LSRO[:, slot, :rank].copy_(weights.b_LRO, non_blocking=True)
+
+    def _load_part(self, slot: int, rank: int, weights: LinearWeights | None) -> None:
+        """Broadcast one layer after another, so that the device needs room for one beside the slots."""
+        whole = self._part.whole
+        a_PRI = self._a_LSPRI.new_empty(len(whole.parts), rank, whole.num_inputs)
+        b_RO = self._b_LSRO.new_empty(rank, sum(whole.widths))
+        for layer in range(len(self._a_LSPRI)):
+            if weights is not None:
+                a_PRI.copy_(weights.a_LPRI[layer], non_blocking=True)
+                b_RO.copy_(weights.b_LRO[layer], non_blocking=True)
+            self._collective.broadcast(a_PRI)
+            self._collective.broadcast(b_RO)
+            self._part.copy(
+                a_PRI,
+                b_RO,
+                to_a_PRI=self._a_LSPRI[layer, slot, :, :rank],
+                to_b_RO=self._b_LSRO[layer, slot, :rank],
+            )
 
 
 class DeviceSlots:
@@ -79,7 +111,8 @@ class DeviceSlots:
 
     def __init__(
         self,
-        config: ModelConfig,
+        part: ModelPart,
+        collective: Collective,
         *,
         num_slots: int,
         max_rank: int,
@@ -87,37 +120,66 @@ class DeviceSlots:
         device: torch.device,
     ) -> None:
         self._device = device
+        num_layers = part.config.num_layers
         self._linears = {
             name: _Slots(
-                shape,
-                num_layers=config.num_layers,
+                linear,
+                collective,
+                num_layers=num_layers,
                 num_slots=num_slots,
                 max_rank=max_rank,
                 dtype=dtype,
                 device=device,
             )
-            for name, shape in linear_shapes(config).items()
+            for name, linear in linear_parts(part).items()
         }
         self.layers = tuple(
             LoraLayer(**{name: slots.layers[layer] for name, slots in self._linears.items()})
-            for layer in range(config.num_layers)
+            for layer in range(num_layers)
         )
         self._held: dict[int, Adapter] = {}
         self._loads: list[AdapterLoad] = []
 
     def load(self, adapters: Iterable[tuple[int, Adapter]]) -> None:
         """Have each slot hold its adapter. A load that raises leaves its slot empty."""
-        for slot, adapter in adapters:
-            if self._held.get(slot) is adapter:
-                continue
+        for slot, adapter in self._lacking(adapters):
             self._held.pop(slot, None)
-            weights = adapter.weights
-            assert isinstance(weights, dict), "an adapter without weights"
             began = self._mark()
-            for name, linear in self._linears.items():
-                linear.load(slot, adapter.rank, name, weights)
+            self._load(slot, adapter.rank, _weights(adapter))
             self._loads.append(AdapterLoad(adapter.fingerprint, began, self._mark()))
             self._held[slot] = adapter
+
+    def due(self, adapters: Iterable[tuple[int, Adapter]]) -> Integers:
+        """Return the loads [N, 3] that `load` makes, for the `follow` of other ranks."""
+        loads = [
+            (
+                slot,
+                adapter.rank,
+                sum(1 << bit for bit, name in enumerate(self._linears) if name in _weights(adapter)),
+            )
+            for slot, adapter in self._lacking(adapters)
+        ]
+        return np.array(loads, dtype=np.int64) if loads else NO_LOADS
+
+    def follow(self, loads_N3: Integers) -> None:
+        """Make the loads of rank 0, on another rank."""
+        for slot, rank, bits in loads_N3.tolist():
+            self._load(slot, rank, {name: None for bit, name in enumerate(self._linears) if bits >> bit & 1})
+
+    def forget(self, adapters: Iterable[tuple[int, Adapter]]) -> None:
+        """Load these once more when a step needs them: another rank may have failed to."""
+        for slot, _ in adapters:
+            self._held.pop(slot, None)
+
+    def _lacking(self, adapters: Iterable[tuple[int, Adapter]]) -> list[tuple[int, Adapter]]:
+        return [(slot, adapter) for slot, adapter in adapters if self._held.get(slot) is not adapter]
+
+    def _load(self, slot: int, rank: int, weights: Mapping[str, LinearWeights | None]) -> None:
+        for name, linear in self._linears.items():
+            if name in weights:
+                linear.load(slot, rank, weights[name])
+            else:
+                linear.leave(slot)
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -131,16 +193,14 @@ class DeviceSlots:
         loads, self._loads = self._loads, []
         return loads
 
-    def step(
-        self, adapters: Iterable[tuple[int, Adapter]], rows: Sequence[ScheduledRow], *, ends_narrow: bool
-    ) -> LoraStep:
-        """Return the slots and plans of a step with these rows. With `ends_narrow`, only the last token of each row is
-        computed behind the last attention."""
-        slot_of = {adapter.fingerprint: slot for slot, adapter in adapters}
-        slots_R = np.array(
-            [BARE if (own := row.sequence.adapter) is None else slot_of[own.fingerprint] for row in rows],
-            dtype=np.int32,
-        )
-        slots_T = np.repeat(slots_R, [row.num_tokens for row in rows])
-        rows_plan = plan_lora(slots_R, self._device) if ends_narrow else None
+    def step(self, slots_Q: Integers, query_Q: Integers, *, ends_narrow: bool) -> LoraStep:
+        """Return the slots and plans of a step whose rows have these slots, or BARE, and so many tokens each. With
+        `ends_narrow`, only the last token of each row is computed behind the last attention."""
+        slots_T = np.repeat(slots_Q, query_Q)
+        rows_plan = plan_lora(slots_Q, self._device) if ends_narrow else None
         return LoraStep(layers=self.layers, plan=plan_lora(slots_T, self._device), rows_plan=rows_plan)
+
+
+def _weights(adapter: Adapter) -> Mapping[str, LinearWeights]:
+    assert isinstance(adapter.weights, dict), "an adapter without weights"
+    return adapter.weights

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from blockyard.worker.parallel.step_arrays import StepArrays
 
-VERSION = 1
+VERSION = 2
 _FIELDS = {field.name: getattr(StepArrays(), field.name).ndim for field in fields(StepArrays)}
 """Dimensions of each array, by its name."""
 _HEADER_WORDS = 1 + 2 * len(_FIELDS)

@@ -1,6 +1,6 @@
 """Step arrays: what rank 0 sends to the other ranks, so that they compute a step with it. Arrays of integers alone.
 
-Shapes: R rows, B blocks of a row, T tokens, U tokens that the host does not know yet, M block moves.
+Shapes: R rows, B blocks of a row, T tokens, U tokens that the host does not know yet, M block moves, N adapter loads.
 """
 
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ LARGEST = 2
 """The token of the largest logit alone."""
 NONE: Integers = np.empty(0, dtype=np.int64)
 NO_PAIRS: Integers = np.empty((0, 2), dtype=np.int64)
+NO_LOADS: Integers = np.empty((0, 3), dtype=np.int64)
 
 
 def _none() -> Integers:
@@ -28,9 +29,13 @@ def _no_pairs() -> Integers:
     return NO_PAIRS
 
 
+def _no_loads() -> Integers:
+    return NO_LOADS
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepArrays:
-    """One step, or a part of one that is run again. The order of work: moves, rows.
+    """One step, or a part of one that is run again. The order of work: moves, loads, rows.
 
     Nothing changes it. It is not frozen, because each step makes one, and that would take twice as long.
     """
@@ -53,3 +58,8 @@ class StepArrays:
     """Number of first positions of each row whose logits score the prompt. Empty where no row scores any."""
     samples_R: Integers = field(default_factory=_none)
     """NO_SAMPLE, LOGITS or LARGEST: what rank 0 needs of each row's last position."""
+    loads_N3: Integers = field(default_factory=_no_loads)
+    """LoRA adapters that are loaded: slot, rank, and the linear layers that they change (a bit for each). Rank 0
+    broadcasts their weights."""
+    slots_R: Integers = field(default_factory=_none)
+    """Slot of each row's adapter, BARE without one. Empty where no row has one."""

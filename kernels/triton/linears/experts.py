@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from blockyard.kernels.triton.linears.dot import dot
 from blockyard.kernels.triton.linears.expert_products import launch_quantised_experts
 from blockyard.kernels.triton.linears.weights import TiledExperts
 from blockyard.kernels.triton.numbers.devices import check_dense_rows
@@ -129,16 +130,6 @@ def sort_pairs_kernel(
             tl.store(tiles_ptr + tile_J, tl.zeros_like(tile_J) - 1, mask=tile_J < num_tiles)
 
 
-@triton.jit
-def _dot(a, b, acc, WIDEN: tl.constexpr):
-    """Return acc + a @ b in fp32. WIDEN converts bf16 to fp32 first, because the interpreter would multiply its bit
-    patterns."""
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def grouped_linear_kernel(
     x_ptr,  # [P / PAIRS_A_ROW, inputs], strides (x_stride, 1)
@@ -187,10 +178,10 @@ def grouped_linear_kernel(
         is_input_J = input_J < num_inputs - first
         x_MJ = tl.load(x_ptrs_MJ + first, mask=is_pair_M1 & is_input_J[None, :], other=0.0)
         weight_JN = tl.load(weight_ptrs_JN + first, mask=is_input_J[:, None], other=0.0)
-        acc_MN = _dot(x_MJ, weight_JN, acc_MN, WIDEN)
+        acc_MN = dot(x_MJ, weight_JN, acc_MN, WIDEN)
         if GATED:
             weight_JN = tl.load(weight_ptrs_JN + half + first, mask=is_input_J[:, None], other=0.0)
-            up_MN = _dot(x_MJ, weight_JN, up_MN, WIDEN)
+            up_MN = dot(x_MJ, weight_JN, up_MN, WIDEN)
     type: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate_MN = acc_MN.to(type).to(tl.float32)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from blockyard.kernels.lora import ITEM_TOKENS, LoraLinear, LoraPlan
+from blockyard.kernels.triton.linears.dot import dot
 from blockyard.kernels.triton.numbers.devices import check_dense_rows
 
 INPUT_TILE = 128
@@ -22,15 +23,6 @@ SPLITS = 4
 """Parts of the inputs that programs of a shrink share, so that a decode of few items fills more of a GPU."""
 MIN_RANK = 16
 """Least rank of a tile: a tensor core multiplies no fewer."""
-
-
-@triton.jit
-def _dot(a, b, WIDEN: tl.constexpr):
-    """Return a @ b in fp32. WIDEN converts bf16 to fp32 first, because the interpreter would multiply its bit
-    patterns."""
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -76,7 +68,7 @@ def shrink_kernel(
         is_input_I = start + input_I < NUM_INPUTS
         x_TI = tl.load(x_ptrs + start, mask=(place_T < count)[:, None] & is_input_I[None, :], other=0.0)
         a_IR = tl.load(a_ptrs + start, mask=is_input_I[:, None] & (rank_R < rank)[None, :], other=0.0)
-        sum_TR += _dot(x_TI, a_IR, WIDEN)
+        sum_TR = dot(x_TI, a_IR, sum_TR, WIDEN)
     between_row_T = (split.to(tl.int64) * num_tokens + first + place_T) * NUM_PARTS + part
     out_ptrs = between_ptr + between_row_T[:, None] * MAX_RANK + rank_R[None, :]
     tl.store(out_ptrs, sum_TR, mask=(place_T < count)[:, None] & (rank_R < rank)[None, :])
@@ -128,7 +120,8 @@ def expand_kernel(
     b_row_R = slot.to(tl.int64) * MAX_RANK + rank_R
     b_ptrs = b_ptr + b_row_R[:, None] * NUM_OUTPUTS + output_O[None, :]
     b_RO = tl.load(b_ptrs, mask=(rank_R < rank)[:, None] & (output_O < end)[None, :], other=0.0)
-    added_TO = _dot(shrunk_TR.to(b_RO.dtype), b_RO, WIDEN)
+    no_sum_TO = tl.zeros((BLOCK_T, BLOCK_O), dtype=tl.float32)
+    added_TO = dot(shrunk_TR.to(b_RO.dtype), b_RO, no_sum_TO, WIDEN)
     token_T = tl.load(tokens_ptr + first + place_T, mask=place_T < count, other=0).to(tl.int64)
     out_ptrs = out_ptr + token_T[:, None] * out_stride_t + output_O[None, :]
     mask_TO = (place_T < count)[:, None] & (output_O < end)[None, :]
