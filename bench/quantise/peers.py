@@ -9,8 +9,9 @@ All files are made from one checkpoint in bfloat16 with random weights. Ours are
 128, and GGUF by llama.cpp's own function. First both engines compute the checkpoint in float32, and must return the
 same tokens. Then all systems stand ready, and take turns in each round. The first round warms up and does not count. A
 prompt's rate is its tokens over the time to the first token. A decode rate is that of all sequences, once each has its
-first token. A W4A16 checkpoint has its head in full precision. llama.cpp takes Q6_K for it in Q4_0 and Q4_K_M. Its KV
-cache is in float16, ours in bfloat16.
+first token. A W4A16 checkpoint has its head in full precision. llama.cpp takes Q6_K for it in Q4_0 and Q4_K_M, and
+rounds inputs to 8 bits. So does W4A8, which is a W4A16 checkpoint with `--cpu-linears int8`. llama.cpp's KV cache is in
+float16, ours in bfloat16.
 """
 
 import argparse
@@ -42,10 +43,10 @@ FIRST_TOKEN = 10
 MEMORY_BYTES = 8 << 30
 EXACT = ("blockyard float32", "llama.cpp F32")
 OURS = {
-    # Name: checkpoint, backend. `cpu-int8` quantises what the checkpoint has in full precision.
+    # Name: checkpoint, backend. `cpu-int8` rounds all inputs to 8 bits, and weights that the checkpoint has in full.
     "blockyard bfloat16": ("full", "cpu"),
     "blockyard W4A16": ("w4a16", "cpu"),
-    "blockyard W4A16, head in int8": ("w4a16", "cpu-int8"),
+    "blockyard W4A8, head in int8": ("w4a16", "cpu-int8"),
     "blockyard int8": ("full", "cpu-int8"),
 }
 TYPES = ("BF16", "Q4_0", "Q4_K_M", "Q8_0")
@@ -53,8 +54,8 @@ PAIRS = (
     ("blockyard bfloat16", "llama.cpp BF16"),
     ("blockyard W4A16", "llama.cpp Q4_0"),
     ("blockyard W4A16", "llama.cpp Q4_K_M"),
-    ("blockyard W4A16, head in int8", "llama.cpp Q4_0"),
-    ("blockyard W4A16, head in int8", "llama.cpp Q4_K_M"),
+    ("blockyard W4A8, head in int8", "llama.cpp Q4_0"),
+    ("blockyard W4A8, head in int8", "llama.cpp Q4_K_M"),
     ("blockyard int8", "llama.cpp Q8_0"),
 )
 JUDGED = "1 decode"
