@@ -45,7 +45,10 @@ constexpr float LEAST = 1e-30f;    // a chunk with no larger input counts as zer
 
 #ifdef __AVX512VNNI__
 using Bytes = __m512i;
-constexpr int ROWS = 2, GROUPS = 4, GROUPS_OF_ROWS = 2;
+constexpr int ROWS = 2, GROUPS = 4;
+// Groups that several rows take at once. With four, gcc keeps the sums of WIDE inputs in memory.
+template <bool WIDE>
+constexpr int GROUPS_OF_ROWS = WIDE ? 2 : 4;
 static inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline Bytes four_of(const int8_t* p) { return _mm512_set1_epi32(read<int>(p)); }
 static inline Bytes low_half(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
@@ -56,7 +59,9 @@ static inline Bytes dot(Bytes sum, Bytes weights, Bytes x) {
 }
 #else
 using Bytes = __m256i;
-constexpr int ROWS = 2, GROUPS = 1, GROUPS_OF_ROWS = 1;
+constexpr int ROWS = 2, GROUPS = 1;
+template <bool>
+constexpr int GROUPS_OF_ROWS = 1;
 static inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline Bytes four_of(const int8_t* p) { return _mm256_set1_epi32(read<int>(p)); }
 static inline Bytes low_half(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
@@ -235,7 +240,7 @@ static void linear(const GroupedLinear& grouped, int threads) {
             if (l.num_rows == 1)
                 in_tiles<GROUPS>(few, [&](int g, auto groups) { multiply<T, BITS, WIDE, 1, groups>(l, at, rows, 0, first + g); });
             else
-                in_tiles<GROUPS_OF_ROWS>(few, [&](int g, auto groups) {
+                in_tiles<GROUPS_OF_ROWS<WIDE>>(few, [&](int g, auto groups) {
                     in_tiles<ROWS>(l.num_rows, [&](int row, auto some) {
                         multiply<T, BITS, WIDE, some, groups>(l, at, rows, row, first + g);
                     });
