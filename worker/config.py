@@ -181,7 +181,7 @@ class EngineConfig:
     cpu_linears: Literal["full", "int8"] = setting(
         "full",
         help="Linear layers on a CPU. `int8`: weights and activations in 8 bits, which is faster, with an error of "
-        "about 1 % in each. Needs AVX-512 VNNI or AVX2.",
+        "about 1 % in each. Weights of a quantised checkpoint stay as they are. Needs AVX-512 VNNI or AVX2.",
         group=MODEL,
     )
     overlap_steps: Literal["auto", "on", "off"] = setting(

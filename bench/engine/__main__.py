@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -45,6 +44,7 @@ from bench.engine.systems import (
     peers,
     running,
     tcmalloc,
+    with_env,
     with_preload,
 )
 from bench.engine.workloads import WORKLOADS, describe, requests_of
@@ -202,10 +202,6 @@ def kv_bytes_of(arguments: argparse.Namespace, free_bytes: int | None, weights_b
             f"KV caches of {fits / GIB:.1f} GiB each, since {num_systems} systems share the GPU", flush=True
         )
     return min(wanted, fits)
-
-
-def with_env(system: System, environment: dict[str, str]) -> System:
-    return replace(system, env={**environment, **system.env})
 
 
 async def measure(

@@ -113,7 +113,7 @@ def middle(values: Iterable[float]) -> Figures:
 def _ratios(rows: Mapping[str, Sequence[Trial]], ours: Sequence[str]) -> Figures:
     """Return the ratios of output tokens/s of each of our systems to each other system, pair by pair."""
     return {
-        our: {other: _ratio(rows[our], rows[other]) for other in rows if other != our}
+        our: {other: ratio_of(rows[our], rows[other]) for other in rows if other != our}
         for our in ours
         if our in rows
     }
@@ -130,11 +130,14 @@ def _of_roofline(rows: Mapping[str, Sequence[Trial]], limit: float | None) -> Fi
     }
 
 
-def _ratio(ours: Sequence[Trial], others: Sequence[Trial]) -> Figures:
+def ratio_of(
+    ours: Sequence[Trial], others: Sequence[Trial], rate: Callable[[Trial], float] = tokens_per_second
+) -> Figures:
+    """Return the ratio of rates over pairs of trials, without disturbed ones if enough remain."""
     pairs = list(zip(ours, others, strict=True))
     calm = [pair for pair in pairs if max(trial.foreign_cores for trial in pair) <= DISTURBING_CORES]
     counted = calm if len(calm) >= MIN_PAIRS else pairs
-    ratios = middle(tokens_per_second(mine) / tokens_per_second(theirs) for mine, theirs in counted)
+    ratios = middle(rate(mine) / rate(theirs) for mine, theirs in counted)
     return {**ratios, "pairs": len(pairs), "undisturbed": len(calm)}
 
 

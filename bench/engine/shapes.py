@@ -73,6 +73,20 @@ SHAPES = {
         tied=True,
         rope_theta=10000.0,
     ),
+    # TinyLlama's: all inputs are multiples of 256, as llama.cpp's types and groups of 128 need.
+    "llama-1.1b": Shape(
+        architecture="LlamaForCausalLM",
+        layers=22,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=64,
+        intermediate=5632,
+        vocab=32000,
+        context=2048,
+        tied=False,
+        rope_theta=10000.0,
+    ),
     # Little KV and much attention: on links of 10 Mbit/s to 1 Gbit/s a pull begins to pay at 3 to 300 blocks.
     "llama-thin": Shape(
         architecture="LlamaForCausalLM",

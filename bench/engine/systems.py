@@ -234,20 +234,21 @@ def our_systems(
     stored = settings.get("kv_cache_dtype", "auto")
     suffix = "" if stored == "auto" else f", KV in {stored}"
     rows = [
-        _ours(f"blockyard {backend}{suffix}", "ours_run", {**settings, "backend": backend})
+        our_system(f"blockyard {backend}{suffix}", "ours_run", {**settings, "backend": backend})
         for backend in backends
     ]
     if ranks > 1:
-        rows.append(_ours(f"blockyard, {ranks} ranks{suffix}", "ours_run", {**settings, "ranks": ranks}))
+        rows.append(our_system(f"blockyard, {ranks} ranks{suffix}", "ours_run", {**settings, "ranks": ranks}))
     if is_unshared:
-        rows.append(_ours("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))
+        rows.append(our_system("blockyard, nothing shared", "ours_run", {**settings, "shares": False}))
     if is_served:
-        rows.append(_ours(SERVED_PLAINTEXT, "served_run", {**settings, "session_tls": False}))
-        rows.append(_ours(SERVED, "served_run", {**settings, "session_tls": True}))
+        rows.append(our_system(SERVED_PLAINTEXT, "served_run", {**settings, "session_tls": False}))
+        rows.append(our_system(SERVED, "served_run", {**settings, "session_tls": True}))
     return rows
 
 
-def _ours(name: str, module: str, settings: Settings) -> System:
+def our_system(name: str, module: str, settings: Settings) -> System:
+    """Return a system that the module bench.engine.`module` runs."""
     command = (sys.executable, "-m", f"bench.engine.{module}")
     # As in a worker: PyTorch's own kernels keep PyTorch's spin count.
     env = {} if settings["backend"] == "torch" else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
@@ -262,22 +263,30 @@ def peers(
     if "transformers" in pythons:
         for batching in batchings:
             name = f"transformers, {batching}"
-            rows.append(_peer(name, "transformers", pythons, {**settings, "batching": batching}))
+            rows.append(
+                peer_system(name, "transformers", pythons["transformers"], {**settings, "batching": batching})
+            )
     if "vllm" in pythons:
-        row = _peer("vllm", "vllm", pythons, settings)
+        row = peer_system("vllm", "vllm", pythons["vllm"], settings)
         rows.append(replace(row, env={**row.env, "LD_PRELOAD": openmp_of(pythons["vllm"])}))
     if "openvino" in pythons:
         settings = {**settings, "converted": str(converted)}
         for name, kv_dtype in (("openvino-genai", None), ("openvino-genai, exact KV", settings["dtype"])):
-            row = _peer(name, "openvino", pythons, {**settings, "kv_dtype": kv_dtype})
+            row = peer_system(name, "openvino", pythons["openvino"], {**settings, "kv_dtype": kv_dtype})
             rows.append(replace(row, takes_preload=False))
     return rows
 
 
-def _peer(name: str, script: str, pythons: Mapping[str, Path], settings: Settings) -> System:
+def peer_system(name: str, script: str, python: Path, settings: Settings) -> System:
+    """Return a system that the script peers/`script`_run.py runs, with the Python of its own environment."""
     # Run a file, not a module, so that our folder `kernels` does not hide a package of that name.
-    command = (str(pythons[script]), str(PEERS / f"{script}_run.py"))
+    command = (str(python), str(PEERS / f"{script}_run.py"))
     return System(name=name, command=command, settings=settings, env={"PYTHONPATH": ""})
+
+
+def with_env(system: System, environment: Mapping[str, str]) -> System:
+    """Add variables to a system's environment. Its own stay as they are."""
+    return replace(system, env={**environment, **system.env})
 
 
 def with_preload(system: System, libraries: Sequence[str]) -> System:

@@ -4,7 +4,8 @@
 
 Weights are 4096 by 4096, and a call passes over so many that no cache holds them. Kinds are measured in turns, and
 medians count. The roofline is the memory: the bytes of the numbers with their scales, at the rate of reading a large
-tensor, measured in the same turns. W4 has 4.31 bits a weight and W8 8.31, with groups of 128 inputs.
+tensor, measured in the same turns. W4 has 4.31 bits a weight and W8 8.31, with groups of 128 inputs. Inputs of
+both are rounded to 16 bits, and to 8 with `--cpu-linears int8`.
 """
 
 import argparse
@@ -72,6 +73,7 @@ def kinds() -> list[Kind]:
         kind("--cpu-linears int8", int8, lambda: torch.randn(SIZE, SIZE, dtype=bf16)),
         kind("W8", full, _w8),
         kind("W4", full, _w4),
+        kind("W4, inputs in int8", int8, _w4),
     ]
 
 

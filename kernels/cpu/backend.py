@@ -317,7 +317,7 @@ class CpuBackend(TorchBackend):
 
     def pack_linear(self, weight_OI: LinearWeight) -> LinearWeight:
         if isinstance(weight_OI, Int4Weight | Int8Weight) and can_group(self._library, weight_OI):
-            return group(weight_OI)
+            return group(weight_OI, input_bits=8 if self._linears == "int8" else 16)
         weight_OI = plain(weight_OI)
         if self._linears == "int8" and can_quantise(weight_OI):
             return quantise(weight_OI)

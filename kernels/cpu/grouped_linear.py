@@ -1,9 +1,9 @@
 """Linear layers with weights of 4 or 8 bits in groups of inputs on a CPU: their layout, and the call into
 native/grouped.cpp.
 
-A weight means what its checkpoint says: its numbers and scales are not rounded again. Inputs are rounded to 16 bits, a
-chunk of at most 128 by itself. So a token's result does not depend on the other tokens of the step. Must never import
-triton.
+A weight means what its checkpoint says: its numbers and scales are not rounded again. Inputs are rounded to 16 bits, or
+to 8 for linears in int8, a chunk of at most 128 by itself. So a token's result does not depend on the other tokens of
+the step. Must never import triton.
 
 Shapes: T tokens, I input size, O output size, U = O / 16 groups of outputs. C chunks, D inputs of a chunk. G groups of
 inputs. E experts.
@@ -37,6 +37,8 @@ class GroupedWeight(BackendWeight):
     depth: int
     num_inputs: int
     order_I: torch.Tensor | None
+    input_bits: int
+    """Bits to which inputs are rounded: 16 or 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class GroupedStack(Sequence[GroupedWeight]):
             depth=self.depth,
             num_inputs=self.num_inputs,
             order_I=None if self.order_EI is None else self.order_EI[expert],
+            input_bits=16,
         )
 
 
@@ -76,8 +79,8 @@ def can_group(library: CpuLibrary, weight: Int4Weight | Int8Weight) -> bool:
     )
 
 
-def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
-    """Return a copy in the kernel's layout. Requires `can_group`."""
+def group(weight: Int4Weight | Int8Weight, *, input_bits: int = 16) -> GroupedWeight:
+    """Return a copy in the kernel's layout, for inputs of 16 or 8 bits. Requires `can_group`."""
     (outputs, inputs), depth = weight.shape, _depth(weight)
     bits = 4 if isinstance(weight, Int4Weight) else 8
     chunks, repeats = inputs // depth, weight.group_size // depth
@@ -99,7 +102,14 @@ def group(weight: Int4Weight | Int8Weight) -> GroupedWeight:
         rest = rows[:, number_bytes + scale_bytes :]
         rest[:, : chunks * LANES] = by_chunks(zero_OG[some])
         rest[:, chunks * LANES :] = 0
-    return GroupedWeight(memory=memory, bits=bits, depth=depth, num_inputs=inputs, order_I=weight.order_I)
+    return GroupedWeight(
+        memory=memory,
+        bits=bits,
+        depth=depth,
+        num_inputs=inputs,
+        order_I=weight.order_I,
+        input_bits=input_bits,
+    )
 
 
 def group_stack(weights: Sequence[Int4Weight | Int8Weight]) -> GroupedStack:
@@ -139,6 +149,7 @@ def grouped_linear(
             order=None if order_I is None else order_I.data_ptr(),
             bits=weight.bits,
             depth=weight.depth,
+            input_bits=weight.input_bits,
         ),
     )
 

@@ -77,7 +77,11 @@ class Linear(ctypes.Structure):
 class GroupedLinear(ctypes.Structure):
     """`GroupedLinear` of native/lanes.h."""
 
-    _fields_: ClassVar[Any] = [("linear", Linear), ("order", _Address), ("bits", _Int), ("depth", _Int)]
+    _fields_: ClassVar[Any] = [
+        ("linear", Linear),
+        ("order", _Address),
+        *((name, _Int) for name in ("bits", "depth", "input_bits")),
+    ]
 
 
 class ExpertMatrix(ctypes.Structure):

@@ -61,6 +61,12 @@ def draw(
     )
 
 
+def backend_for(backend: Backend, input_bits: int) -> CpuBackend:
+    """Return the backend that rounds inputs to so many bits."""
+    library = cast(CpuBackend, backend).library
+    return CpuBackend(library, linears="int8") if input_bits == 8 else CpuBackend(library)
+
+
 def pack(backend: Backend, weight: QuantisedWeight) -> LinearWeight:
     result = backend.pack_linear(weight)
     assert isinstance(result, GroupedWeight)
@@ -74,15 +80,17 @@ def pack(backend: Backend, weight: QuantisedWeight) -> LinearWeight:
     size=st.integers(1, 40).map(lambda eighth: 8 * eighth),
     outputs=st.integers(1, 6).map(lambda group: 16 * group),
     bits=st.sampled_from([4, 8]),
+    input_bits=st.sampled_from([8, 16]),
     has_order=st.booleans(),
     has_zeros=st.booleans(),
     has_bias=st.booleans(),
     dtype=st.sampled_from(DTYPES),
 )
 def test_products_of_any_shape_are_those_of_the_dequantised_weight(
-    backend: Backend, rows: int, groups: int, size: int, outputs: int, bits: int, has_order: bool,
-    has_zeros: bool, has_bias: bool, dtype: torch.dtype,
+    backend: Backend, rows: int, groups: int, size: int, outputs: int, bits: int, input_bits: int,
+    has_order: bool, has_zeros: bool, has_bias: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
+    backend = backend_for(backend, input_bits)
     weight = draw(outputs, groups, size, bits, has_order=has_order, has_zeros=has_zeros, dtype=dtype)
     x_TI = torch.randn(rows, groups * size).to(dtype)
     bias_O = torch.randn(outputs).to(dtype) if has_bias else None
@@ -90,9 +98,14 @@ def test_products_of_any_shape_are_those_of_the_dequantised_weight(
     assert actual.dtype == dtype
     exact_OI = dequantised(replace(weight, dtype=torch.float32)).double()
     expected = x_TI.double() @ exact_OI.t() + (0 if bias_O is None else bias_O.double())
-    # Inputs are off by 2^-16 of the largest in their chunk.
+    # Inputs are off by half a step of the largest in their chunk.
     error = (actual.double() - expected).abs()
-    inputs_error = 2.0**-16 * x_TI.double().abs().amax(1, keepdim=True) * exact_OI.abs().sum(1)
+    inputs_error = (
+        0.5
+        / (127 * 256 if input_bits == 16 else 127)
+        * x_TI.double().abs().amax(1, keepdim=True)
+        * exact_OI.abs().sum(1)
+    )
     rounding = torch.finfo(dtype).eps * expected.abs() + 1e-5
     assert bool((error <= inputs_error + rounding).all())
 
@@ -107,11 +120,22 @@ def test_whole_numbers_are_exact(backend: Backend, bits: int) -> None:
     torch.testing.assert_close(backend.linear(x_TI, pack(backend, weight)), expected, atol=16, rtol=3e-7)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_in_8_bits_are_exact_in_whole_numbers(backend: Backend, bits: int) -> None:
+    backend = backend_for(backend, 8)
+    weight = replace(draw(64, 3, 128, bits), scale_OG=torch.ones(64, 3))
+    x_TI = torch.randint(-127, 128, (5, 384)).float()
+    x_TI[:, ::128] = 127
+    assert torch.equal(backend.linear(x_TI, pack(backend, weight)), x_TI @ dequantised(weight).t())
+
+
+@pytest.mark.parametrize("input_bits", [8, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_token_is_the_same_bits_whoever_stands_beside_it(
-    backend: Backend, bits: int, dtype: torch.dtype
+    backend: Backend, bits: int, dtype: torch.dtype, input_bits: int
 ) -> None:
+    backend = backend_for(backend, input_bits)
     weight = pack(backend, draw(592, 4, 128, bits, dtype=dtype))
     x_TI = torch.randn(23, 512).to(dtype)
     x_TI[3] *= 1000
@@ -120,8 +144,12 @@ def test_a_token_is_the_same_bits_whoever_stands_beside_it(
         assert torch.equal(backend.linear(x_TI[row : row + 1], weight)[0], together[row])
 
 
+@pytest.mark.parametrize("input_bits", [8, 16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_fails_its_own_token_alone(backend: Backend, value: float) -> None:
+def test_what_is_not_finite_fails_its_own_token_alone(
+    backend: Backend, value: float, input_bits: int
+) -> None:
+    backend = backend_for(backend, input_bits)
     x_TI = torch.randn(5, 64)
     x_TI[2, 17] = value
     result = backend.linear(x_TI, pack(backend, draw(32, 2, 32, 4)))

@@ -80,8 +80,15 @@ def test_grouped_linears_are_the_same_on_every_unit(backend: CpuBackend, rows: i
     weight = draw(112, 3, 40, bits, has_order=True)
     x_TI = torch.randn(rows, 120)
     expected = x_TI @ dequantised(weight).t()
-    actual = backend.linear(x_TI, backend.pack_linear(weight))
+    full = CpuBackend(backend.library)
+    actual = full.linear(x_TI, full.pack_linear(weight))
     torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+    x_TI = torch.randint(-127, 128, (rows, 120)).float()
+    order_I = weight.order_I
+    assert order_I is not None
+    x_TI[:, order_I[::40].long()] = 127  # so that inputs in 8 bits are not rounded
+    in_8_bits = backend.linear(x_TI, backend.pack_linear(weight))
+    torch.testing.assert_close(in_8_bits, x_TI @ dequantised(weight).t(), atol=1e-2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

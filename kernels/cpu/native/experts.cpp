@@ -89,7 +89,7 @@ static void multiply(const ExpertMatrix& matrix, int64_t expert, Linear l, int t
     l.weight = matrix.weight + expert * matrix.bytes;
     if (!matrix.depth) return (matrix.bits ? by_int8_linear : by_linear)(IS_BF16, threads, &l);
     const int32_t* order = matrix.order ? matrix.order + expert * l.num_inputs : nullptr;
-    const GroupedLinear grouped{.linear = l, .order = order, .bits = matrix.bits, .depth = matrix.depth};
+    const GroupedLinear grouped{.linear = l, .order = order, .bits = matrix.bits, .depth = matrix.depth, .input_bits = 16};
     by_grouped_linear(IS_BF16, threads, &grouped);
 }
 

@@ -282,6 +282,7 @@ struct GroupedLinear {
     Linear linear;
     const int32_t* order;  // null: columns as they are
     int64_t bits, depth;   // of a number; inputs of a chunk
+    int64_t input_bits;    // 16 or 8
 };
 
 // silu(first half) * second half, or GELU's approximation by tanh in place of SiLU.
