@@ -36,6 +36,9 @@ TRIAL_SHARE = 0.25
 REFUSALS = 4
 """Steps in a row without a right draft after which a sequence rests. Each one more doubles the steps of its rest."""
 MAX_REST_STEPS = 256
+FORGOTTEN_STEPS = 16
+"""Steps without drafts after which a sequence's own rates are forgotten. Otherwise others would get all drafts, because
+the rates of a sequence that had bad luck would stay low."""
 MAX_SKIPPED_STEPS = 16
 """Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
 there are no more steps than sequences."""
@@ -52,6 +55,8 @@ class _Drafted:
     num_right: int = 0
     num_refusals: int = 0
     """Steps in a row whose drafts were all wrong."""
+    last_step: int = 0
+    """Number of the last step that verified any."""
     rests_until: int = 0
     """Number of the step from which it may have drafts again."""
 
@@ -174,6 +179,8 @@ class Speculation:
         match_class = class_of(match_length)
         if drafted is None:
             drafted = self._drafted[sequence.sequence_id] = _Drafted()
+        elif self._num_steps - drafted.last_step > FORGOTTEN_STEPS:
+            drafted.tried[match_class] = Tried()
         rate = self.acceptance.rate(drafted.tried[match_class], match_class)
         odds = [rate ** (num_unseen + number) for number in range(1, 1 + len(tokens))]
         return _Possible(sequence, tokens, match_class, odds)
@@ -187,6 +194,7 @@ class Speculation:
         if drafted is not None:
             drafted.num_drafted += num_drafted
             drafted.num_right += num_right
+            drafted.last_step = self._num_steps
             drafted.num_refusals = 0 if num_right else drafted.num_refusals + 1
             if drafted.num_refusals >= REFUSALS:
                 rest = min(2 ** (drafted.num_refusals - REFUSALS), MAX_REST_STEPS)
