@@ -219,7 +219,7 @@ class Cells:
     spread: float
     """Error that the noise of this run may cause in a ratio."""
     shares: dict[str, float]
-    """By the share of right guesses."""
+    """Ratios by the share of right guesses."""
 
 
 def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dict[str, Cells]:
