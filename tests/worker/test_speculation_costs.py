@@ -3,7 +3,6 @@
 Bounds leave 2 %: 0.5 % that trials may cost, what is lost before anything is known, and estimates from noisy times.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -155,24 +154,3 @@ def test_the_first_step_of_a_size_is_charged_to_the_drafts_that_gave_it_this_siz
     for _ in range(3):
         assert not speculation.may_draft(1)
         speculation.observe(1, 0, 1.0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_long_step_without_drafts_makes_no_drafts_seem_to_gain(seed: int) -> None:
-    """The first times of a size decide what drafts seem to save. Here a pause of the machine made one of them long."""
-    chance = random.Random(seed)
-    speculation = Speculation(Guesses())
-    sequences = [make_sequence(number, [1, 2, 3], max_tokens=10**6) for number in range(64)]
-    lost = 0.0
-    for step in range(400):
-        proposed = []
-        if speculation.may_draft(64):
-            proposed = speculation.propose([(one, 100) for one in sequences], num_rows=64, most=192)
-        num_drafts, num_right = sum(len(tokens) for _, tokens in proposed), 0
-        for sequence, tokens in proposed:
-            right = sum(chance.random() < 0.7 for _ in tokens[:1])
-            speculation.note(sequence, num_drafted=len(tokens), num_right=right)
-            num_right += right
-        lost += num_drafts - num_right
-        speculation.observe(64, num_drafts, (64.0 + num_drafts) * (3.0 if step == 1 else 1.0))
-    assert lost / 64 < 0.02 * 400
