@@ -9,8 +9,12 @@
 
 The model computes every step in full. Then the tokens that it draws are replaced by those of the written outputs, since
 no small model edits code. `--clock cpu` counts CPU time, on a machine that other programs disturb. The runs of a batch
-take turns. Before all of them, each number of decodes runs once, because it is recorded at its first use. The first two
-turns are not counted, because speculation learns in them.
+take turns, in reversed order in every other turn. Before all of them, each number of decodes runs once, because it is
+recorded at its first use. The first two turns are not counted, because speculation learns in them.
+
+Each turn runs without speculation twice. The second such run is the control: its ratio to the first would be 1 without
+noise. A batch's spread is what the control misses 1 by, or the standard error of its median, whichever is larger. A
+cell must reach 0.98 less the spread, and the spread must be at most 0.02. So noise excuses no cell unseen.
 """
 
 import argparse
@@ -19,9 +23,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from math import sqrt
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -42,8 +47,9 @@ from bench.engine.shapes import SHAPES, model_folder
 from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, Floor, write_report
 
-PROOF = ("tests/worker/test_speculation.py", "tests/worker/test_speculation_tokens.py")
+PROOF = tuple(f"tests/worker/test_speculation{name}.py" for name in ("", "_costs", "_tokens"))
 LEAST_RATIO = 0.98
+MOST_SPREAD = 0.02
 LEAST_ON_EDITS = 1.8
 PROMPT_TOKENS = 48
 UNCOUNTED_TURNS = 2
@@ -53,6 +59,9 @@ MATCH = 8
 """Length of the match that forced guesses claim."""
 ROOT = root_name(cluster_secret="", model_fingerprint="bench", block_size=16, kv_dtype="bench")
 FIRST_TOKEN = 10
+NONE, CONTROL = "none", "none again"
+MEDIAN_ERROR = 1.86
+"""Standard error of a median in a normal distribution, times the root of the count, over the median deviation."""
 Clock = Callable[[], float]
 
 
@@ -202,28 +211,73 @@ def run_each_size(loaded: LoadedEngine, most: int) -> None:
     tokens_per_second(loaded, jobs, None, time.perf_counter)
 
 
-def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dict[str, dict[str, float]]:
-    """Return the ratio of each cell, by batch and share of right guesses."""
-    ratios: dict[str, dict[str, float]] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """One batch: ratios of rates to those without speculation in the same turn."""
+
+    control: float
+    spread: float
+    """Error that the noise of this run may cause in a ratio."""
+    shares: dict[str, float]
+    """Ratios by the share of right guesses."""
+
+
+def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dict[str, Cells]:
+    """Return the ratios of each batch."""
+    found: dict[str, Cells] = {}
     for batch in options.batches:
         jobs = grid_jobs(batch, options.tokens, loaded.model.vocab_size, seed=batch)
-        speculations: dict[str, Speculation | None] = {"none": None}
+        speculations: dict[str, Speculation | None] = {NONE: None}
         for share in options.acceptances:
             speculations[f"{share:g}"] = Speculation(ForcedGuesses(Written(jobs), share, seed=batch))
+        speculations[CONTROL] = None
         rates: dict[str, list[float]] = {name: [] for name in speculations}
         for turn in range(UNCOUNTED_TURNS + options.repeats):
-            for name, speculation in speculations.items():
-                rate = tokens_per_second(loaded, jobs, speculation, clock)
+            for name in reversed(speculations) if turn % 2 else speculations:
+                rate = tokens_per_second(loaded, jobs, speculations[name], clock)
                 if turn >= UNCOUNTED_TURNS:
                     rates[name].append(rate)
-        ratios[str(batch)] = {
-            name: median(rate / none for rate, none in zip(rates[name], rates["none"], strict=True))
-            for name in speculations
-            if name != "none"
-        }
+        cells = found[str(batch)] = cells_of(rates)
         drafted = {name: one.num_drafted for name, one in speculations.items() if one is not None}
-        print(f"batch {batch}: {ratios[str(batch)]} of {drafted} drafts", file=sys.stderr, flush=True)
-    return ratios
+        print(f"batch {batch}: {cells} of {drafted} drafts", file=sys.stderr, flush=True)
+    return found
+
+
+def cells_of(rates: Mapping[str, Items[float]]) -> Cells:
+    """Compare the rates of one batch, by arm and turn. A share's rate is compared with the mean of both runs without
+    speculation in its turn, which lie on both sides of it."""
+    pairs = list(zip(rates[NONE], rates[CONTROL], strict=True))
+    controls = [again / none for none, again in pairs]
+    control = median(controls)
+    deviation = median(abs(ratio - control) for ratio in controls)
+    return Cells(
+        control=control,
+        spread=max(abs(control - 1), MEDIAN_ERROR * deviation / sqrt(len(controls))),
+        shares={
+            name: median(rate / mean(pair) for rate, pair in zip(own, pairs, strict=True))
+            for name, own in rates.items()
+            if name not in (NONE, CONTROL)
+        },
+    )
+
+
+def floors_of(found: Mapping[str, Cells], on_edits: float) -> list[Floor]:
+    """Return the floors of a report: of each batch its spread and its cells, and of code edits."""
+    floors = []
+    for batch, cells in found.items():
+        floors.append(
+            Floor(name=f"batch {batch}, spread", value=cells.spread, floor=MOST_SPREAD, better="lower")
+        )
+        floors += [
+            Floor(
+                name=f"batch {batch}, {share} right",
+                value=ratio,
+                floor=round(LEAST_RATIO - cells.spread, 4),
+                better="higher",
+            )
+            for share, ratio in cells.shares.items()
+        ]
+    return [*floors, Floor(name="code edits", value=on_edits, floor=LEAST_ON_EDITS, better="higher")]
 
 
 def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tuple[float, dict[str, float]]:
@@ -248,16 +302,19 @@ def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tu
     return sum(none_seconds) / sum(ngram_seconds), by_file
 
 
-def lines_of(ratios: Mapping[str, Mapping[str, float]], on_edits: float) -> str:
-    shares = list(next(iter(ratios.values()), {}))
+def lines_of(found: Mapping[str, Cells], on_edits: float) -> str:
+    shares = list(next(iter(found.values())).shares) if found else []
     lines = [
-        "Rate of tokens over that without speculation, by batch and by the probability that a guess is right:",
+        "Rate of tokens over that without speculation, by batch and by the probability that a guess is right. The",
+        "control is a second run without speculation. The spread is what the control misses 1 by, or the standard",
+        "error of its median if that is larger. A cell must reach 0.98 less the spread.",
         "",
-        f"| batch | {' | '.join(shares)} |",
-        "|---" * (1 + len(shares)) + "|",
+        f"| batch | {' | '.join(shares)} | control | spread |",
+        "|---" * (3 + len(shares)) + "|",
     ]
-    for batch, cells in ratios.items():
-        lines.append(f"| {batch} | {' | '.join(f'{cells[share]:.2f}' for share in shares)} |")
+    for batch, cells in found.items():
+        ratios = [*(cells.shares[share] for share in shares), cells.control]
+        lines.append(f"| {batch} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} | {cells.spread:.3f} |")
     return "\n".join([*lines, "", f"Code edits, one at a time, with `--speculation ngram`: {on_edits:.2f}"])
 
 
@@ -274,7 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each output of the grid")
     parser.add_argument("--files", type=int, default=4, help="files to edit")
     parser.add_argument("--edit-tokens", type=int, default=400, help="most tokens of an edited file")
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count")
+    parser.add_argument("--repeats", type=int, default=8, help="turns that count")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
     add_proof_options(parser, default=PROOF, about="tests that run before")
@@ -310,20 +367,19 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         loaded = load(options, Path(scratch))
         run_each_size(loaded, 64)
-        ratios = grid(loaded, options, clock)
+        found = grid(loaded, options, clock)
         on_edits, by_file = edits(loaded, options, clock)
-    floors = [
-        Floor(name=f"batch {batch}, {share} right", value=ratio, floor=LEAST_RATIO, better="higher")
-        for batch, cells in ratios.items()
-        for share, ratio in cells.items()
-    ]
-    floors.append(Floor(name="code edits", value=on_edits, floor=LEAST_ON_EDITS, better="higher"))
     path = write_report(
         "speculation",
         title="Speculation beside none",
-        text=lines_of(ratios, on_edits),
-        figures={"grid": ratios, "edits": on_edits, "edits by file": by_file, "clock": options.clock},
-        floors=floors,
+        text=lines_of(found, on_edits),
+        figures={
+            "grid": {batch: asdict(cells) for batch, cells in found.items()},
+            "edits": on_edits,
+            "edits by file": by_file,
+            "clock": options.clock,
+        },
+        floors=floors_of(found, on_edits),
         versions={},
         folder=options.output,
         unproven=proof.unproven,

@@ -1,22 +1,16 @@
-"""Drafts: which tokens are guessed, how many of them a step verifies, and what wrong ones cost at most."""
+"""Drafts: which tokens are guessed, and how many of them a step verifies."""
 
-import random
 from array import array
-from collections.abc import Iterable
 
 import pytest
-from blockyard.worker.sequences.identifiers import SequenceId
-from blockyard.worker.sequences.sequence import Sequence
 from blockyard.worker.speculation.acceptance import Acceptance, Tried
-from blockyard.worker.speculation.choice import LEAST_GAIN, most_useful, shares
+from blockyard.worker.speculation.choice import least_gain, most_useful, shares
 from blockyard.worker.speculation.row_times import RowTimes
-from blockyard.worker.speculation.speculation import Speculation
 from blockyard.worker.speculation.suffix_index import ORDERS, SuffixIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ..properties import examples  # noqa: TID252
-from .scheduling import make_sequence
 
 
 def test_a_draft_is_what_followed_the_last_tokens_before() -> None:
@@ -92,9 +86,11 @@ def test_drafts_are_chosen_only_where_they_are_expected_to_gain(
     total = most_useful(odds, num_rows, seconds)
     alone = num_rows / seconds(num_rows)
     if total:
-        assert (num_rows + sum(odds[:total])) / seconds(num_rows + total) > LEAST_GAIN * alone * 0.999999
+        assert (num_rows + sum(odds[:total])) / seconds(num_rows + total) > least_gain(
+            num_rows
+        ) * alone * 0.999999
     elif odds:
-        assert (num_rows + odds[0]) / seconds(num_rows + 1) <= LEAST_GAIN * alone * 1.000001
+        assert (num_rows + odds[0]) / seconds(num_rows + 1) <= least_gain(num_rows) * alone * 1.000001
 
 
 def test_under_load_where_each_row_costs_what_it_gives_nothing_is_drafted() -> None:
@@ -119,7 +115,41 @@ def test_times_between_measured_sizes_are_interpolated_and_the_first_step_of_a_s
         times.observe(2, seconds)
     times.observe(6, 30.0)
     times.observe(6, 3.0)
-    assert (times.expected(2), times.expected(4), times.expected(24)) == (1.0, 2.0, 6.0)
+    assert (times.expected(2), times.expected(4), times.expected(6)) == (1.0, 2.0, 3.0)
+
+
+def test_times_of_more_rows_than_measured_follow_the_line_of_those_measured_and_else_the_square_root() -> (
+    None
+):
+    times = RowTimes()
+    for seconds in (9.0, 2.0):
+        times.observe(4, seconds)
+    assert (times.expected(1), times.expected(16)) == (1.0, 4.0)
+    for seconds in (9.0, 3.0):
+        times.observe(8, seconds)
+    assert times.expected(16) == 5.0
+    for seconds in (9.0, 1.0):
+        times.observe(10, seconds)
+    assert times.expected(20) == 1.0, "more rows never take less time"
+
+
+@pytest.mark.parametrize("num_before", [1, 30])
+def test_a_pause_of_the_machine_hardly_changes_the_time_of_a_size(num_before: int) -> None:
+    times = RowTimes()
+    for seconds in (9.0, *[1.0] * num_before, 100.0):
+        times.observe(4, seconds)
+    assert times.expected(4) < 1.03
+    times = RowTimes()
+    for seconds in (9.0, 100.0, 1.0):
+        times.observe(4, seconds)
+    assert times.expected(4) == 1.0, "nor does the first one"
+
+
+def test_times_follow_steps_that_stay_longer() -> None:
+    times = RowTimes()
+    for seconds in (1.0,) * 20 + (3.0,) * 80:
+        times.observe(4, seconds)
+    assert times.expected(4) > 2.7
 
 
 def test_rates_follow_what_was_right() -> None:
@@ -131,53 +161,3 @@ def test_rates_follow_what_was_right() -> None:
     for _ in range(40):
         acceptance.note(own, 2, num_drafted=4, num_right=0)
     assert acceptance.rate(own, 2) < 0.2
-
-
-class Guesses:
-    """Guesses that are right with a probability which the test sets."""
-
-    def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        return [1] * most, 8
-
-    def forget(self, ended: Iterable[SequenceId]) -> None:
-        pass
-
-
-def seconds_a_token(
-    share_right: float, num_sequences: int, a_row: float, *, num_steps: int, drafts: bool = True
-) -> float:
-    """Time for each token of a model whose steps take 1 second and `a_row` for each row."""
-    chance = random.Random(0)
-    speculation = Speculation(Guesses())
-    sequences = [make_sequence(number, [1, 2, 3], max_tokens=10**6) for number in range(num_sequences)]
-    seconds, tokens = 0.0, 0
-    for _ in range(num_steps):
-        candidates = [(sequence, 10**6) for sequence in sequences]
-        may_draft = drafts and speculation.may_draft(num_sequences)
-        proposed = speculation.propose(candidates, num_rows=num_sequences, most=256) if may_draft else []
-        num_drafts = sum(len(drafted) for _, drafted in proposed)
-        tokens += num_sequences
-        for sequence, drafted in proposed:
-            num_right = 0
-            while num_right < len(drafted) and chance.random() < share_right:
-                num_right += 1
-            speculation.note(sequence, num_drafted=len(drafted), num_right=num_right)
-            tokens += num_right
-        took = 1.0 + a_row * (num_sequences + num_drafts)
-        took *= chance.uniform(0.97, 1.03)
-        speculation.observe(num_sequences, num_drafts, took)
-        seconds += took
-    return seconds / tokens
-
-
-@pytest.mark.parametrize("share_right", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("num_sequences", [1, 4, 64])
-@pytest.mark.parametrize("a_row", [0.01, 0.1, 1.0])
-def test_speculation_is_never_slower_than_none(share_right: float, num_sequences: int, a_row: float) -> None:
-    none = seconds_a_token(share_right, num_sequences, a_row, num_steps=400, drafts=False)
-    assert seconds_a_token(share_right, num_sequences, a_row, num_steps=400) < 1.02 * none
-
-
-def test_right_drafts_make_a_sequence_that_runs_alone_several_times_faster() -> None:
-    none = seconds_a_token(0.95, 1, 0.02, num_steps=400, drafts=False)
-    assert seconds_a_token(0.95, 1, 0.02, num_steps=400) < 0.25 * none

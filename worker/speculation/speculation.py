@@ -24,11 +24,21 @@ MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
 MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
+STEPS_A_MEASURED_STEP = 2
+"""The same for each measured step of as many rows without drafts. What drafts save is counted by its time."""
 TRIAL_STEPS = 16
-"""Steps between two trials of drafts that are not expected to gain."""
+"""Steps before a trial of drafts that are not expected to gain. Each trial in a row that does not gain doubles them."""
 RARE_TRIAL_STEPS = 512
-"""The same where not even right drafts would gain, by the times measured."""
-TRIAL_DRAFTS = 2
+"""The most of them, and their number where not even right drafts would gain, by the times measured."""
+LEAST_TRIAL_DRAFTS = 2
+TRIAL_SHARE = 0.25
+"""Drafts of a trial for each decode. The times of more rows follow from those that trials measure."""
+REFUSALS = 4
+"""Steps in a row without a right draft after which a sequence rests. Each one more doubles the steps of its rest."""
+MAX_REST_STEPS = 256
+FORGOTTEN_STEPS = 16
+"""Steps without drafts after which a sequence's own rates are forgotten. Otherwise others would get all drafts, because
+the rates of a sequence that had bad luck would stay low."""
 MAX_SKIPPED_STEPS = 16
 """Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
 there are no more steps than sequences."""
@@ -43,6 +53,12 @@ class _Drafted:
     """Class of the drafts in flight."""
     num_drafted: int = 0
     num_right: int = 0
+    num_refusals: int = 0
+    """Steps in a row whose drafts were all wrong."""
+    last_step: int = 0
+    """Number of the last step that verified any."""
+    rests_until: int = 0
+    """Number of the step from which it may have drafts again."""
 
 
 @dataclass(slots=True)
@@ -74,7 +90,11 @@ class Speculation:
         self._credit_seconds: float | None = None
         """None before the first step was measured."""
         self._steps_with_drafts = 0
+        self._num_steps = 0
         self._since_trial = 0
+        self._trial_steps = TRIAL_STEPS
+        self._is_trial = False
+        """Whether the last drafts chosen were a trial."""
         self._looks_in_vain = 0
         """Looks for drafts in a row that found none worth a row."""
         self._skipped_steps = 0
@@ -94,8 +114,9 @@ class Speculation:
 
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
-        chosen = self._choose(candidates, num_rows, most)
+        chosen, is_trial = self._choose(candidates, num_rows, most)
         if chosen:
+            self._is_trial = is_trial
             self._since_trial = self._looks_in_vain = 0
         else:
             self._looks_in_vain += 1
@@ -106,22 +127,22 @@ class Speculation:
 
     def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
         """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
-        return bool(self._choose(candidates, num_rows, most, num_unseen=1))
+        chosen, _ = self._choose(candidates, num_rows, most, num_unseen=1)
+        return bool(chosen)
 
     def _choose(
         self, candidates: Items[tuple[Sequence, int]], num_rows: int, most: int, *, num_unseen: int = 0
-    ) -> list[tuple[_Possible, int]]:
-        """Return possible drafts with the number of them to verify, at least one each.
+    ) -> tuple[list[tuple[_Possible, int]], bool]:
+        """Return possible drafts with the number of them to verify, at least one each, and whether they are a trial.
 
         The first `num_unseen` tokens of each guess are not drafts, because they are about to be known.
         """
         if not candidates or most < 1:
-            return []
+            return [], False
         # How long a step of far more rows takes is not known, so the numbers of rows grow by a factor of two.
         most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
-        is_trial = self._since_trial >= TRIAL_STEPS
         if self._since_trial < RARE_TRIAL_STEPS and not can_gain(most, num_rows, self.times.expected):
-            return []
+            return [], False
         longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
             one
@@ -131,13 +152,11 @@ class Speculation:
         odds_of = [one.odds for one in possible]
         ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
         total = most_useful(ranked, num_rows, self.times.expected)
-        if total:
-            counts = shares(odds_of, total)
-            return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
-        if possible and is_trial:
-            best = max(possible, key=lambda one: one.odds[0])
-            return [(best, min(TRIAL_DRAFTS, len(best.odds), most))]
-        return []
+        is_trial = not total and self._since_trial >= self._trial_steps
+        if is_trial:
+            total = min(max(int(TRIAL_SHARE * num_rows), LEAST_TRIAL_DRAFTS), len(ranked))
+        counts = shares(odds_of, total)
+        return [(one, count) for one, count in zip(possible, counts, strict=True) if count], is_trial
 
     def may_draft(self, num_rows: int) -> bool:
         """Return whether `propose` is worth calling for a step of so many decodes. Nothing is looked up for that."""
@@ -145,19 +164,23 @@ class Speculation:
             self._skipped_steps < 1
             and self._credit_seconds is not None
             and self._credit_seconds > 0
-            and self.times.is_known(num_rows)
-            and self._steps_with_drafts < MAX_STEPS_WITH_DRAFTS
+            and self._steps_with_drafts
+            < min(STEPS_A_MEASURED_STEP * self.times.num_steps(num_rows), MAX_STEPS_WITH_DRAFTS)
         )
 
     def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
-        if useful < 1:
+        drafted = self._drafted.get(sequence.sequence_id)
+        if useful < 1 or (drafted is not None and self._num_steps < drafted.rests_until):
             return None
         tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
         del tokens[:num_unseen]
         if not tokens:
             return None
         match_class = class_of(match_length)
-        drafted = self._drafted.setdefault(sequence.sequence_id, _Drafted())
+        if drafted is None:
+            drafted = self._drafted[sequence.sequence_id] = _Drafted()
+        elif self._num_steps - drafted.last_step > FORGOTTEN_STEPS:
+            drafted.tried[match_class] = Tried()
         rate = self.acceptance.rate(drafted.tried[match_class], match_class)
         odds = [rate ** (num_unseen + number) for number in range(1, 1 + len(tokens))]
         return _Possible(sequence, tokens, match_class, odds)
@@ -171,6 +194,11 @@ class Speculation:
         if drafted is not None:
             drafted.num_drafted += num_drafted
             drafted.num_right += num_right
+            drafted.last_step = self._num_steps
+            drafted.num_refusals = 0 if num_right else drafted.num_refusals + 1
+            if drafted.num_refusals >= REFUSALS:
+                rest = min(2 ** (drafted.num_refusals - REFUSALS), MAX_REST_STEPS)
+                drafted.rests_until = self._num_steps + 1 + rest
             self.acceptance.note(
                 drafted.tried[drafted.match_class],
                 drafted.match_class,
@@ -199,17 +227,30 @@ class Speculation:
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
         self._skipped_steps -= 1
-        if not self.times.observe(num_decodes + num_drafts, seconds):
+        self._num_steps += 1
+        is_measured = self.times.observe(num_decodes + num_drafts, seconds)
+        if not num_drafts and not is_measured:
             return
         alone = self.times.expected(num_decodes) if num_drafts else seconds
+        if not alone:
+            return
         if num_drafts:
+            # First-time work of a size is the drafts' cost too: without them the step would have had another size.
             change = num_right * alone / num_decodes - (seconds - alone)
+            self._adjust_trials(gained=change > 0)
         else:
             change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
         self._credit_seconds = min(credit + max(change, -most), most)
+
+    def _adjust_trials(self, *, gained: bool) -> None:
+        """Try soon again after drafts that gained. Let more steps pass after each trial that did not."""
+        if gained:
+            self._trial_steps = TRIAL_STEPS
+        elif self._is_trial:
+            self._trial_steps = min(2 * self._trial_steps, RARE_TRIAL_STEPS)
 
     def counts(self, sequence: Sequence) -> tuple[int, int]:
         """Return how many drafts of a sequence were verified, and how many were right."""

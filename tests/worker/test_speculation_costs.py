@@ -1,0 +1,156 @@
+"""Speculation is never slower than none, in virtual time: whatever rows cost, guesses are worth and clocks say.
+
+Bounds leave 2 %: 0.5 % that trials may cost, what is lost before anything is known, and estimates from noisy times.
+"""
+
+from dataclasses import replace
+
+import pytest
+from blockyard.worker.speculation.speculation import RARE_TRIAL_STEPS, Speculation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .scheduling import make_sequence
+from .virtual_steps import Costs, Guesses, Right, batches, steady, steady_clock
+
+LEAST = 0.98
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SHARES = (0.0, 0.3, 0.6, 0.9)
+A_ROW = (0.0, 0.005, 0.02, 0.05, 0.1, 0.3, 1.0)
+"""Rows from free ones to those of a step whose time is proportional to them."""
+NOISY = {"noise": 0.1, "pauses": 0.02}
+QUIET_AND_NOISY = [
+    *(Costs(a_row=a_row, first=0.5) for a_row in A_ROW),
+    *(Costs(a_row=a_row, first=0.5, **NOISY) for a_row in A_ROW),
+]
+
+
+def always(share: float) -> Right:
+    return lambda sequence, step: share
+
+
+@pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
+def test_no_full_batch_is_slower_whatever_its_size_and_acceptance(costs: Costs) -> None:
+    ratios = {
+        (batch, share): steady(costs, batch, always(share), num_steps=800)
+        for batch in BATCHES
+        for share in SHARES
+    }
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < LEAST} == {}
+
+
+@pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
+def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) -> None:
+    # Without speculation such a batch never has the sizes that are left when some end.
+    costs = replace(costs, first=0.0)
+    slower = {}
+    for batch in BATCHES:
+        for share in SHARES:
+            gains = batches(costs, batch, always(share), num_batches=8)
+            if min(gains.full, gains.request, gains.whole) < LEAST:
+                slower[batch, share] = gains
+    assert slower == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    a_row=st.floats(0.0, 1.0),
+    tile=st.sampled_from([0, 4, 8, 16]),
+    a_tile=st.floats(0.0, 1.0),
+    batch=st.integers(1, 64),
+    shares=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+    noise=st.floats(0.0, 0.15),
+    seed=st.integers(0, 2**20),
+)
+def test_nor_is_any_where_times_jump_and_acceptance_changes_half_way(
+    a_row: float,
+    tile: int,
+    a_tile: float,
+    batch: int,
+    shares: tuple[float, float],
+    noise: float,
+    seed: int,
+) -> None:
+    costs = Costs(a_row=a_row, tile=tile, a_tile=a_tile, noise=noise, pauses=0.02)
+    ratio = steady(costs, batch, lambda sequence, step: shares[step >= 400], num_steps=800, seed=seed)
+    assert ratio >= LEAST
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    a_row=st.floats(0.0, 1.0),
+    batch=st.integers(2, 32),
+    kinds=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5),
+    seed=st.integers(0, 2**20),
+)
+def test_nor_is_a_batch_whose_sequences_differ(
+    a_row: float, batch: int, kinds: list[float], seed: int
+) -> None:
+    costs = Costs(a_row=a_row, **NOISY)
+    ratio = steady(
+        costs, batch, lambda sequence, step: kinds[sequence % len(kinds)], num_steps=800, seed=seed
+    )
+    assert ratio >= LEAST
+
+
+@pytest.mark.parametrize(
+    ("a_row", "batch", "share", "least"),
+    [
+        (0.0, 64, 0.6, 1.4),
+        (0.02, 1, 0.9, 4.0),
+        (0.02, 1, 0.6, 1.5),
+        (0.02, 8, 0.9, 2.3),
+        (0.02, 8, 0.6, 1.3),
+        (0.02, 32, 0.9, 1.2),
+        (0.1, 4, 0.9, 1.6),
+        (0.3, 1, 0.9, 1.3),
+    ],
+)
+def test_drafts_that_pay_are_found(a_row: float, batch: int, share: float, least: float) -> None:
+    for costs in (Costs(a_row=a_row), Costs(a_row=a_row, **NOISY)):
+        assert steady(costs, batch, always(share), num_steps=1500) > least
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_guesses_that_become_right_are_found_although_trials_had_become_rare(batch: int) -> None:
+    for costs in (Costs(a_row=0.02), Costs(a_row=0.02, **NOISY)):
+        ratio = steady(costs, batch, lambda sequence, step: 0.9 * (step >= 2000), num_steps=6000)
+        assert ratio > 1.4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_that_had_bad_luck_get_drafts_again(seed: int) -> None:
+    """Otherwise the others get all drafts, and these end later than without speculation, in longer steps."""
+    costs = Costs(a_row=0.005, **NOISY)
+    assert batches(costs, 64, always(0.6), num_batches=6, seed=seed).whole > 1.0
+
+
+def test_trials_that_lose_become_rare() -> None:
+    seldom = steady_clock(Costs(a_row=0.3), 16, always(0.0), num_steps=20 * RARE_TRIAL_STEPS)
+    often = steady_clock(Costs(a_row=0.3), 16, always(0.0), num_steps=RARE_TRIAL_STEPS)
+    assert often.num_drafts > 0
+    assert seldom.num_drafts - often.num_drafts < 2 * 20 * 2
+
+
+def test_a_sequence_whose_drafts_are_always_wrong_rests() -> None:
+    drafts = {0: 0, 1: 0}
+
+    def right(sequence: int, step: int) -> float:
+        drafts[sequence] += step >= 500
+        return 0.9 * (sequence == 1)
+
+    steady_clock(Costs(a_row=0.0), 2, right, num_steps=1500)
+    assert drafts[1] > 700
+    assert 0 < drafts[0] < 15, "though its rows are free"
+
+
+def test_the_first_step_of_a_size_is_charged_to_the_drafts_that_gave_it_this_size() -> None:
+    speculation, sequence = Speculation(Guesses()), make_sequence(0, [1, 2, 3], max_tokens=1000)
+    for _ in range(20):
+        speculation.observe(1, 0, 1.0)
+    assert speculation.may_draft(1)
+    speculation.note(sequence, num_drafted=1, num_right=0)
+    speculation.observe(1, 1, 9.0)
+    for _ in range(3):
+        assert not speculation.may_draft(1)
+        speculation.observe(1, 0, 1.0)
