@@ -88,8 +88,10 @@ class Goal:
         return model
 
     async def add(self, model: ServedModel, num_workers: int) -> None:
-        """Add a model with the first one's settings. Raise ValueError for a name that another model has."""
-        engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer)
+        """Add a model with the first one's settings, but for its draft model. Raise ValueError for a name that another model has."""
+        engine = replace(
+            self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, draft_model=None
+        )
         plan = ModelPlan(
             served=model,
             engine=engine,

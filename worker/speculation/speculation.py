@@ -24,6 +24,8 @@ SPENT_SHARE = 0.005
 """Share of the time that may be spent on drafts which lose."""
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
+MAX_DRAFTING_STEPS = 16.0
+"""Most time of a draft model that one step costs, in steps without drafts."""
 MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 TRIAL_STEPS = 16
@@ -91,6 +93,8 @@ class Speculation:
         self._skipped_steps = 0
         """Steps before the next look."""
         self._num_right_in_step = 0
+        self._expects_gain = False
+        """Whether the last choice of drafts was expected to gain. Otherwise its drafts were a trial."""
 
     def takes(self, sequence: Sequence) -> bool:
         """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
@@ -161,6 +165,7 @@ class Speculation:
             )
 
         total = most_useful([odds for odds, _ in ranked], num_rows, seconds)
+        self._expects_gain = total > 0
         if total:
             counts = shares(odds_of, total)
             return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
@@ -230,9 +235,12 @@ class Speculation:
         drafting, catching_up = (0.0, 0.0) if self._model is None else self._model.take_seconds()
         if not 0 < seconds < float("inf"):
             return
-        # The draft model's time is expected by itself. Catching up has a bound of its own (draft_model.py).
+        # The times of rows do not have the draft model's time.
         waited_seconds = max(0.0, waited_seconds - drafting - catching_up)
         wasted_seconds = max(0.0, wasted_seconds - drafting - catching_up)
+        if not self._expects_gain:
+            # Otherwise catching up has a bound of its own (draft_model.py).
+            drafting += catching_up
         seconds += waited_seconds
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
@@ -241,13 +249,14 @@ class Speculation:
             return
         alone = self.times.expected(num_decodes) if num_drafts else seconds
         if num_drafts:
-            change = num_right * alone / num_decodes - (seconds - alone) - drafting
+            change = num_right * alone / num_decodes - (seconds - alone)
         else:
-            change = SPENT_SHARE * seconds - wasted_seconds - drafting
+            change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
-        self._credit_seconds = min(credit + max(change, -most), most)
+        change = max(change, -most) - min(drafting, MAX_DRAFTING_STEPS * alone)
+        self._credit_seconds = min(credit + change, most)
 
     def counts(self, sequence: Sequence) -> tuple[int, int]:
         """Return how many drafts of a sequence were verified, and how many were right."""
