@@ -88,7 +88,8 @@ class Goal:
         return model
 
     async def add(self, model: ServedModel, num_workers: int) -> None:
-        """Add a model with the first one's settings, but for its draft model. Raise ValueError for a name that another model has."""
+        """Add a model with the first one's settings, but without its draft model. Raise ValueError for a name that
+        another model has."""
         engine = replace(
             self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, draft_model=None
         )
