@@ -53,7 +53,7 @@ block's place in it."""
 
 
 class _Held(NamedTuple):
-    """What a block of the draft pool holds: the keys of `tokens`, behind everything that `parent` stands for."""
+    """Note of a block of the draft pool: it holds the keys of `tokens`, behind all that `parent` stands for."""
 
     parent: Parent
     tokens: Items[int]
