@@ -165,7 +165,8 @@ class Speculation:
             )
 
         total = most_useful([odds for odds, _ in ranked], num_rows, seconds)
-        self._expects_gain = total > 0
+        if not num_unseen:
+            self._expects_gain = total > 0
         if total:
             counts = shares(odds_of, total)
             return [(one, count) for one, count in zip(possible, counts, strict=True) if count]
