@@ -165,6 +165,8 @@ def _fetch(config: WorkerConfig) -> None:
     from blockyard.worker.model.config import resolve_model
 
     resolve_tokenizer(config.engine.tokenizer, resolve_model(config.engine.model))
+    if config.engine.draft_model is not None:
+        resolve_model(config.engine.draft_model)
 
 
 def _leader(config: WorkerConfig) -> Any:

@@ -212,6 +212,12 @@ class EngineConfig:
         "in the same prompt or output, as in code edits and quotations. The tokens stay the same.",
         group=STEPS,
     )
+    draft_model: str | None = setting(
+        None,
+        help="A smaller model with the same tokens, as a folder or hub name. It guesses next tokens, and what repeats "
+        "itself is guessed as with --speculation ngram. The tokens stay the same.",
+        group=STEPS,
+    )
     enforce_eager: bool = setting(
         False,
         help="Launch decode steps kernel by kernel, not as one graph (of CUDA on a GPU, of recorded calls on a CPU). "
@@ -253,6 +259,10 @@ class EngineConfig:
             raise ValueError("max_loras needs a folder with adapters (--adapter-dir)")
         if self.adapter_dir is not None and not isabs(self.adapter_dir):
             raise ValueError(f"adapter_dir must be a full path, not {self.adapter_dir!r}")
+        if self.draft_model is not None and self.engine == "simulated":
+            raise ValueError("draft_model needs an engine with a model: a simulated engine computes none")
+        if self.draft_model is not None and self.tensor_parallel_size > 1:
+            raise ValueError("draft_model needs a worker of one rank (tensor_parallel_size 1)")
         if self.simulated_fault is not None:
             SimulatedFault.parse(self.simulated_fault)
             if self.engine != "simulated":

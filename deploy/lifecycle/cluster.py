@@ -111,6 +111,8 @@ def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, rep
             for one in options.each_model():
                 hub.download_all(one.engine.model, one.engine.tokenizer, report)
                 preflight.check_weights(one.engine)
+                if one.engine.draft_model is not None:
+                    hub.download(one.engine.draft_model, report)
             cluster = _start_redis(cluster, options, report_and_check)
         cluster = _start_ray(cluster, options, report_and_check)
         cluster = _start_serving(cluster, options, report_and_check)

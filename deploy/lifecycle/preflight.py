@@ -114,11 +114,30 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
         kv_dtype=stored_dtype(engine.kv_cache_dtype, chosen.name),
     )
     budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
+    draft_bytes = 0
+    if (draft := _draft_config(options)) is not None:
+        draft_bytes = bytes_per_block(
+            num_layers=draft.num_layers,
+            num_kv_heads=draft.num_kv_heads,
+            head_dim=draft.head_dim,
+            block_size=engine.block_size,
+            kv_dtype=dtype_of(engine, draft, on_cpu=not has_gpu).name,
+        )
+    # As size_pool of worker/startup does.
+    budget_bytes -= engine.max_num_seqs * draft_bytes
     return KVSize(
-        num_blocks=blocks_in_budget(budget_bytes, block_bytes),
+        num_blocks=blocks_in_budget(budget_bytes, block_bytes + draft_bytes),
         block_size=engine.block_size,
         block_bytes=block_bytes,
     )
+
+
+def _draft_config(options: "UpOptions") -> ModelConfig | None:
+    """Return the draft model's configuration. None without one, and where only other machines may have it."""
+    path = options.engine.draft_model
+    if path is None or (options.address is not None and not Path(path).is_dir()):
+        return None
+    return model_config(path)
 
 
 def crowding(options: "UpOptions") -> str | None:
@@ -220,6 +239,8 @@ def _check_memory(options: "UpOptions") -> None:
         weights_bytes = weights_bytes_of(one.engine, config, on_cpu=True)
         item_bytes = DTYPE_BYTES[dtype_of(one.engine, config, on_cpu=True).name]
         slots_bytes = adapter_slots_bytes(config, one.engine.max_loras, one.engine.max_lora_rank, item_bytes)
+        if (draft := _draft_config(one)) is not None:
+            weights_bytes += weights_bytes_of(one.engine, draft, on_cpu=True)
         rank_bytes = weights_bytes + pool.total_bytes + slots_bytes + CPU_PROCESS_BYTES
         needed_bytes += shape.num_workers * shape.num_ranks * rank_bytes
         slots = f"{format_bytes(slots_bytes)} of adapter slots, " if slots_bytes else ""

@@ -35,12 +35,10 @@ def engine_config(values: dict[str, Any]) -> EngineConfig:
     """
     if values["model"] is None:
         raise click.UsageError("Missing option '--model'.")
-    tokenizer = values["tokenizer"]
-    found = {
-        "model": at_revision(model_path(values["model"]), values.pop("revision", None)),
-        "tokenizer": None if tokenizer is None else model_path(tokenizer),
-    }
-    values |= found
+    values["model"] = at_revision(model_path(values["model"]), values.pop("revision", None))
+    for other in ("tokenizer", "draft_model"):
+        if values[other] is not None:
+            values[other] = model_path(values[other])
     return taken(EngineConfig, values)
 
 

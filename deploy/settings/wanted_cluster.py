@@ -194,6 +194,7 @@ class UpOptions:
         """Raise ValueError for a setting that is one model's, or for two models with a name in common."""
         for flag, value in (
             ("--tokenizer", self.engine.tokenizer),
+            ("--draft-model", self.engine.draft_model),
             ("--chat-template", self.chat_template),
             ("--prefill-workers", self.num_prefill_workers),
         ):

@@ -99,8 +99,11 @@ class Goal:
         return model
 
     async def add(self, model: ServedModel, num_workers: int) -> None:
-        """Add a model with the settings of `up`. Raise ValueError for a name that another model has."""
-        engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer)
+        """Add a model with the settings of `up`, but without its draft model. Raise ValueError for a name that another
+        model has."""
+        engine = replace(
+            self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, draft_model=None
+        )
         plan = ModelPlan(
             served=replace(model, addition=secrets.token_hex(8)),
             engine=engine,

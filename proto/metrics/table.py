@@ -131,7 +131,11 @@ WORKER_METRICS = (
     ),
     _counter("swaps", "sequences", "Preemptions that moved blocks to host memory."),
     _counter("moves", "sequences", "Preemptions that moved sequences to another worker."),
-    _counter("drafted_tokens", "tokens", "Guessed tokens that steps have verified (`--speculation`)."),
+    _counter(
+        "drafted_tokens",
+        "tokens",
+        "Guessed tokens that steps have verified (`--speculation`, `--draft-model`).",
+    ),
     _counter("accepted_tokens", "tokens", "Guessed tokens that were right, and so gave a token."),
     _counter("evictions", "blocks", "Cached blocks that were evicted because a sequence needed a block."),
     _counter("pulled_blocks", "blocks", "Blocks that came from other workers instead of being computed."),

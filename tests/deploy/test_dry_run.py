@@ -95,6 +95,17 @@ def test_for_people_it_shows_settings_checks_and_a_verdict() -> None:
         assert told in result.stdout
 
 
+def test_blocks_of_a_draft_model_come_out_of_the_same_memory() -> None:
+    config = load_config(CHECKPOINT)
+    engine = EngineConfig(model=str(CHECKPOINT), device="cpu", dtype="float32", max_num_seqs=16)
+    alone = pool_of(UpOptions(engine=engine), config, has_gpu=False)
+    beside = pool_of(UpOptions(engine=replace(engine, draft_model=str(CHECKPOINT))), config, has_gpu=False)
+    assert alone is not None
+    assert beside is not None
+    # A spare block for each sequence.
+    assert beside.num_blocks == (alone.num_blocks - 16) // 2
+
+
 def test_what_the_cpu_of_another_machine_decides_is_not_said() -> None:
     engine = EngineConfig(model=str(CHECKPOINT), device="cpu")
     config = load_config(CHECKPOINT)

@@ -50,6 +50,7 @@ def test_further_models_have_names_and_indexes_of_their_own() -> None:
     [
         ({"chat_template": "{{ x }}"}, "--chat-template"),
         ({"engine": {"tokenizer": "hub/other"}}, "--tokenizer"),
+        ({"engine": {"draft_model": "hub/small"}}, "--draft-model"),
         ({"engine": {"host_cache_gib": 1.0}, "num_prefill_workers": 1}, "--prefill-workers"),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from blockyard.deploy.lifecycle.models import models_of
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
+from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
 from blockyard.deploy.supervision.replicas import (
     Replica,
@@ -22,7 +23,7 @@ from blockyard.worker.config import EngineConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .incarnations import SPEC, FakeIncarnations, until
+from .incarnations import SPEC, FakeIncarnations, Outlives, until
 
 OTHER = ServedModel(model="hub/Other-1.5B", names=("hub/Other-1.5B", "other"), index="hub/Other-1.5B")
 FIRST = ServedModel(model="m", names=("m",))
@@ -55,6 +56,14 @@ async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
     assert [worker.stopped_with for worker in supervisor.incarnations] == [[], [7.5], [7.5]]
     assert [model.id for model in models_of(await supervisor.report())] == ["m"]
     assert supervisor.router.sent_models[-1] == ("m",)
+
+
+async def test_an_added_model_has_not_the_draft_model_of_the_first() -> None:
+    engine = replace(SPEC.worker.engine, draft_model="small")
+    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
+    await goal.add(OTHER, 1)
+    (added,) = goal.desired.further_models
+    assert (added.engine.model, added.engine.draft_model) == (OTHER.model, None)
 
 
 async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeIncarnations) -> None:

@@ -31,8 +31,9 @@ from blockyard.worker.sequences.step_plan import (
     StepPlan,
     StepTokens,
 )
+from blockyard.worker.speculation.draft_model import DraftModel
 
-from .drafting import AlwaysDrafts
+from .drafting import AlwaysDrafts, CheckedKeys
 from .scheduling import make_scheduler, make_sequence
 
 GARBAGE = -1
@@ -231,15 +232,40 @@ class Guesses:
     def forget(self, ended: Iterable[SequenceId]) -> None:
         pass
 
+    def execute(self, plan: StepPlan) -> StepTokens:
+        """Draft as the runner of a draft model."""
+        return StepTokens(tokens=[self.draft(row.sequence, 1)[0][0] for row in plan.rows])
+
+    def model(self, scheduler: Scheduler) -> DraftModel:
+        """Return a draft model whose keys are checked."""
+        config = scheduler.config
+        return DraftModel(
+            CheckedKeys(config.block_size, self.execute).execute,
+            num_blocks=scheduler.pool.num_blocks,
+            block_size=config.block_size,
+            max_tokens=config.max_model_len,
+            max_step_tokens=config.max_num_batched_tokens,
+        )
+
 
 class Storm:
     """One scheduler, its device, and all that has been asked of it."""
 
-    def __init__(self, num_blocks: int, *, pipelined: bool, drafts: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        pipelined: bool,
+        drafts: bool = False,
+        draft_model: bool = False,
+        **settings: Any,
+    ) -> None:
         self.settings = settings
         self.scheduler = make_scheduler(num_blocks, **settings)
         if drafts:
             self.scheduler.speculation = AlwaysDrafts(Guesses())
+        if draft_model:
+            self.scheduler.speculation = AlwaysDrafts(model=Guesses().model(self.scheduler))
         self.device = Device(self.scheduler)
         self.pipelined = pipelined
         self.sequences: dict[SequenceId, Sequence] = {}

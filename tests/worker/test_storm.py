@@ -18,7 +18,7 @@ from ..properties import examples  # noqa: TID252
 from .storm import Storm, random_request
 
 ACTIONS = 12_000
-"""In each of six weathers."""
+"""In each of these weathers."""
 WEATHERS: dict[str, dict[str, Any]] = {
     "recompute, a step at a time": {
         "num_blocks": 12,
@@ -33,6 +33,14 @@ WEATHERS: dict[str, dict[str, Any]] = {
         "drafts": True,
         "preemption": "swap",
         "block_size": 8,
+        "swap_blocks": 40,
+        "host_cache_blocks": 12,
+    },
+    "a draft model, a step ahead": {
+        "num_blocks": 20,
+        "pipelined": True,
+        "draft_model": True,
+        "preemption": "swap",
         "swap_blocks": 40,
         "host_cache_blocks": 12,
     },

@@ -1,7 +1,8 @@
-"""Speculation without a draft model: which next tokens are guessed, and how many of them a step verifies.
+"""Speculation: which next tokens are guessed, and how many of them a step verifies.
 
 A step computes guessed tokens (drafts) of a sequence beside its newest token, each as a row of its own. The model draws
 the token after each of them as it always does. Drafts that equal the tokens drawn save steps, the others cost rows.
 
-Pure. Does not own rows, blocks or the comparison (scheduling/drafts.py, scheduling/commit.py).
+Pure, but for the steps of a draft model, which its runner computes. Does not own rows, blocks or the comparison
+(scheduling/drafts.py, scheduling/commit.py).
 """

@@ -1,14 +1,16 @@
-"""Acceptance: how probable it is that the next draft is right, by sequence and by the length of the match. Pure."""
+"""Acceptance: how probable it is that the next draft is right, by sequence and by what it rests on. Pure."""
 
 from dataclasses import dataclass, field
 
 LONG_MATCHES = (3, 6, 12)
 """Lengths at which a match belongs to the next class."""
-NUM_CLASSES = len(LONG_MATCHES) + 1
+MODEL_CLASS = len(LONG_MATCHES) + 1
+"""Class of a draft model's guesses, which rest on no match."""
+NUM_CLASSES = MODEL_CLASS + 1
 OWN_WINDOW = 16.0
 """Drafts of one sequence after which the weight of an earlier one has fallen to about a third."""
 ALL_WINDOW = 128.0
-FIRST_RATES = (0.2, 0.4, 0.6, 0.8)
+FIRST_RATES = (0.2, 0.4, 0.6, 0.8, 0.6)
 """Rates of the classes before any draft was verified."""
 PRIOR_DRAFTS = 3.0
 """Drafts that the rate of all sequences stands for, beside a sequence's own."""

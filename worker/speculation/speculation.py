@@ -8,11 +8,13 @@ however wrong the estimates are, speculation costs little more than SPENT_SHARE 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from blockyard.worker.sequences.identifiers import SequenceId
 from blockyard.worker.sequences.sequence import Sequence
-from blockyard.worker.speculation.acceptance import NUM_CLASSES, Acceptance, Tried, class_of
+from blockyard.worker.speculation.acceptance import MODEL_CLASS, NUM_CLASSES, Acceptance, Tried, class_of
 from blockyard.worker.speculation.choice import can_gain, most_useful, shares
+from blockyard.worker.speculation.draft_model import UNGUESSED, DraftModel
 from blockyard.worker.speculation.drafter import Drafter, SuffixDrafter
 from blockyard.worker.speculation.row_times import RowTimes
 
@@ -22,6 +24,8 @@ SPENT_SHARE = 0.005
 """Share of the time that may be spent on drafts which lose."""
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
+MAX_DRAFTING_STEPS = 16.0
+"""Most time of a draft model that one step costs, in steps without drafts."""
 MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 STEPS_A_MEASURED_STEP = 2
@@ -42,6 +46,8 @@ the rates of a sequence that had bad luck would stay low."""
 MAX_SKIPPED_STEPS = 16
 """Most steps after a look for drafts that was in vain, before the next one. With few sequences a look costs little, and
 there are no more steps than sequences."""
+SURE_MATCH = 6
+"""Length of a match from which on what followed it is guessed, although there is a draft model."""
 
 
 @dataclass(slots=True)
@@ -71,12 +77,18 @@ class _Possible:
     odds: list[float]
     """Probability of each that it gives a token."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the draft model is still to make the tokens."""
+        return self.match_class == MODEL_CLASS
+
 
 class Speculation:
     """Drafts of one engine's sequences. Not thread-safe."""
 
-    def __init__(self, drafter: Drafter | None = None) -> None:
-        """Without a `drafter`, sequences are searched for what followed their last tokens before."""
+    def __init__(self, drafter: Drafter | None = None, model: DraftModel | None = None) -> None:
+        """Without a `drafter`, sequences are searched for what followed their last tokens before. A draft `model`
+        guesses where the drafter has no match of SURE_MATCH tokens."""
         self.times = RowTimes()
         self.acceptance = Acceptance()
         self.num_drafted = 0
@@ -86,6 +98,7 @@ class Speculation:
         self.takes_grammar: Callable[[Sequence], bool] | None = None
         """Returns whether a sequence with a grammar may have drafts. None: no such sequence has any."""
         self._drafter = SuffixDrafter() if drafter is None else drafter
+        self._model = model
         self._drafted: dict[SequenceId, _Drafted] = {}
         self._credit_seconds: float | None = None
         """None before the first step was measured."""
@@ -100,6 +113,8 @@ class Speculation:
         self._skipped_steps = 0
         """Steps before the next look."""
         self._num_right_in_step = 0
+        self._expects_gain = False
+        """Whether the last choice of drafts was expected to gain. Otherwise its drafts were a trial."""
 
     def takes(self, sequence: Sequence) -> bool:
         """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
@@ -123,7 +138,8 @@ class Speculation:
             self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
         for one, _ in chosen:
             self._drafted[one.sequence.sequence_id].match_class = one.match_class
-        return [(one.sequence, one.tokens[:count]) for one, count in chosen]
+        proposed = [(one.sequence, one.tokens[:count]) for one, count in chosen]
+        return proposed if self._model is None else self._model.complete(proposed)
 
     def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
         """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
@@ -150,13 +166,36 @@ class Speculation:
             if (one := self._possible(sequence, min(useful, longest), num_unseen))
         ]
         odds_of = [one.odds for one in possible]
-        ranked = sorted((odds for own in odds_of for odds in own), reverse=True)[:most]
-        total = most_useful(ranked, num_rows, self.times.expected)
+        total = self._most_useful(possible, num_rows, most)
+        if not num_unseen:
+            self._expects_gain = total > 0
         is_trial = not total and self._since_trial >= self._trial_steps
         if is_trial:
-            total = min(max(int(TRIAL_SHARE * num_rows), LEAST_TRIAL_DRAFTS), len(ranked))
+            num_possible = min(sum(map(len, odds_of)), most)
+            total = min(max(int(TRIAL_SHARE * num_rows), LEAST_TRIAL_DRAFTS), num_possible)
         counts = shares(odds_of, total)
         return [(one, count) for one, count in zip(possible, counts, strict=True) if count], is_trial
+
+    def _most_useful(self, possible: list[_Possible], num_rows: int, most: int) -> int:
+        """Return how many of the possible drafts gain most, 0 where none are expected to gain."""
+        ranked = sorted(
+            (
+                (odds, -number if one.is_open else 0)
+                for one in possible
+                for number, odds in enumerate(one.odds, 1)
+            ),
+            reverse=True,
+        )[:most]
+        num_open = sum(one.is_open for one in possible)
+        deepest = [0, *accumulate((-place for _, place in ranked), max)]
+
+        def seconds(num_all_rows: int) -> float:
+            alone = self.times.expected(num_all_rows)
+            if self._model is None:
+                return alone
+            return alone + self._model.seconds(num_open, deepest[num_all_rows - num_rows])
+
+        return most_useful([odds for odds, _ in ranked], num_rows, seconds)
 
     def may_draft(self, num_rows: int) -> bool:
         """Return whether `propose` is worth calling for a step of so many decodes. Nothing is looked up for that."""
@@ -173,10 +212,14 @@ class Speculation:
         if useful < 1 or (drafted is not None and self._num_steps < drafted.rests_until):
             return None
         tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
+        match_class = class_of(match_length)
+        if self._model is not None and match_length < SURE_MATCH:
+            count = self._model.most(sequence, useful + num_unseen)
+            if count:
+                tokens, match_class = [UNGUESSED] * count, MODEL_CLASS
         del tokens[:num_unseen]
         if not tokens:
             return None
-        match_class = class_of(match_length)
         if drafted is None:
             drafted = self._drafted[sequence.sequence_id] = _Drafted()
         elif self._num_steps - drafted.last_step > FORGOTTEN_STEPS:
@@ -221,8 +264,15 @@ class Speculation:
         because drafts were expected, and then there were none.
         """
         num_right, self._num_right_in_step = self._num_right_in_step, 0
+        drafting, catching_up = (0.0, 0.0) if self._model is None else self._model.take_seconds()
         if not 0 < seconds < float("inf"):
             return
+        # The times of rows do not have the draft model's time.
+        waited_seconds = max(0.0, waited_seconds - drafting - catching_up)
+        wasted_seconds = max(0.0, wasted_seconds - drafting - catching_up)
+        if not self._expects_gain:
+            # Otherwise catching up has a bound of its own (draft_model.py).
+            drafting += catching_up
         seconds += waited_seconds
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
@@ -237,13 +287,14 @@ class Speculation:
         if num_drafts:
             # First-time work of a size is the drafts' cost too: without them the step would have had another size.
             change = num_right * alone / num_decodes - (seconds - alone)
-            self._adjust_trials(gained=change > 0)
+            self._adjust_trials(gained=change > drafting)
         else:
             change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
-        self._credit_seconds = min(credit + max(change, -most), most)
+        change = max(change, -most) - min(drafting, MAX_DRAFTING_STEPS * alone)
+        self._credit_seconds = min(credit + change, most)
 
     def _adjust_trials(self, *, gained: bool) -> None:
         """Try soon again after drafts that gained. Let more steps pass after each trial that did not."""
@@ -261,5 +312,7 @@ class Speculation:
         """Drop sequences that have ended. Unknown ones are ignored."""
         ended = tuple(ended)
         self._drafter.forget(ended)
+        if self._model is not None:
+            self._model.forget(ended)
         for sequence_id in ended:
             self._drafted.pop(sequence_id, None)

@@ -34,7 +34,9 @@ from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
 from blockyard.worker.simulated.runner import SimulatedRunner
+from blockyard.worker.speculation.draft_model import DraftModel
 from blockyard.worker.speculation.speculation import Speculation
+from blockyard.worker.startup.draft_model import DraftRunner, load_draft_model
 from blockyard.worker.startup.host_size import size_host_memory
 from blockyard.worker.startup.pool_size import (
     check_one_full_sequence_fits,
@@ -147,11 +149,17 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     weights_before = weights_state(path)
     arithmetic = _arithmetic(config, dtype.name, ranks.collective.size)
     fingerprint = _fingerprint_in_background(path, config, arithmetic)
-    runner, kv_size, host_size = _load_runner(config, model, path, device, dtype.name, max_model_len, ranks)
+    draft = load_draft_model(config, model, tokenizer_path, device)
+    runner, kv_size, host_size = _load_runner(
+        config, model, path, device, dtype.name, max_model_len, ranks, draft
+    )
     if weights_state(path) != weights_before:
         raise ValueError(f"the weights in {path} changed while they were loaded: start the worker again")
     scheduling = _scheduling(config, max_model_len, kv_size, host_size)
-    engine = _make_engine(config, scheduling, runner, kv_size, embeds=model.pooling is not None)
+    draft_model = draft.allocate(kv_size.num_blocks, max_model_len) if draft is not None else None
+    engine = _make_engine(
+        config, scheduling, runner, kv_size, embeds=model.pooling is not None, draft_model=draft_model
+    )
     masks = _give_masks(runner, model.vocab_size)
     if masks is not None:
         engine.scheduler.must_wait_for_mask, masks.on_made = masks.holds, engine.wake
@@ -218,6 +226,7 @@ def _load_runner(
     dtype: str,
     max_model_len: int,
     ranks: Ranks,
+    draft: DraftRunner | None,
 ) -> tuple[TorchRunner | SimulatedRunner, KVSize, HostSize]:
     """Return a warm runner with its pools, and their sizes. Where the pool's size is measured, the weights are loaded
     before it. All ranks have pools of one size, which the rank with the least memory decides."""
@@ -228,7 +237,8 @@ def _load_runner(
         largest = partial(measured.run_largest_step, config.max_num_batched_tokens, config.max_num_seqs)
         own = measured_budget(measured, config, CudaMeter(device), largest)
         budget = min([own, *ranks.budgets()])
-    kv_size = size_pool(config, divide(model, size=ranks.collective.size).config, dtype, budget)
+    part = divide(model, size=ranks.collective.size).config
+    kv_size = size_pool(config, part, dtype, budget, draft_block_bytes=draft.block_bytes if draft else 0)
     for line in kv_size.describe(max_model_len):
         logger.info(line)
     check_one_full_sequence_fits(kv_size, max_model_len)
@@ -304,7 +314,13 @@ def _scheduling(
 
 
 def _make_engine(
-    config: EngineConfig, scheduling: SchedulerConfig, runner: Runner, kv_size: KVSize, *, embeds: bool
+    config: EngineConfig,
+    scheduling: SchedulerConfig,
+    runner: Runner,
+    kv_size: KVSize,
+    *,
+    embeds: bool,
+    draft_model: DraftModel | None,
 ) -> Engine:
     """Make the engine. In deterministic mode too, measured time decides the chunks: its tokens do not depend on
     them."""
@@ -318,7 +334,7 @@ def _make_engine(
         swap_blocks_per_second=_swap_rate(runner),
         overlap_steps=_overlaps(config, runner),
         embeds=embeds,
-        speculation=Speculation() if config.speculation == "ngram" else None,
+        speculation=Speculation(model=draft_model) if draft_model or config.speculation == "ngram" else None,
     )
 
 

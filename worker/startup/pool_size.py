@@ -37,12 +37,17 @@ def measured_budget(
         # All graphs share one memory for their tensors. The largest one decides its size.
         rows = ladder(num_sequences)
         num_graphs = (len(rows) + len(shared_sizes(rows))) * (2 if config.max_loras else 1)
+        num_graphs += 0 if config.draft_model is None else len(rows) + len(shared_sizes(rows))
         later += GRAPH_BYTES * num_graphs + use.step * num_sequences // num_tokens
     logger.info("memory: %s", use.describe(later))
     return use.for_pool(config.gpu_memory_utilization, later=later)
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, dtype: str, budget: int) -> KVSize:
+def size_pool(
+    config: EngineConfig, model: ModelConfig, dtype: str, budget: int, *, draft_block_bytes: int = 0
+) -> KVSize:
+    """Return the size of the served model's pool. A draft model's pool takes `draft_block_bytes` of the budget for each
+    of its blocks, and for a spare one of each sequence."""
     block_bytes = bytes_per_block(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -50,9 +55,11 @@ def size_pool(config: EngineConfig, model: ModelConfig, dtype: str, budget: int)
         block_size=config.block_size,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
     )
-    num_blocks = blocks_in_budget(budget, block_bytes)
+    both_bytes, spare_bytes = block_bytes + draft_block_bytes, config.max_num_seqs * draft_block_bytes
+    num_blocks = blocks_in_budget(budget - spare_bytes, both_bytes)
     if not num_blocks:
-        raise ValueError(f"{budget} bytes of KV cache hold no block of {block_bytes} bytes")
+        beside = f" beside {spare_bytes} bytes for the draft model" if spare_bytes else ""
+        raise ValueError(f"{budget} bytes of KV cache hold no block of {both_bytes} bytes{beside}")
     return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
 
 

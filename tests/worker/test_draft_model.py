@@ -1,0 +1,366 @@
+"""A draft model changes no token, computes nothing twice, is refused where it does not fit, and may fail."""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blockyard.proto.naming.block_hash import chain
+from blockyard.worker.config import EngineConfig
+from blockyard.worker.engine import Engine
+from blockyard.worker.engine_types import Continuation, EngineRequest
+from blockyard.worker.grammar.grammar import Grammar
+from blockyard.worker.llm import LLM
+from blockyard.worker.sequences.identifiers import BlockName
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.step_plan import FAILED_TOKEN, StepPlan, StepTokens
+from blockyard.worker.speculation.draft_model import MAX_FAILURES, SHORT_LAG_TOKENS, DraftModel
+from blockyard.worker.speculation.speculation import TRIAL_STEPS, Speculation
+from blockyard.worker.startup.loading import load_engine
+from blockyard.worker.unsupported import UnsupportedModelError
+
+from .checkpoints import make_checkpoint, make_embedding_checkpoint, shared_checkpoint
+from .drafting import AlwaysDrafts, CheckedKeys
+from .scheduling import make_sequence
+from .test_engine_tokens import BLOCK_SIZE, BYTES_PER_BLOCK, ROOT, outputs_of, prompt_of, submit
+from .test_speculation_tokens import DEMO, KINDS, Whole, run
+
+MAX_SEQS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Path:
+    return shared_checkpoint("Qwen2ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def other() -> Path:
+    """A model with other weights, whose guesses are nearly always wrong."""
+    return shared_checkpoint("LlamaForCausalLM", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> Whole:
+    return run(engine_of(checkpoint), KINDS)
+
+
+def engine_of(
+    checkpoint: Path, draft_model: Path | None = None, *, num_blocks: int = 256, **settings: Any
+) -> Engine:
+    block_bytes = BYTES_PER_BLOCK
+    if draft_model is not None:
+        num_layers = json.loads((draft_model / "config.json").read_text())["num_hidden_layers"]
+        draft_bytes = BYTES_PER_BLOCK * num_layers // 3
+        block_bytes += draft_bytes + -(-MAX_SEQS * draft_bytes // num_blocks)
+    config = EngineConfig(
+        model=str(checkpoint),
+        draft_model=None if draft_model is None else str(draft_model),
+        device="cpu",
+        deterministic=True,
+        kv_cache_memory=num_blocks * block_bytes,
+        **({"max_num_seqs": MAX_SEQS, "overlap_steps": "off"} | settings),
+    )
+    engine = load_engine(config).engine
+    assert engine.pool.num_blocks == num_blocks
+    return engine
+
+
+def model_of(engine: Engine) -> DraftModel:
+    assert engine.scheduler.speculation is not None
+    model = engine.scheduler.speculation._model
+    assert model is not None
+    return model
+
+
+def always(engine: Engine) -> tuple[AlwaysDrafts, CheckedKeys]:
+    """Let the draft model of an engine guess in nearly every step, and check its pool."""
+    model = model_of(engine)
+    keys = CheckedKeys(BLOCK_SIZE, model._execute)
+    model._execute = keys.execute
+    model._allowance_seconds = float("inf")
+    engine.scheduler.speculation = speculation = AlwaysDrafts(model=model)
+    return speculation, keys
+
+
+def test_a_model_that_is_the_served_one_is_always_right_greedy_or_drawn(
+    checkpoint: Path, expected: Whole
+) -> None:
+    engine = engine_of(checkpoint, checkpoint)
+    speculation, _ = always(engine)
+    assert run(engine, KINDS) == expected
+    assert speculation.num_drafted > 100
+    # A chunk and a decode may round a near tie otherwise.
+    assert speculation.num_right >= 0.97 * speculation.num_drafted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_blocks": 11, "preempt": "recompute"},
+        {"num_blocks": 11, "preempt": "swap", "swap_space_gib": 0.001},
+        {"num_blocks": 24, "max_num_batched_tokens": 24, "host_cache_gib": 0.001},
+        {"num_blocks": 30, "overlap_steps": "on"},
+    ],
+)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_it_changes_no_output(
+    checkpoint: Path, other: Path, expected: Whole, settings: dict[str, Any], is_right: bool
+) -> None:
+    draft_model = checkpoint if is_right else other
+    engine = engine_of(checkpoint, draft_model, max_model_len=7 * BLOCK_SIZE, **settings)
+    speculation, _ = always(engine)
+    assert run(engine, KINDS) == expected
+    assert speculation.num_drafted > 60
+    assert (speculation.num_right > 0.9 * speculation.num_drafted) == is_right
+    if engine.pool.num_blocks == 11:
+        assert engine.scheduler.num_preemptions > 0
+
+
+def test_a_replay_from_any_token_goes_on_as_before(checkpoint: Path, expected: Whole) -> None:
+    kind, length = KINDS[4], 5 + 7 * 4
+    tokens, logprobs = expected[4, 0][:2]
+    prompt = prompt_of(length, seed=4)
+    engine = engine_of(checkpoint, checkpoint)
+    speculation, _ = always(engine)
+    half = len(tokens) // 2
+    request = EngineRequest(
+        token_ids=list(prompt),
+        prompt_length=length,
+        names=[BlockName(name) for name in (ROOT, *chain(ROOT, prompt, BLOCK_SIZE))],
+        sampling=SamplingParams(max_tokens=40, **kind),
+        continuations=(Continuation(index=0, token_ids=tuple(tokens[:half])),),
+    )
+    key = engine.submit(request), 0
+    outputs = outputs_of(engine)[key]
+    assert [token for output in outputs for token in output.token_ids] == tokens[half:]
+    assert [logprob for output in outputs for logprob in output.logprobs] == logprobs[half:]
+    assert speculation.num_right > 0
+
+
+def test_a_prefix_whose_keys_it_has_is_not_computed_again(checkpoint: Path) -> None:
+    engine = engine_of(checkpoint, checkpoint)
+    _, keys = always(engine)
+    prompt = prompt_of(8 * BLOCK_SIZE)
+    computed = []
+    for _ in range(2):
+        before = keys.num_computed
+        submit(engine, prompt, 12)
+        outputs_of(engine)
+        computed.append(keys.num_computed - before)
+    assert computed[0] > 8 * BLOCK_SIZE
+    assert computed[1] < 4 * BLOCK_SIZE
+    engine.flush()
+    # Whoever fills the blocks next with other tokens finds none of them.
+    submit(engine, prompt_of(8 * BLOCK_SIZE, seed=1), 12)
+    outputs_of(engine)
+    assert keys.num_computed > sum(computed) + 8 * BLOCK_SIZE
+
+
+def test_an_output_that_follows_a_grammar_stays_the_same() -> None:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "deterministic": True,
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+    }
+    prompts = [[5] * 9, [6] * 28]
+    grammar = Grammar(kind="regex", source="[a-f]{3}-[0-9]{2,40}!")
+    sampling = SamplingParams(seed=2, max_tokens=60, n=3, temperature=2.0, logprobs=1)
+    plain = LLM(str(DEMO), kv_cache_memory=2**24, **settings)
+    drafted = LLM(str(DEMO), kv_cache_memory=2**25, draft_model=str(DEMO), **settings)
+    speculation, _ = always(drafted._engine)
+    assert drafted._loaded.masks is not None
+    speculation.takes_grammar = drafted._loaded.masks.takes_drafts
+    expected = plain.generate(prompts, sampling, structured_output=grammar)
+    found = drafted.generate(prompts, sampling, structured_output=grammar)
+    assert [answer.outputs for answer in found] == [answer.outputs for answer in expected]
+    assert speculation.num_drafted > 10
+
+
+def test_the_setting_alone_makes_it_guess(checkpoint: Path) -> None:
+    plain, drafted = engine_of(checkpoint), engine_of(checkpoint, checkpoint)
+    assert run(drafted, KINDS) == run(plain, KINDS)
+    assert model_of(drafted).num_failures == 0
+    assert drafted.load().drafted_tokens > 0
+
+
+@pytest.mark.parametrize("is_raised", [True, False])
+def test_one_that_fails_costs_no_request_and_is_given_up(
+    checkpoint: Path, expected: Whole, caplog: pytest.LogCaptureFixture, is_raised: bool
+) -> None:
+    def fail(plan: StepPlan) -> StepTokens:
+        if is_raised:
+            raise RuntimeError("out of memory")
+        return StepTokens(tokens=[FAILED_TOKEN] * len(plan.rows))
+
+    engine = engine_of(checkpoint, checkpoint)
+    speculation, _ = always(engine)
+    model_of(engine)._execute = fail
+    with caplog.at_level(logging.ERROR):
+        assert run(engine, KINDS) == expected
+    assert model_of(engine).num_failures == MAX_FAILURES
+    assert speculation.num_drafted == 0
+    assert [record.message for record in caplog.records] == [
+        "the draft model failed: steps go on without its drafts",
+        f"the draft model failed {MAX_FAILURES} times: it is not used any more",
+    ]
+
+
+def test_one_failure_is_not_the_end(checkpoint: Path, expected: Whole) -> None:
+    engine = engine_of(checkpoint, checkpoint)
+    speculation, keys = always(engine)
+    execute, calls = keys.execute, iter(range(10**6))
+
+    def fail_at_fifth(plan: StepPlan) -> StepTokens:
+        found = execute(plan)
+        if next(calls) == 5:
+            raise RuntimeError("lost")
+        return found
+
+    model_of(engine)._execute = fail_at_fifth
+    assert run(engine, KINDS) == expected
+    assert model_of(engine).num_failures == 1
+    assert speculation.num_right > 100
+
+
+def test_one_that_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    def refused(draft_model: Path, served: Path = checkpoint) -> Any:
+        return engine_of(served, draft_model)
+
+    larger = make_checkpoint(tmp_path / "larger", "LlamaForCausalLM", vocab_size=280)
+    with pytest.raises(ValueError, match="a vocabulary of 280 tokens, and the served model one of 272"):
+        refused(larger)
+    embedding = make_embedding_checkpoint(tmp_path / "embedding", "Qwen3ForCausalLM", is_bare=False)
+    with pytest.raises(UnsupportedModelError, match="not one that embeds"):
+        refused(embedding)
+    with pytest.raises(ValueError, match="the served model embeds"):
+        refused(checkpoint, served=embedding)
+    unknown = shutil.copytree(checkpoint, tmp_path / "unknown")
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        refused(unknown)
+
+
+def test_another_tokenizer_is_refused_though_it_is_as_large(tmp_path: Path) -> None:
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        LLM(str(DEMO), device="cpu", draft_model=str(other))
+    (other / "tokenizer.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        LLM(str(DEMO), device="cpu", draft_model=str(other))
+
+
+def test_engines_that_cannot_have_one_refuse_it() -> None:
+    with pytest.raises(ValueError, match="a simulated engine computes none"):
+        EngineConfig(model="a", draft_model="b", engine="simulated")
+    with pytest.raises(ValueError, match="a worker of one rank"):
+        EngineConfig(model="a", draft_model="b", tensor_parallel_size=2)
+
+
+class Timed:
+    """A draft model's steps on a clock that they alone move."""
+
+    def __init__(self, pass_seconds: float) -> None:
+        self.now = 0.0
+        self.pass_seconds = pass_seconds
+        self.keys = CheckedKeys(BLOCK_SIZE)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        self.now += self.pass_seconds * (1 + plan.num_tokens // 64)
+        return self.keys.execute(plan)
+
+    def model(self) -> DraftModel:
+        return DraftModel(
+            self.execute,
+            num_blocks=256,
+            block_size=BLOCK_SIZE,
+            max_tokens=4096,
+            max_step_tokens=512,
+            clock=self,
+        )
+
+
+def steps(speculation: Speculation, clock: Timed, *, num_steps: int, step_seconds: float) -> Iterator[int]:
+    """Yield the number of drafts of each step of one sequence. All drafts are right."""
+    sequence = make_sequence(0, [7, 8, 9], max_tokens=3000)
+    sequence.tokens.append(1)
+    for _ in range(num_steps):
+        sequence.block_table.extend(range(len(sequence.block_table), -(-len(sequence.tokens) // BLOCK_SIZE)))
+        began = clock.now
+        proposed = (
+            speculation.propose([(sequence, 15)], num_rows=1, most=15) if speculation.may_draft(1) else []
+        )
+        drafts = [token for _, tokens in proposed for token in tokens]
+        waited = clock.now - began
+        clock.now += step_seconds
+        if drafts:
+            speculation.note(sequence, num_drafted=len(drafts), num_right=len(drafts))
+        # The step takes as long with drafts as without them.
+        speculation.observe(1, len(drafts), step_seconds, waited_seconds=waited)
+        sequence.tokens.extend([*drafts, 5000 + len(sequence.tokens)])
+        yield len(drafts)
+
+
+@pytest.mark.parametrize(("pass_seconds", "gains"), [(0.05, True), (0.97, False), (1.5, False)])
+def test_it_guesses_only_where_its_own_time_leaves_a_gain(pass_seconds: float, gains: bool) -> None:
+    clock = Timed(pass_seconds)
+    speculation = Speculation(model=clock.model())
+    counts = list(steps(speculation, clock, num_steps=1000, step_seconds=1.0))
+    rate = (1000 + sum(counts)) / clock.now
+    if gains:
+        assert rate > 3
+    else:
+        assert rate > 0.98
+        # A trial now and then.
+        assert sum(count > 0 for count in counts) < 1000 / TRIAL_STEPS + 10
+
+
+def test_long_prompts_are_caught_up_in_a_small_share_of_the_time() -> None:
+    clock = Timed(0.01)
+    model = clock.model()
+    sequences = [make_sequence(number, [number, *range(400)], max_tokens=99) for number in range(8)]
+    blocks = iter(range(256))
+    for sequence in sequences:
+        sequence.block_table.extend(next(blocks) for _ in range(26))
+    spent = 0.0
+    for turn in range(3000):
+        clock.now += 0.01
+        sequence = sequences[turn % 8]
+        if turn % 40 < 8:
+            # It comes back in other blocks, as after a preemption.
+            sequence.block_table.assign([*sequence.block_table[1:], sequence.block_table[0]])
+        if count := model.most(sequence, 3):
+            model.complete([(sequence, [-1] * count)])
+        spent += model.take_seconds()[1]
+    assert 0.03 < spent / clock.now < 0.07
+
+
+def test_a_prompt_longer_than_a_step_is_caught_up_in_parts() -> None:
+    clock = Timed(0.001)
+    model = clock.model()
+    sequence = make_sequence(0, range(1500), max_tokens=99)
+    sequence.block_table.extend(range(94))
+    made = [model.complete([(sequence, [-1] * 4)]) for _ in range(4)]
+    assert [len(found) for found in made] == [0, 0, 1, 1]
+    assert clock.keys.num_computed < 1500 + SHORT_LAG_TOKENS
+
+
+def test_it_guesses_nothing_beyond_its_longest_context() -> None:
+    model = Timed(0.001).model()
+    sequence = make_sequence(0, range(4090), max_tokens=99)
+    assert model.most(sequence, 15) == 6
+    sequence.tokens.extend(range(9))
+    assert model.most(sequence, 15) == 0
