@@ -343,6 +343,8 @@ class TritonBackend:
             return weight_EOI
         quantised = [weight for weight in weight_EOI if isinstance(weight, QuantisedWeight)]
         if len(quantised) == len(weight_EOI) and all(map(can_tile, quantised)):
+            if isinstance(weight_EOI, list):
+                weight_EOI.clear()  # Each weight is freed once it is in the stack.
             return tiled_experts(quantised)
         return torch.stack([plain(weight_OI) for weight_OI in weight_EOI])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 CODE_KEY = "auto_map"
+_OUTER = ("eos_token_id", "bos_token_id")
 TEXT_CONFIG = "text_config"
 """Key of a config.json with the fields of the text part, of a model that also reads images."""
 NAMES_CODE = ("config.json", "tokenizer_config.json")
@@ -41,12 +42,16 @@ CACHE_VARIABLE = "HF_HUB_CACHE"
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of the model's text part.
 
-    A model that also reads images has it in `text_config`, and there it wins over the top level.
+    A model that also reads images has it in `text_config`. There it wins over the top level, but for the architecture,
+    special tokens, and a head that the top level says is not tied.
     """
     text = config.get(TEXT_CONFIG)
     if not isinstance(text, dict):
         return dict(config)
-    return {**config, **text, "architectures": config.get("architectures")}
+    outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+    if config.get("tie_word_embeddings") is False:
+        outer["tie_word_embeddings"] = False
+    return {**config, **text, "architectures": config.get("architectures"), **outer}
 
 
 def name_and_revision(model: str) -> tuple[str, str | None]:

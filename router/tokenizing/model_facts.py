@@ -88,7 +88,7 @@ def read_facts(
     return ModelFacts(
         names=names,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
-        max_position_embeddings=_positive(config, "max_position_embeddings"),
+        max_position_embeddings=_longest_context(config),
         # As on the workers: an id beyond the logits never occurs, and workers would refuse it.
         eos_token_ids=frozenset(
             token_id
@@ -154,6 +154,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     return {**AutoConfig.from_pretrained(folder).get_text_config().to_dict(), **config}
+
+
+def _longest_context(config: Mapping[str, Any]) -> int:
+    """Return the model's context, or the end of Llama 4's first chunk of attention, where workers end it."""
+    stated = _positive(config, "max_position_embeddings")
+    chunk = config.get("attention_chunk_size")
+    return (
+        min(stated, chunk) if config.get("model_type") == "llama4_text" and isinstance(chunk, int) else stated
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from blockyard.kernels.triton.linears.choice import (
-    PLAIN_OUTPUTS,
-    PLAIN_WARPS,
+    DEQUANTISE_WARPS,
+    DEQUANTISED_OUTPUTS,
     WARM_UP_TOKENS,
     LinearTiles,
     linear_tiles,
@@ -52,7 +52,7 @@ NAMES = {
 }
 ELSEWHERE = (A100, B200, CONSUMER, NEW_CONSUMER)
 LIMITS = MAX_SHARED_BYTES | {A100: 163 << 10, B200: 227 << 10, NEW_CONSUMER: 99 << 10}
-FEW, SOME, MANY, _ = WARM_UP_TOKENS
+FEW, SOME, MANY = WARM_UP_TOKENS
 EXPERT_TOKENS = (FEW, MANY)
 """One number of tokens for each size of tiles of experts."""
 PLAINEST = ("int4", "int8 in groups", "fp8 in blocks")
@@ -183,10 +183,10 @@ def compile_dequantise(name: str, target: GPUTarget) -> Any:
         dict.fromkeys(
             ("first_output", "end_output", *COUNTS[1:3], "num_scales", "unit_stride", "output_stride"), "i32"
         ),
-        {"TYPE": tl.bfloat16, "BLOCK_O": PLAIN_OUTPUTS, **form_of(scheme.weight)},
+        {"TYPE": tl.bfloat16, "BLOCK_O": DEQUANTISED_OUTPUTS, **form_of(scheme.weight)},
         target,
         ("num_outputs", "num_inputs"),
-        num_warps=PLAIN_WARPS,
+        num_warps=DEQUANTISE_WARPS,
     )
 
 

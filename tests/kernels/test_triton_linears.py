@@ -10,7 +10,7 @@ from blockyard.kernels.interface import Backend
 from blockyard.kernels.kv_pool import quantise
 from blockyard.kernels.quantised import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight, dequantised
 from blockyard.kernels.triton.linears import launches
-from blockyard.kernels.triton.linears.choice import PLAIN_FROM_TOKENS
+from blockyard.kernels.triton.linears.choice import DEQUANTISE_FROM_TOKENS
 from blockyard.kernels.triton.linears.inputs import launch_quantise_inputs
 from blockyard.kernels.triton.linears.launches import launch_quantised_linear
 from blockyard.kernels.triton.linears.weights import TiledWeight, tiled
@@ -151,10 +151,10 @@ def test_many_tokens_are_multiplied_by_the_weight_written_out(
     """Written out in parts, of which the last is smaller, it is the weight as plain numbers but for its rounding."""
     weight = of(name, dtype, device)
     outputs, inputs = weight.shape
-    monkeypatch.setattr(launches, "PLAIN_BYTES", 40 * inputs * dtype.itemsize)
+    monkeypatch.setattr(launches, "DEQUANTISED_BYTES", 40 * inputs * dtype.itemsize)
     monkeypatch.setattr(launches, "quantised_linear_kernel", None)
     bias_O = torch.randn(outputs, generator=of_seed(1)).to(device, dtype)
-    x_TI = inputs_for(weight, PLAIN_FROM_TOKENS, device)
+    x_TI = inputs_for(weight, DEQUANTISE_FROM_TOKENS, device)
     plain_OI = dequantised(weight).float()
     for bias in (None, bias_O):
         result = launch_quantised_linear(x_TI, tiled(weight), bias)

@@ -404,7 +404,17 @@ def test_sizes_that_gemma_3_leaves_to_transformers_are_known(tmp_path: Path) -> 
         "eos_token_id": [1, 106],
     }
     tokenizer = load_tokenizer(CHECKPOINT)
-    for stated, context in ((text, 4096), ({**text, "max_position_embeddings": None}, 131_072)):
+    scout = {
+        "model_type": "llama4_text",
+        "max_position_embeddings": 10**7,
+        "vocab_size": 202_048,
+        "hidden_size": 64,
+    }
+    for stated, context in (
+        (text, 4096),
+        (scout | {"attention_chunk_size": 8192}, 8192),
+        ({**text, "max_position_embeddings": None}, 131_072),
+    ):
         fields = {key: value for key, value in stated.items() if value is not None}
         (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": fields}))
         (tmp_path / "generation_config.json").unlink(missing_ok=True)

@@ -242,6 +242,7 @@ def test_every_field_changes_the_result(folder: Path, changes: dict[str, Any], t
         ("granite", {"mlp_bias": True}, "mlp_bias=True"),
         ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
         ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+        ("llama4", {"moe_layers": [1, 3]}, "moe_layers=[1, 3]"),
         ("llama4", {"layer_types": [FULL] * 3}, f"layer_types={[FULL] * 3}"),
         ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size=0"),
         ("llama4", {"floor_scale": 0}, "floor_scale=0"),
@@ -333,6 +334,17 @@ def test_longrope_is_served_up_to_its_original_context(tmp_path: Path) -> None:
     architecture, overrides = MODELS["phi3-longrope"]
     folder = make_checkpoint(tmp_path, architecture, **overrides)
     assert load_config(folder).max_position_embeddings == 128
+
+
+def test_llama_4_may_have_no_experts_and_no_scaling(tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        tmp_path, "Llama4ForCausalLM", **(LLAMA4 | {"moe_layers": [], "attn_scale": 0.0})
+    )
+    config = load_config(folder)
+    assert config.query_scaling is None
+    assert not any(map(config.is_sparse, range(3)))
+    [actual] = Model(folder, name="torch").step([(prompt(), 0, list(range(5)))])
+    assert_logits_equal_transformers(actual, folder, prompt())
 
 
 def test_llama_4_is_served_up_to_the_end_of_its_first_chunk(tmp_path: Path) -> None:

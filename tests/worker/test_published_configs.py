@@ -300,3 +300,52 @@ def test_phis_older_file_gives_the_rotary_table_of_transformers(tmp_path: Path) 
     staying = torch.ones(4096, 16)
     theirs_MD = torch.cat((cos[0, :, :48], staying, sin[0, :, :48], 0 * staying), dim=1)
     torch.testing.assert_close(table_MD, theirs_MD, atol=1e-6, rtol=1e-6)
+
+
+WITH_IMAGES = [name for name, fields in PUBLISHED.items() if "text_config" in fields]
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_a_size_that_a_text_part_lacks_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Version 4 of it writes no size that equals its own default."""
+    fields = PUBLISHED[name]
+    dropped = {"head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"}
+    dropped |= {"num_key_value_heads", "rms_norm_eps", "vocab_size", "max_position_embeddings"}
+    for key in dropped & fields["text_config"].keys():
+        text = {kept: value for kept, value in fields["text_config"].items() if kept != key}
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+        ours, theirs = load_config(tmp_path), AutoConfig.from_pretrained(tmp_path).get_text_config()
+        assert_sizes_equal(ours, theirs, but_for="intermediate_size" if "lama-4" in name else "")
+
+
+def test_ministral_3_without_a_rope_has_that_of_transformers(tmp_path: Path) -> None:
+    fields = PUBLISHED["mistralai/Ministral-3-8B-Instruct-2512"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    whole = load_config(tmp_path)
+    text = {key: value for key, value in fields["text_config"].items() if key != "rope_parameters"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+    assert load_config(tmp_path) == whole
+
+
+def test_a_file_that_transformers_wrote_anew_means_the_same(tmp_path: Path) -> None:
+    """It has the special tokens at the top level and others in the text part."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["google/gemma-3-4b-it"]))
+    before = load_config(tmp_path)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "anew")
+    assert before.eos_token_ids == {1, 106}
+    assert load_config(tmp_path / "anew").eos_token_ids == {1, 106}
+
+
+def test_a_head_that_the_top_level_says_is_not_tied_is_read(tmp_path: Path) -> None:
+    fields = PUBLISHED["mistralai/Ministral-3-8B-Instruct-2512"]
+    text = fields["text_config"] | {"tie_word_embeddings": True}
+    for outer, is_tied in (({}, True), ({"tie_word_embeddings": False}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | outer | {"text_config": text}))
+        assert load_config(tmp_path).tie_word_embeddings == is_tied
+
+
+def test_a_text_part_without_a_kind_is_the_first_one(tmp_path: Path) -> None:
+    fields = PUBLISHED["mistralai/Mistral-Small-3.1-24B-Instruct-2503"]
+    text = {key: value for key, value in fields["text_config"].items() if key != "model_type"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"text_config": text}))
+    assert load_config(tmp_path).num_kv_heads == 8

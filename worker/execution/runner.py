@@ -18,7 +18,7 @@ from blockyard.kernels.attention.static_plan import StaticDecodes
 from blockyard.kernels.cpu.recording import NotRecordable
 from blockyard.kernels.lora import BARE
 from blockyard.kernels.torch.nucleus import NucleusSearch
-from blockyard.kernels.triton.linears.choice import WARM_UP_TOKENS
+from blockyard.kernels.triton.linears.choice import DEQUANTISE_FROM_TOKENS, WARM_UP_TOKENS
 from blockyard.worker.execution.newest_tokens import NewestTokens
 from blockyard.worker.execution.part_runner import PartRunner, scored
 from blockyard.worker.execution.started_step import Chunks, Embeddings, StartedStep
@@ -29,6 +29,7 @@ from blockyard.worker.execution.warm_up_rows import (
     edited_rows,
     first_tokens,
     largest_rows,
+    prompt_in_one_block,
     sharing_rows,
     warm_up_row,
 )
@@ -257,8 +258,10 @@ class TorchRunner(PartRunner):
             windows = [window for window in self.config.layer_windows if window and window < longest]
             if windows:
                 self._try(chunk_behind(min(windows), self.block_size))
-            for count in WARM_UP_TOKENS if self.config.quantisation is not None else ():
-                self._try(*first_tokens(count, self.block_size))
+            if self.config.quantisation is not None:
+                for count in WARM_UP_TOKENS:
+                    self._try(*first_tokens(count, self.block_size))
+                self._try(prompt_in_one_block(min(DEQUANTISE_FROM_TOKENS, longest), self.block_size))
             copies = ((BlockId(0), BlockId(len(self.kv_pools[0]) - 1)),)
             self.execute(StepPlan(step=-1, rows=(), copies=copies))
 

@@ -40,6 +40,11 @@ def first_tokens(count: int, block_size: int) -> tuple[ScheduledRow, ...]:
     return tuple(_in_one_block(-1 - number, 1, 1, block_size) for number in range(count))
 
 
+def prompt_in_one_block(num_tokens: int, block_size: int) -> ScheduledRow:
+    """Return a prompt, of which all tokens write the first block."""
+    return _in_one_block(-1, num_tokens, num_tokens, block_size)
+
+
 def chunk_behind(window: int, block_size: int) -> ScheduledRow:
     """Return a chunk of a prompt whose second token does not see the first key."""
     return _in_one_block(-1, window + 1, 2, block_size)

@@ -91,7 +91,7 @@ class ModelConfig(Traits):
     """How an embedding follows from hidden states. None: the model generates."""
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether a layer has experts in place of one MLP."""
+        """Return whether a layer has experts in place of one MLP, or beside one that all tokens share."""
         return self.mixture is not None and layer in self.mixture.sparse_layers
 
 
@@ -115,8 +115,8 @@ def _load_config(folder: Path) -> ModelConfig:
     pooling = read_pooling(folder)
     architecture = find_architecture(stated.get("architectures") or [], is_bare=pooling is not None)
     family = FAMILIES[architecture]
-    _check_text_part(whole, family, architecture)
-    raw = family.as_llama({**family.defaults, **stated})
+    given = {**family.defaults, **_defaults_of_text(whole, family, architecture), **stated}
+    raw = family.as_llama(given)
     refuse_others(raw, {**ALLOWED, **family.allowed})
     num_heads = _positive(raw, "num_attention_heads")
     num_layers = _positive(raw, "num_hidden_layers", most=MAX_LAYERS)
@@ -132,7 +132,7 @@ def _load_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         longest_context=max_position_embeddings,
     )
-    traits = family.traits({**family.defaults, **stated}, sizes)
+    traits = family.traits(given, sizes)
     if traits.mixture is None:
         refuse_others(raw, OF_EXPERTS)
     config = ModelConfig(
@@ -166,7 +166,7 @@ def _load_config(folder: Path) -> ModelConfig:
         **_within(traits, max_position_embeddings),
     )
     blocks = None if config.quantisation is None else config.quantisation.block_shape
-    is_reordered = config.turns_adjacent or config.rotary_dim < config.head_dim
+    is_reordered = config.rotates_adjacent or config.rotary_dim < config.head_dim
     if blocks is not None and is_reordered and blocks[0] % config.head_dim:
         raise UnsupportedModelError(
             f"quantization_config in config.json: blocks of {blocks[0]} outputs have no whole heads of "
@@ -180,15 +180,19 @@ def _load_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _check_text_part(whole: RawConfig, family: Family, architecture: str) -> None:
-    """Raise UnsupportedModelError where config.json has a text part that the family does not read, or lacks it."""
+def _defaults_of_text(whole: RawConfig, family: Family, architecture: str) -> RawConfig:
+    """Return what a text part may lack. Raises UnsupportedModelError where config.json has a text part that the family
+    does not read, or lacks it."""
     text = whole.get(model_files.TEXT_CONFIG) or {}
-    found = text.get("model_type") if text else None
-    if found not in (family.text_models or (None,)):
+    if not text and not family.text_models:
+        return {}
+    found = text.get("model_type", next(iter(family.text_models), None)) if text else None
+    if not isinstance(found, str) or found not in family.text_models:
         needed = " or ".join(family.text_models) or "none"
         raise UnsupportedModelError(
             f"model_type={found!r} of text_config in config.json: a {architecture} needs {needed}"
         )
+    return family.text_models[found]
 
 
 def resolve_model(name_or_path: str | Path, patterns: Sequence[str] = HUB_PATTERNS) -> Path:

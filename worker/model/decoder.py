@@ -54,7 +54,8 @@ class Decoder:
         ropes = tuple(zip(thetas, config.rotated_layers or (True,) * config.num_layers, strict=True))
         device = weights.embedding_VH.device
         tables = {
-            (theta, turns): rotary_table(config, theta, turns=turns).to(device) for theta, turns in set(ropes)
+            (theta, rotates): rotary_table(config, theta, rotates=rotates).to(device)
+            for theta, rotates in set(ropes)
         }
         self._rotary_tables = tuple(tables[rope] for rope in ropes)
         scaling = config.query_scaling
@@ -276,7 +277,7 @@ class Decoder:
         mixture = self._config.mixture
         assert mixture is not None
         logits_TE = self._backend.linear(x_TH, experts.gate_EH)[:, : mixture.num_experts]
-        if mixture.scores_inputs:
+        if mixture.scales_inputs:
             x_TH = x_TH * logits_TE.amax(dim=1, keepdim=True).float().sigmoid().to(x_TH.dtype)
         return self._backend.experts(
             x_TH,

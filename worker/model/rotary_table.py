@@ -22,7 +22,7 @@ def rotated_order(config: ModelConfig) -> list[int]:
     Queries and keys are both in this order, so their products stay. The pairs that do not turn come last in a half.
     """
     head_dim, rotary_dim = config.head_dim, config.rotary_dim
-    if config.turns_adjacent:
+    if config.rotates_adjacent:
         return [*range(0, head_dim, 2), *range(1, head_dim, 2)]
     turning, staying = list(range(rotary_dim)), list(range(rotary_dim, head_dim))
     first, second = (
@@ -32,17 +32,17 @@ def rotated_order(config: ModelConfig) -> list[int]:
     return first + second
 
 
-def rotary_table(config: ModelConfig, theta: float | None = None, *, turns: bool = True) -> torch.Tensor:
+def rotary_table(config: ModelConfig, theta: float | None = None, *, rotates: bool = True) -> torch.Tensor:
     """Return [M, D] in fp32: cosines of position * frequency in the first half of the columns, then sines.
 
     The frequencies are theta^(-2 i / D), scaled as the model says. With `theta` they have this base, unscaled. Where
     less than a head is rotated, D is the rotated part there, and the last pairs of the table do not turn. Without
-    `turns` no pair does.
+    `rotates` no pair does.
     """
     if theta is not None:
         config = replace(config, rope_theta=theta, rope_scaling=None)
     angle_MF = torch.arange(config.max_position_embeddings).float()[:, None] * _frequencies(config)
-    if not turns:
+    if not rotates:
         return torch.cat((torch.ones_like(angle_MF), torch.zeros_like(angle_MF)), dim=1)
     scaling = config.rope_scaling
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
@@ -56,8 +56,8 @@ def rotary_table(config: ModelConfig, theta: float | None = None, *, turns: bool
 
 def query_scales(scaling: QueryScaling, num_positions: int) -> torch.Tensor:
     """Return the factor of a query at each position [M], in fp32."""
-    turns_M = ((torch.arange(num_positions) + scaling.offset) // scaling.every).float()
-    return 1.0 + scaling.beta * turns_M.log1p()
+    steps_M = ((torch.arange(num_positions) + scaling.offset) // scaling.every).float()
+    return 1.0 + scaling.beta * steps_M.log1p()
 
 
 def _frequencies(config: ModelConfig) -> torch.Tensor:

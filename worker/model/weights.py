@@ -220,7 +220,7 @@ def _order_of_outputs(config: ModelConfig, module: str, outputs: int) -> torch.T
     """Return the order in which the decoder uses the rows of a module, or None where it uses them as they are."""
     # Of Llama's modules these alone have the dimensions of rotated heads as rows.
     is_rotated = module.rpartition(".")[2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-    if not is_rotated or (config.rotary_dim == config.head_dim and not config.turns_adjacent):
+    if not is_rotated or (config.rotary_dim == config.head_dim and not config.rotates_adjacent):
         return None
     heads: torch.Tensor = torch.arange(outputs).unflatten(0, (-1, config.head_dim))
     return heads[:, rotated_order(config)].flatten()
@@ -248,8 +248,8 @@ def _allocate(
         return f"model.layers.{layer}.mlp" + (".shared_expert" if config.is_sparse(layer) else "")
 
     def ones(layer: int) -> torch.Tensor | None:
-        turns = not config.rotated_layers or config.rotated_layers[layer]
-        return torch.ones(head_dim, dtype=dtype, device=device) if turns else None
+        rotates = not config.rotated_layers or config.rotated_layers[layer]
+        return torch.ones(head_dim, dtype=dtype, device=device) if rotates else None
 
     def experts(mixture: Mixture, name: str) -> ExpertWeights:
         count, rows = mixture.num_experts, mixture.intermediate_size
@@ -278,8 +278,8 @@ def _allocate(
             input_norm_H=norm(hidden, exists=config.pre_norms),
             qkv_QH=empty(qkv_width, hidden, layer=f"{name}.self_attn.q_proj"),
             qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
-            q_norm_D=ones(index) if config.bare_qk_norm else norm(q_norm_width, exists=has_qk_norm),
-            k_norm_D=ones(index) if config.bare_qk_norm else norm(k_norm_width, exists=has_qk_norm),
+            q_norm_D=ones(index) if config.weightless_qk_norm else norm(q_norm_width, exists=has_qk_norm),
+            k_norm_D=ones(index) if config.weightless_qk_norm else norm(k_norm_width, exists=has_qk_norm),
             attention_out_HA=empty(hidden, attention_width, layer=f"{name}.self_attn.o_proj"),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
@@ -335,7 +335,7 @@ def _layer_tensors(layer: LayerWeights, config: ModelConfig) -> dict[str, torch.
             for letter, part in zip("qkv", torch.split(fused, widths), strict=True):
                 tensors[f"self_attn.{letter}_proj.{kind}"] = part
     for letter, norm_D in (("q", layer.q_norm_D), ("k", layer.k_norm_D)):
-        if norm_D is not None and not config.bare_qk_norm:
+        if norm_D is not None and not config.weightless_qk_norm:
             tensors[f"self_attn.{letter}_norm.weight"] = norm_D
     return tensors
 

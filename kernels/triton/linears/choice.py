@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-PLAIN_FROM_TOKENS = 512
+DEQUANTISE_FROM_TOKENS = 512
 """From so many tokens on, a weight whose inputs stay in full precision is written out in their type and multiplied so.
 On an H100 the product of a weight in 4 bits took 2.4 times as long as that of bf16 for 2,048 tokens, since each tile of
 tokens unpacks the weight anew. Where writing it out begins to pay was estimated from those times, and not measured."""
-PLAIN_BYTES = 32 << 20
+DEQUANTISED_BYTES = 32 << 20
 """Memory for the part of a weight that is written out at once. It stays in an H100's L2 cache of 50 MB."""
-PLAIN_OUTPUTS, PLAIN_WARPS = 32, 4
+DEQUANTISED_OUTPUTS, DEQUANTISE_WARPS = 32, 4
 """Outputs that a program writes out, and its warps."""
-WARM_UP_TOKENS = (1, 17, 65, PLAIN_FROM_TOKENS)
-"""One number of tokens for each size of tiles, and for the weight written out."""
+WARM_UP_TOKENS = (1, 17, 65)
+"""One number of tokens for each size of tiles. A prompt of DEQUANTISE_FROM_TOKENS warms up what writes a weight out."""
 MIN_UNITS_A_SPLIT = 4
 """A program that reads fewer units fills its pipeline and is over."""
 MAX_SPLITS = 16

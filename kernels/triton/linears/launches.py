@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from blockyard.kernels.triton.linears.choice import (
-    PLAIN_BYTES,
-    PLAIN_FROM_TOKENS,
-    PLAIN_OUTPUTS,
-    PLAIN_WARPS,
+    DEQUANTISE_FROM_TOKENS,
+    DEQUANTISE_WARPS,
+    DEQUANTISED_BYTES,
+    DEQUANTISED_OUTPUTS,
     has_wide_products,
     linear_tiles,
     multiprocessors_of,
@@ -54,7 +54,7 @@ def launch_quantised_linear(
     if weight.order_I is not None:
         x_TI = x_TI.index_select(1, weight.order_I)
     assert x_TI.stride(1) == 1, x_TI.stride()
-    if num_rows >= PLAIN_FROM_TOKENS and not _rounds_inputs(weight):
+    if num_rows >= DEQUANTISE_FROM_TOKENS and not _rounds_inputs(weight):
         return _multiplied_plain(x_TI, weight, bias_O, out_TO)
     tiles = linear_tiles(
         num_rows,
@@ -141,11 +141,13 @@ def _multiplied_plain(
     """Write the weight out in the type of the inputs, some outputs after the others, and fill the result with the
     product."""
     num_outputs, num_inputs = weight.shape
-    outputs = min(max(PLAIN_OUTPUTS, PLAIN_BYTES // (num_inputs * x_TI.element_size())), num_outputs)
+    outputs = min(
+        max(DEQUANTISED_OUTPUTS, DEQUANTISED_BYTES // (num_inputs * x_TI.element_size())), num_outputs
+    )
     plain_PI = x_TI.new_empty(outputs, num_inputs)
     for first in range(0, num_outputs, outputs):
         end = min(first + outputs, num_outputs)
-        dequantise_kernel[(triton.cdiv(end - first, PLAIN_OUTPUTS), weight.num_units)](
+        dequantise_kernel[(triton.cdiv(end - first, DEQUANTISED_OUTPUTS), weight.num_units)](
             as_loaded(weight.numbers),
             weight.scale_GA,
             weight.scale_GA if weight.zero_GO is None else weight.zero_GO,
@@ -157,8 +159,8 @@ def _multiplied_plain(
             weight.scale_GA.shape[1],
             *strides_of(weight),
             TYPE=TYPES[multiplied_type(x_TI)],
-            BLOCK_O=PLAIN_OUTPUTS,
-            num_warps=PLAIN_WARPS,
+            BLOCK_O=DEQUANTISED_OUTPUTS,
+            num_warps=DEQUANTISE_WARPS,
             **form_of(weight),
         )
         weight_IP, out_TP = plain_PI[: end - first].T, out_TO[:, first:end]

@@ -124,22 +124,34 @@ def tiled(weight: QuantisedWeight, *, quantises_inputs: bool = False) -> TiledWe
     )
 
 
-def tiled_experts(weights: Sequence[QuantisedWeight]) -> TiledExperts:
-    """Return a matrix of each expert, of one kind and shape, in one stack. Requires `can_tile` of each."""
-    experts = [tiled(weight) for weight in weights]
-    first = experts[0]
-    common = {expert.common_zero if expert.zero_GO is None else None for expert in experts}
-    zero_EGO = (
-        None if len(common) == 1 and None not in common else torch.stack(list(map(_all_zeros, experts)))
-    )
+def tiled_experts(weights: list[QuantisedWeight]) -> TiledExperts:
+    """Return a matrix of each expert, of one kind and shape, in one stack. Requires `can_tile` of each.
+
+    Empties the list, so that its weights are freed one by one.
+    """
+    count = len(weights)
+    parts: list[TiledWeight] = []
+    numbers: torch.Tensor | None = None
+    for expert in range(count):
+        own = tiled(weights.pop(0))
+        if numbers is None:
+            numbers = torch.empty(
+                (count, *own.numbers.shape), dtype=own.numbers.dtype, device=own.numbers.device
+            )
+        numbers[expert] = own.numbers
+        parts.append(replace(own, numbers=numbers[expert]))
+    assert numbers is not None
+    first = parts[0]
+    common = {part.common_zero if part.zero_GO is None else None for part in parts}
+    zero_EGO = None if len(common) == 1 and None not in common else torch.stack(list(map(_all_zeros, parts)))
     order_EI = None
-    if any(expert.order_I is not None for expert in experts):
-        plain_I = torch.arange(first.shape[1], dtype=torch.int32, device=first.numbers.device)
-        order_EI = torch.stack([plain_I if expert.order_I is None else expert.order_I for expert in experts])
+    if any(part.order_I is not None for part in parts):
+        plain_I = torch.arange(first.shape[1], dtype=torch.int32, device=numbers.device)
+        order_EI = torch.stack([plain_I if part.order_I is None else part.order_I for part in parts])
     stack = TiledExperts(
         first=first,
-        numbers=torch.stack([expert.numbers for expert in experts]),
-        scale_EGA=torch.stack([expert.scale_GA for expert in experts]),
+        numbers=numbers,
+        scale_EGA=torch.stack([part.scale_GA for part in parts]),
         zero_EGO=zero_EGO,
         order_EI=order_EI,
     )

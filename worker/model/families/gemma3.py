@@ -77,4 +77,4 @@ FAMILY = Family(
     },
     as_llama=rope_of_full_attention,
 )
-WITH_IMAGES = replace(FAMILY, text_models=("gemma3_text",))
+WITH_IMAGES = replace(FAMILY, text_models={"gemma3_text": {}})

@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {
     "Llama4ForCausalLM": llama4.FAMILY,
     "Llama4ForConditionalGeneration": llama4.WITH_IMAGES,
     "LlamaForCausalLM": llama.FAMILY,
-    "Ministral3ForCausalLM": mistral.FAMILY,
+    "Ministral3ForCausalLM": mistral.MINISTRAL3,
     "Mistral3ForConditionalGeneration": mistral.WITH_IMAGES,
     "MistralForCausalLM": mistral.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,

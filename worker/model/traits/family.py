@@ -53,11 +53,11 @@ class Traits:
     whole_qk_norm: bool = False
     """Whether queries, and likewise keys, are normalised over all heads together instead. Such a model is not
     divided."""
-    bare_qk_norm: bool = False
-    """Whether each head that is rotated is normalised without weights instead."""
+    weightless_qk_norm: bool = False
+    """Whether queries and keys are normalised without weights instead, in layers that rotate them."""
     rotated_layers: tuple[bool, ...] = ()
     """Whether each layer rotates queries and keys. Empty: all do."""
-    turns_adjacent: bool = False
+    rotates_adjacent: bool = False
     """Whether adjacent dimensions of a head turn together, and not those of its halves."""
     query_scaling: QueryScaling | None = None
     most_positions: int | None = None
@@ -110,9 +110,9 @@ class Family:
     ignored_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of a module's name, with what lists of modules in a `quantization_config` have in their place, beside
     `stored`."""
-    text_models: tuple[str, ...] = ()
-    """Each `model_type` of `text_config` in the config.json of a model that also reads images. Only its text part is
-    loaded. Empty: the model reads text alone."""
+    text_models: Mapping[str, RawConfig] = field(default_factory=dict)
+    """Each `model_type` of `text_config` in the config.json of a model that also reads images, with its own `defaults`.
+    The first is that of a `text_config` without any. Only the text part is loaded. Empty: it reads text alone."""
     rotates_part: bool = False
     """Whether `partial_rotary_factor` says how much of a head is rotated."""
     as_llama: Callable[[RawConfig], RawConfig] = lambda raw: raw

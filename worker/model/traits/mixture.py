@@ -30,7 +30,7 @@ class Mixture:
     """Whether the weights of a token's experts add up to 1."""
     sparse_layers: frozenset[int]
     """Indices of the layers that have experts."""
-    scores_inputs: bool = False
+    scales_inputs: bool = False
     """Whether the sigmoid of its logit scales the input of a token's one expert, and nothing its output."""
     shared_rows: int = 0
     """Inner rows of an expert that every token takes beside the chosen ones. 0: there is none."""
