@@ -156,6 +156,7 @@ def test_a_cluster_without_http_is_told_how_it_gets_it(
     assert "gateway" not in result.stderr + CliRunner().invoke(main, ["run-batch", "--help"]).output
 
 
+@pytest.mark.ci
 @given(st.lists(st.sampled_from(["a", "b", "c", None, ""]) | st.text(max_size=3)))
 def test_every_line_has_an_id_of_its_own(custom_ids: list[str | None]) -> None:
     texts = [

@@ -28,6 +28,8 @@ from tests.worker.checkpoints import shared_checkpoint
 from .fake_worker import SECRET
 from .rig import MODEL, READY, Router, running_router, until
 
+pytestmark = pytest.mark.ci
+
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 2 * 3 * 2 * 16 * BLOCK_TOKENS * 4
 NUM_BLOCKS = 1200

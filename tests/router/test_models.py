@@ -227,6 +227,7 @@ async def test_models_come_and_go_under_load_without_a_failed_request(changing: 
     assert len(workers["demo"].submits) == next(num_done)
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(changing: Pair) -> None:
     router, workers = changing

@@ -13,6 +13,8 @@ from blockyard.worker.server import WorkerServer
 from .rig import until
 from .test_handover import BLOCK_BYTES, Cluster, ask, cluster, known_links, outputs, undisturbed
 
+pytestmark = pytest.mark.ci
+
 __all__ = ["known_links"]
 NUM_BLOCKS = 48
 SMALL = {

@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from blockyard.proto.v1.session_pb2 import PullEnd
 
 from .rig import until
 from .test_handover import Cluster, ask, cluster, known_links, outputs, prompt
+
+pytestmark = pytest.mark.ci
 
 __all__ = ["known_links"]
 LONG = 700

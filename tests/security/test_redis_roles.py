@@ -488,6 +488,7 @@ def text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+@pytest.mark.ci
 def test_nobody_comes_in_without_a_password(server: Server) -> None:
     for options in ({}, {"username": "blockyard-router", "password": "guess"}, {"password": "guess"}):
         with (

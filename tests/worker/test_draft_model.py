@@ -160,6 +160,7 @@ def test_a_prefix_whose_keys_it_has_is_not_computed_again(checkpoint: Path) -> N
     assert keys.num_computed > sum(computed) + 8 * BLOCK_SIZE
 
 
+@pytest.mark.ci
 def test_an_output_that_follows_a_grammar_stays_the_same() -> None:
     settings: dict[str, Any] = {
         "device": "cpu",
@@ -314,6 +315,7 @@ def steps(speculation: Speculation, clock: Timed, *, num_steps: int, step_second
         yield len(drafts)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("pass_seconds", "gains"), [(0.05, True), (0.97, False), (1.5, False)])
 def test_it_guesses_only_where_its_own_time_leaves_a_gain(pass_seconds: float, gains: bool) -> None:
     clock = Timed(pass_seconds)

@@ -292,6 +292,7 @@ def test_a_rank_whose_number_is_not_due_is_refused_and_the_others_come(number: A
     own.close()
 
 
+@pytest.mark.ci
 def test_rank_0_waits_until_all_ranks_have_their_pools() -> None:
     own = leader(3)
     links = connect_with(own, 1, 2)

@@ -29,6 +29,7 @@ def always(share: float) -> Right:
     return lambda sequence, step: share
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
 def test_no_full_batch_is_slower_whatever_its_size_and_acceptance(costs: Costs) -> None:
     ratios = {
@@ -39,6 +40,7 @@ def test_no_full_batch_is_slower_whatever_its_size_and_acceptance(costs: Costs) 
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < LEAST} == {}
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
 def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) -> None:
     # Without speculation such a batch never has the sizes that are left when some end.
@@ -93,6 +95,7 @@ def test_nor_is_a_batch_whose_sequences_differ(
     assert ratio >= LEAST
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("a_row", "batch", "share", "least"),
     [
