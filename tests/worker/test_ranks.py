@@ -408,6 +408,15 @@ def watch(link: Link, losses: list[str], longest_silence: float) -> Watch:
     return watch
 
 
+def test_a_link_that_is_closed_before_its_watch_runs_is_lost(pair: tuple[Link, Link]) -> None:
+    losses: list[str] = []
+    pair[0].close()
+    thread = watch(pair[0], losses, 2.0)._thread
+    thread.join(END_SECONDS)
+    assert not thread.is_alive()
+    assert losses == ["the connection is closed"]
+
+
 def test_a_rank_that_is_silent_for_too_long_is_lost_and_one_that_sends_pulses_is_not(
     pair: tuple[Link, Link],
 ) -> None:

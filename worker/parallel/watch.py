@@ -45,7 +45,12 @@ class Watch:
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             for index, link in enumerate(self._links):
-                selector.register(link, selectors.EVENT_READ, index)
+                try:
+                    selector.register(link, selectors.EVENT_READ, index)
+                except ValueError:  # It was closed before this thread ran.
+                    if not self._is_stopping:
+                        self._on_loss(index, "the connection is closed")
+                    return
             looked_at = next_pulse = time.monotonic()
             while not self._is_stopping:
                 readable = {key.data for key, _ in selector.select(PULSE_SECONDS)}
