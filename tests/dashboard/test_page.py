@@ -380,35 +380,6 @@ async def test_with_one_model_the_page_shows_no_table_of_models(page: Browser) -
     assert await page.evaluate(shown) == 0
 
 
-async def test_of_several_models_each_card_names_its_own_and_the_totals_are_by_model(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("models") / "second"
-    shutil.copytree(MODEL, folder)
-    with processes(tmp_path_factory.mktemp("several"), with_redis=True) as cluster:
-        of_second = (*SIMULATED, "--index-model", "second")
-        workers = [cluster.add_worker("worker-0", *SIMULATED), cluster.add_worker("worker-1", *SIMULATED)]
-        workers.append(cluster.add_worker("second-worker-0", *of_second, model=folder))
-        router = cluster.add_router("router-0", "--further-model", str(folder))
-        await asyncio.to_thread(cluster.start, *workers, router)
-        async with staged(announcement_of(cluster)) as stage, running(cluster, 2, model="second"):
-            await browser.open(stage.url)
-
-            async def until_shown(model: str, **columns: str) -> None:
-                for column, text in columns.items():
-                    name = column.replace("_", " ")
-                    cell = f"document.querySelector('[data-model={model}] [data-column=\"{name}\"]')"
-                    await browser.until(f"{cell}?.textContent === {json.dumps(text)}")
-
-            await until_shown("second", workers_ready="1 of 1", running="2", waiting="0")
-            await until_shown("demo", workers_ready="2 of 2", running="0", waiting="0")
-            models = "[...document.querySelectorAll('.card .model')].map((part) => part.textContent).sort()"
-            assert await browser.evaluate(models) == ["demo", "demo", "second"]
-            assert (await browser.text("#facts")).startswith("demo, second · ")
-            assert await browser.evaluate(RUNS_OVER) == []
-            await keep_picture(browser, "models")
-
-
 async def test_the_page_asks_no_other_host_and_breaks_no_rule_of_its_own_policy(
     page: Browser, stage: Stage
 ) -> None:
@@ -437,3 +408,34 @@ async def test_a_pool_of_a_hundred_thousand_blocks_is_drawn_each_second_and_ever
             assert await browser.text("#details [data-field=state]") == "free"
             await browser.click("#close")
             await keep_picture(browser, "vast")
+
+
+async def test_of_several_models_each_card_names_its_own_and_the_totals_are_by_model(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("models") / "second"
+    shutil.copytree(MODEL, folder)
+    with processes(tmp_path_factory.mktemp("several"), with_redis=True) as cluster:
+        of_second = (*SIMULATED, "--index-model", "second")
+        workers = [cluster.add_worker("worker-0", *SIMULATED), cluster.add_worker("worker-1", *SIMULATED)]
+        workers.append(cluster.add_worker("second-worker-0", *of_second, model=folder))
+        router = cluster.add_router("router-0", "--further-model", str(folder))
+        await asyncio.to_thread(cluster.start, *workers, router)
+        async with staged(announcement_of(cluster)) as stage, running(cluster, 2, model="second"):
+            asked_before = set(browser.hosts)
+            await browser.open(stage.url)
+
+            async def until_shown(model: str, **columns: str) -> None:
+                for column, text in columns.items():
+                    name = column.replace("_", " ")
+                    cell = f"document.querySelector('[data-model={model}] [data-column=\"{name}\"]')"
+                    await browser.until(f"{cell}?.textContent === {json.dumps(text)}")
+
+            await until_shown("second", workers_ready="1 of 1", running="2", waiting="0")
+            await until_shown("demo", workers_ready="2 of 2", running="0", waiting="0")
+            models = "[...document.querySelectorAll('.card .model')].map((part) => part.textContent).sort()"
+            assert await browser.evaluate(models) == ["demo", "demo", "second"]
+            assert (await browser.text("#facts")).startswith("demo, second · ")
+            assert await browser.evaluate(RUNS_OVER) == []
+            await keep_picture(browser, "models")
+            assert browser.hosts - asked_before == {stage.url.split("/")[2]}
