@@ -226,6 +226,11 @@ def _order_of_outputs(config: ModelConfig, module: str, outputs: int) -> torch.T
     return heads[:, rotated_order(config)].flatten()
 
 
+def _mlp(config: ModelConfig, layer: int) -> str:
+    """Return the name of the MLP that all tokens of a layer take: in a sparse layer, the shared expert."""
+    return f"model.layers.{layer}.mlp" + (".shared_expert" if config.is_sparse(layer) else "")
+
+
 def _allocate(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -244,10 +249,9 @@ def _allocate(
         norm_dtype = torch.float32 if config.norms_round_once else dtype
         return torch.empty(width, dtype=norm_dtype, device=device) if exists else None
 
-    def mlp(layer: int) -> str:
-        return f"model.layers.{layer}.mlp" + (".shared_expert" if config.is_sparse(layer) else "")
-
-    def ones(layer: int) -> torch.Tensor | None:
+    def head_norm(width: int, layer: int) -> torch.Tensor | None:
+        if not config.weightless_qk_norm:
+            return norm(width, exists=config.qk_norm or config.whole_qk_norm)
         rotates = not config.rotated_layers or config.rotated_layers[layer]
         return torch.ones(head_dim, dtype=dtype, device=device) if rotates else None
 
@@ -262,7 +266,6 @@ def _allocate(
     hidden, head_dim = config.hidden_size, config.head_dim
     attention_width = config.num_heads * head_dim
     qkv_width = attention_width + 2 * config.num_kv_heads * head_dim
-    has_qk_norm = config.qk_norm or config.whole_qk_norm
     q_norm_width = attention_width if config.whole_qk_norm else head_dim
     k_norm_width = config.num_kv_heads * head_dim if config.whole_qk_norm else head_dim
     embedding_VH = empty(config.vocab_size, hidden)
@@ -278,14 +281,16 @@ def _allocate(
             input_norm_H=norm(hidden, exists=config.pre_norms),
             qkv_QH=empty(qkv_width, hidden, layer=f"{name}.self_attn.q_proj"),
             qkv_bias_Q=empty(qkv_width) if config.attention_bias else None,
-            q_norm_D=ones(index) if config.weightless_qk_norm else norm(q_norm_width, exists=has_qk_norm),
-            k_norm_D=ones(index) if config.weightless_qk_norm else norm(k_norm_width, exists=has_qk_norm),
+            q_norm_D=head_norm(q_norm_width, index),
+            k_norm_D=head_norm(k_norm_width, index),
             attention_out_HA=empty(hidden, attention_width, layer=f"{name}.self_attn.o_proj"),
             attention_out_bias_H=empty(hidden) if config.attention_out_bias else None,
             attention_output_norm_H=norm(hidden, exists=config.post_norms),
             mlp_norm_H=norm(hidden, exists=config.pre_norms),
-            gate_up_2IH=None if rows is None else empty(2 * rows, hidden, layer=f"{mlp(index)}.gate_proj"),
-            down_HI=None if rows is None else empty(hidden, rows, layer=f"{mlp(index)}.down_proj"),
+            gate_up_2IH=None
+            if rows is None
+            else empty(2 * rows, hidden, layer=f"{_mlp(config, index)}.gate_proj"),
+            down_HI=None if rows is None else empty(hidden, rows, layer=f"{_mlp(config, index)}.down_proj"),
             experts=experts(config.mixture, f"{name}.mlp.experts")
             if config.mixture and config.is_sparse(index)
             else None,
