@@ -440,6 +440,7 @@ def _create(
         collective=collective,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
+        max_model_len=config.max_model_len,
     )
 
 
