@@ -279,6 +279,24 @@ async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_failure_that_cannot_be_saved_is_logged(
+    batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("a line of the client")
+
+    def is_full(*_: Any) -> None:
+        raise OSError("a path of the router")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.Runner, "_end", fails)
+        patch.setattr(runner, "_publish", is_full)
+        batch = await started(batch_client, jsonl(line("a")))
+        await until(lambda: f"the failure of batch {batch.id} is not saved: OSError" in caplog.messages)
+    assert (await ended(batch_client, batch)).status == "completed"
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_batches_are_listed_newest_first_in_pages(batch_client: AsyncOpenAI) -> None:
     made = [await started(batch_client, jsonl(line("a"))) for _ in range(3)]
     listed = [one.id async for one in batch_client.batches.list(limit=2)]

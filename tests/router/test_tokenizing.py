@@ -372,12 +372,15 @@ async def test_one_call_encodes_names_and_packs(service: TokenizerService, encod
     assert service.detokenize([*encoder.encode(TextPrompt("héllo")), 1]) == "héllo"
 
 
-async def test_the_process_is_replaced_when_it_dies(service: TokenizerService) -> None:
+async def test_the_process_is_replaced_when_it_dies(
+    service: TokenizerService, caplog: pytest.LogCaptureFixture
+) -> None:
     first = child_pid(service)
     os.kill(first, signal.SIGKILL)
     prepared = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
     assert prepared.num_tokens > 0
     assert child_pid(service) != first
+    assert f"the tokeniser process {first} died, and another takes its place" in caplog.messages
 
 
 async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: Path) -> None:
