@@ -1,7 +1,7 @@
 """Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
-Owns the refusal of everything that it cannot run exactly. Every key of the file that changes the arithmetic is either
-read here, in `rope` or by the model's family (families/), or named in the error. Does not read weights or tokenizers,
+Owns the refusal of everything that it cannot run exactly. A key of the file that changes the arithmetic is read
+here, in `rope` or by the model's family (families/). Otherwise the error names it. Does not read weights or tokenizers,
 and does not import torch.
 """
 
