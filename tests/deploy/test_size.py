@@ -9,7 +9,8 @@ import pytest
 from blockyard.deploy.lifecycle import doctor
 from blockyard.deploy.settings import size
 
-from .test_cli import SECRET, home, run  # noqa: F401
+from .test_cli import SECRET, run
+from .test_cli import home as home
 
 
 @pytest.fixture
