@@ -80,7 +80,9 @@ async def test_a_prompt_over_the_first_context_of_longrope_is_refused_before_any
 ) -> None:
     shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
     stated = json.loads((tmp_path / "config.json").read_text())
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    factors = [1.0] * (stated["head_dim"] // 2)
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(stated | {"rope_parameters": rope}))
     async with running_router(model=str(tmp_path)) as router:
         tokens = inference_pb2.GenerateRequest(prompt_token_ids={"ids": [7] * 128})
