@@ -1,8 +1,8 @@
 """Model group: one of the models that a router serves, with its parts and the addresses of its workers.
 
-Owns where the addresses come from: the config, the supervisor (`set_workers`) and, without a supervisor, records in the
-model's index that workers have signed with the cluster secret. Owns the calls that use the group now. Does not own its
-parts (composition.py), or how long it lives (model_groups.py).
+Owns where the addresses come from: the config, the supervisor (`set_workers`) or the model's index. The index counts
+only without a supervisor, and only its records that workers have signed with the cluster secret. Owns the calls that
+use the group now. Does not own its parts (composition.py), or how long it lives (model_groups.py).
 """
 
 import asyncio

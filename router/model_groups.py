@@ -10,7 +10,7 @@ leaves the others their parts. Does not own how a group is built (composition.py
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -176,9 +176,12 @@ class ModelGroups:
         self._lives = first | self._lives
 
     async def _end(self, life: _Life, grace_seconds: float) -> None:
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(grace_seconds):
                 await life.group.is_idle.wait()
+        except TimeoutError:
+            model_id = life.group.model.id
+            logger.warning("model %s: calls still run after %g s, and get an error", model_id, grace_seconds)
         life.group.parts.placer.give_up()
         life.stops.set()
 

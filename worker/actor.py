@@ -1,7 +1,7 @@
 """Worker actor: a worker inside a Ray actor. Only this file and rank_actor.py of worker/ know Ray.
 
-Owns what Ray adds to a WorkerServer: metrics, the pool map in Ray's session logs, actors of the other ranks, and a call
-that ends with the actor. Does not own serving. Tokens never pass through Ray.
+Owns what Ray adds to a WorkerServer: metrics, the pool map in Ray's session logs, and actors of the other ranks. Also
+owns a call that ends with the actor. Does not own serving. Tokens never pass through Ray.
 """
 
 import asyncio

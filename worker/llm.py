@@ -39,7 +39,8 @@ class LLM:
         self.config = EngineConfig(model=model, **settings)
         bound_spinning()
         from blockyard.worker.lora.catalogue import AdapterCatalogue
-        from blockyard.worker.startup.loading import ALONE, load_engine
+        from blockyard.worker.parallel.ranks import ALONE
+        from blockyard.worker.startup.loading import load_engine
 
         ranks = ALONE
         if self.config.tensor_parallel_size > 1:

@@ -9,7 +9,7 @@ within seconds that one is frozen or cut off. Either ends the worker.
     leader.spawn()                               # or elsewhere: run_rank(1, leader.address, leader.secret, cluster)
     load_engine(config, leader.connect())
 
-Owns processes and connections. Does not own what a rank computes (parallel/, execution/part_runner.py).
+Owns connections. Does not own processes (parallel/processes.py), or what a rank computes (execution/part_runner.py).
 """
 
 import contextlib
@@ -21,7 +21,6 @@ import secrets
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +29,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import torch
 from blockyard.kernels.cpu.group import MAX_RANKS, RankLost
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.logs import configure_logging
@@ -42,13 +40,14 @@ from blockyard.worker.parallel.exchange import Exchange, Names, kernels_for
 from blockyard.worker.parallel.follower import Follower
 from blockyard.worker.parallel.link import Frame, Kind, Link, LinkClosed, accepted, connected
 from blockyard.worker.parallel.messages import pack, unpack
+from blockyard.worker.parallel.processes import SECRET_VARIABLE, RankProcesses
+from blockyard.worker.parallel.ranks import Ranks
 from blockyard.worker.parallel.step_arrays import StepArrays
 from blockyard.worker.parallel.watch import Watch
-from blockyard.worker.startup.loading import Ranks, load_follower
+from blockyard.worker.startup.loading import load_follower
 
 logger = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "BLOCKYARD_CLUSTER_SECRET"
 CONNECT_SECONDS = 300.0
 """Longest wait until all ranks have come. Each imports PyTorch first."""
 ANSWER_SECONDS = 60.0
@@ -85,7 +84,7 @@ class RankLeader:
         """Called once with the reason when a rank is lost after `connect`, on another thread."""
         self.lost: str | None = None
         """The reason why a rank is lost, or why this end is closed."""
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._processes = RankProcesses()
         try:
             self._listener = socket.create_server((without_brackets(host), 0), family=_family(host))
         except OSError as error:
@@ -104,16 +103,9 @@ class RankLeader:
 
     def spawn(self) -> None:
         """Start all other ranks as processes, which end with this one. Threads of the machine are divided among all."""
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, torch.get_num_threads() // self.size))
-        torch.set_num_threads(int(threads))
-        for rank in range(1, self.size):
-            environment = os.environ | {SECRET_VARIABLE: self.secret, "OMP_NUM_THREADS": threads}
-            if self.config.device != "cpu":
-                environment["CUDA_VISIBLE_DEVICES"] = _visible_device(rank)
-            command = [sys.executable, "-m", "blockyard.worker.ranks", str(rank), self.address, self.cluster]
-            child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-            self._children.append(child)
-            logger.info("rank %d is process %d", rank, child.pid)
+        self._processes.start(
+            self.config, leader_address=self.address, secret=self.secret, cluster=self.cluster
+        )
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> Ranks:
         """Wait until all ranks have come, and return what rank 0 loads its engine with.
@@ -151,9 +143,7 @@ class RankLeader:
         context = _contexts(self.secret, self.cluster)
         self._listener.settimeout(POLL_SECONDS)
         while len(self._links) < self.size - 1:
-            for child in self._children:
-                if (status := child.poll()) is not None:
-                    raise ValueError(f"a rank's process ended with {status} before it came")
+            self._processes.check_all_run()
             if time.monotonic() > deadline:
                 raise ValueError(f"{len(self._links) + 1} of {self.size} ranks have come in time")
             try:
@@ -273,8 +263,7 @@ class RankLeader:
             for link in self._links.values():
                 link.expect_end(STOP_SECONDS)
         self._end_ranks()
-        for child in self._children:
-            child.wait()
+        self._processes.wait()
 
     def _end_ranks(self) -> None:
         self._listener.close()
@@ -282,8 +271,7 @@ class RankLeader:
             self._exchange.end()
         for link in self._links.values():
             link.close()
-        for child in self._children:
-            child.kill()  # a frozen one would otherwise stay
+        self._processes.kill()
 
 
 def run_rank(
@@ -426,12 +414,6 @@ def _contexts(secret: str, cluster: str) -> Callable[[bool], ssl.SSLContext]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _visible_device(rank: int) -> str:
-    """Return the GPU of a rank on this machine, as CUDA_VISIBLE_DEVICES names it."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return visible[rank] if rank < len(visible) else str(rank)
 
 
 def main(rank: str, leader_address: str, cluster: str) -> int:

@@ -39,11 +39,12 @@ from blockyard.worker.inspection.pool_view import load_message
 from blockyard.worker.lora.catalogue import AdapterCatalogue
 from blockyard.worker.metrics import worker_readings
 from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.ranks import ALONE
 from blockyard.worker.ranks import RankLeader
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.compiling import CompileGrammar
 from blockyard.worker.session.session import SessionService
-from blockyard.worker.startup.loading import ALONE, LoadedEngine, load_engine
+from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from blockyard.worker.startup.warm_up import try_out
 from blockyard.worker.transfer.exchange import Exchange
 from blockyard.worker.transfer.neighbours import Neighbours

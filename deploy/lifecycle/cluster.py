@@ -45,6 +45,7 @@ from blockyard.router.config import RouterConfig
 
 DRAIN_SECONDS = 5.0
 STARTING_RAY = "starting Ray and its dashboard"
+DRAINING = "draining routers and stopping workers"
 LOOPBACK_AMONG_HOSTS = (
     "this Ray cluster has several machines, and each router accepts only programs on its own machine: --host opens it "
     "to others"
@@ -137,9 +138,9 @@ def down(
     On a Ray cluster that we joined, only our actors end, and Ray must answer. With `forget`, Ray is not asked to drain
     and end actors.
     """
-    report(Progress(stage="draining routers and stopping workers"))
+    report(Progress(stage=DRAINING))
     if not forget:
-        _say_goodbye(cluster, drain_seconds)
+        _say_goodbye(cluster, drain_seconds, report)
     report(Progress(stage="stopping processes"))
     if cluster.head is not None:
         end_session(cluster.head.session, cluster.head.processes)
@@ -157,7 +158,7 @@ def leftovers(cluster: ClusterState) -> list[str]:
     return sorted({*left, *(str(path) for path in paths if path and path.exists())})
 
 
-def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
+def _say_goodbye(cluster: ClusterState, drain_seconds: float, report: Report) -> None:
     if cluster.ray_address is None or not cluster.is_supervised:
         return
     with ray_head.words_kept(Path(cluster.directory or os.devnull) / "goodbye.log"):
@@ -165,9 +166,13 @@ def _say_goodbye(cluster: ClusterState, drain_seconds: float) -> None:
             with on_ray.driver(cluster):
                 on_ray.shut_down(drain_seconds)
         elif owns_session(cluster.head.session, cluster.head.processes):
-            # A Ray that no longer answers must not prevent ending its processes.
-            with contextlib.suppress(Exception), on_ray.driver(cluster):
-                on_ray.shut_down(drain_seconds)
+            try:
+                with on_ray.driver(cluster):
+                    on_ray.shut_down(drain_seconds)
+            except Exception as error:
+                # A Ray that no longer answers must not prevent ending its processes.
+                warning = f"routers and workers are killed, not drained: Ray does not answer ({type(error).__name__})"
+                report(Progress(stage=DRAINING, warning=warning))
 
 
 def refuse_if_up(cluster: str) -> ClusterState | None:

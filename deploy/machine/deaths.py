@@ -8,12 +8,14 @@ watched (supervision/supervisor.py).
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 MEMORY_SECONDS = 2.0
 """Interval between readings of the OOM-kill counter."""
 _LOOK_SECONDS = 0.02
@@ -54,9 +56,14 @@ class DeathWatch:
 
     def watch(self, pid: int) -> None:
         """Begin to watch a process, unless it has already ended. Call it once."""
-        with contextlib.suppress(OSError):  # The process has already ended.
+        try:
             self._pid, self._pidfd = pid, os.pidfd_open(pid)
-            self._look()
+        except ProcessLookupError:
+            return  # It has already ended.
+        except OSError as error:
+            logger.warning("if process %d ends, the log will not say how: %s", pid, error)
+            return
+        self._look()
 
     def close(self) -> None:
         if self._next_look is not None:

@@ -148,6 +148,7 @@ def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
         if time.monotonic() < renewed_at + RENEW_SECONDS:
             return
         renewed_at = time.monotonic()
+        # If Redis does not answer now, the start fails by itself where it uses Redis.
         with contextlib.suppress(PrefixIndexError):
             if not asyncio.run(_claim(url, options.cluster, holder)):
                 raise ValueError(
@@ -159,7 +160,7 @@ def claimed(options: "UpOptions") -> Iterator[Callable[[], None]]:
     try:
         yield keep
     finally:
-        with contextlib.suppress(PrefixIndexError):
+        with contextlib.suppress(PrefixIndexError):  # The claim expires after CLAIM_SECONDS.
             asyncio.run(_unclaim(url, options.cluster, holder))
 
 

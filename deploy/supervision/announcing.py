@@ -4,7 +4,6 @@ Runs in the supervisor. While the store does not answer, the live page is out of
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -90,10 +89,17 @@ async def _node_names() -> dict[str, str]:
 
 
 async def withdraw(cluster: str, namespace: bytes = KV_NAMESPACE) -> None:
-    """Delete a cluster's entry from Ray's key-value store. Ignore a store that does not answer in time."""
-    with contextlib.suppress(RayError, OSError, TimeoutError):
+    """Delete a cluster's entry from Ray's key-value store. If the store does not answer in time, the entry stays."""
+    try:
         async with asyncio.timeout(KV_SECONDS):
             await _store().async_internal_kv_del(key_of(cluster), False, namespace=namespace)
+    except (RayError, OSError, TimeoutError) as error:
+        logger.warning(
+            "Ray's store still has the entry of cluster %s in %s: %s",
+            cluster,
+            namespace.decode(),
+            type(error).__name__,
+        )
 
 
 async def put(key: bytes, value: bytes, namespace: bytes = KV_NAMESPACE) -> bool:

@@ -2,7 +2,7 @@
 
 The store is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault
 tolerant. Does not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the
-number of workers that `up` started, and would start workers that an operator has taken out.
+number of workers that `up` started. It would also start workers that an operator has taken out.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Experts on a CPU in one call of native/experts.cpp: how their weights are stacked, and the call.
 
-Owns the check of everything before its addresses leave Python, and the memory of the call, which has the same size for
-any choice of experts. So a call can be recorded. Must never import triton.
+Owns the checks before any address leaves Python, and the memory of the call. That has the same size for any choice of
+experts, so a call can be recorded. Must never import triton.
 
 Shapes: T tokens, K experts a token, E experts, H hidden size, I intermediate size, R rows of one expert at once.
 """

@@ -1,7 +1,7 @@
 """Formats in which models write tool calls and reasoning. Pure data.
 
-The formats of calls are those for which most open models are trained; a tokenizer with a response template of its own
-has another one (template_parser.py).
+The formats of calls are those for which most open models are trained. A tokenizer with a response template of its own
+has another format (template_parser.py).
 """
 
 import json

@@ -8,7 +8,7 @@ on the worker, and to requests that come later. With its full weight (`others_fr
 of all requests together, not only its own.
 
 A worker may fetch a prefix from another one that has more of it, where that pays for the request itself
-(`PullPlan.pays`). To others a pulled prefix costs as much as a computed one: its copy takes room from what they have
+(`PullPlan.pays`). To others a pulled prefix costs as much as a computed one. Its copy takes room from what they have
 cached, and its context slows their steps. Otherwise long prompts would be pulled to the worker that has most short
 ones. A worker whose memory is short fetches nothing, since the copy would make others wait for room.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from blockyard.proto.naming import model_files
+from blockyard.proto.naming.context import longest_context
 from blockyard.proto.naming.pooling import Pooling, read_pooling
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def read_facts(
     return ModelFacts(
         names=names,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
-        max_position_embeddings=_longest_context(config),
+        max_position_embeddings=_served_context(config),
         # As on the workers: an id beyond the logits never occurs, and workers would refuse it.
         eos_token_ids=frozenset(
             token_id
@@ -156,13 +157,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return {**AutoConfig.from_pretrained(folder).get_text_config().to_dict(), **config}
 
 
-def _longest_context(config: Mapping[str, Any]) -> int:
+def _served_context(config: Mapping[str, Any]) -> int:
     """Return the model's context, or the end of Llama 4's first chunk of attention, where workers end it."""
-    stated = _positive(config, "max_position_embeddings")
-    chunk = config.get("attention_chunk_size")
-    return (
-        min(stated, chunk) if config.get("model_type") == "llama4_text" and isinstance(chunk, int) else stated
-    )
+    longest, chunk = longest_context(config), config.get("attention_chunk_size")
+    is_chunked = config.get("model_type") == "llama4_text" and isinstance(chunk, int)
+    return min(longest, chunk) if is_chunked else longest
 
 
 def _read_json(file: Path) -> dict[str, Any]:

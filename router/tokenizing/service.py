@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ __all__ = [
     "TokenizingTimeout",
 ]
 
+logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT_SECONDS = 5.0
 DEFAULT_START_TIMEOUT_SECONDS = 180.0
 """Longest load of a process. Its imports alone took over 60 s on a machine with 20 times more work than processors."""
@@ -328,7 +330,7 @@ class _Seat:
             self._last_call = _Call(future=future, deadline=deadline)
             with suppress(ProcessDied):
                 return await self._outcome(self._last_call)
-            self._replace()
+            self._replace("died")
         raise TokenizingError("the tokeniser process died twice on one prompt")
 
     async def ready(self) -> TokenizerProcess:
@@ -345,7 +347,7 @@ class _Seat:
             if not loaded.done():
                 await asyncio.wait({loaded}, timeout=self._timeouts.start_seconds)
             if not loaded.done():
-                self._replace()
+                self._replace("took too long to start")
                 raise TokenizingTimeout(
                     f"the tokeniser process took over {self._timeouts.start_seconds:g} s to start"
                 )
@@ -353,7 +355,7 @@ class _Seat:
             with suppress(ProcessDied):
                 loaded.result()
                 return process
-            self._replace()
+            self._replace("died")
         raise TokenizingError("the tokeniser process died while starting")
 
     async def _outcome(self, call: _Call) -> Prepared:
@@ -362,7 +364,7 @@ class _Seat:
         self._last_call = None
         if call.future.done():
             return call.future.result()
-        self._replace()
+        self._replace("took too long over a prompt")
         raise TokenizingTimeout(f"tokenising took over {self._timeouts.call_seconds:g} s")
 
     async def _finish_last_call(self) -> None:
@@ -371,7 +373,8 @@ class _Seat:
             with suppress(TokenizingError, PromptError, ProcessDied):
                 await self._outcome(self._last_call)
 
-    def _replace(self) -> None:
+    def _replace(self, why: str) -> None:
         if self.process is not None:
+            logger.warning("the tokeniser process %d %s, and another takes its place", self.process.pid, why)
             self.process.end()
             self.open()

@@ -1,6 +1,7 @@
 """The cause of a process's end, as the kernel reports it to a process that is not its parent."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -102,12 +103,26 @@ async def test_nothing_is_told_of_one_that_lives() -> None:
         assert await death.reason() == ""
 
 
-async def test_nothing_is_told_of_one_that_had_gone_before() -> None:
+async def test_nothing_is_told_of_one_that_had_gone_before(caplog: pytest.LogCaptureFixture) -> None:
     with grandchild(TO_EXIT) as (pid, parent):
         parent.communicate()
         with contextlib.closing(DeathWatch()) as death:
             death.watch(pid)
             assert await death.reason() == ""
+    assert caplog.records == []
+
+
+async def test_a_process_that_cannot_be_watched_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    with contextlib.closing(DeathWatch()) as death:
+        death.watch(os.getpid())
+        assert await death.reason() == ""
+    assert "the log will not say how: [Errno 24] Too many open files" in caplog.text
 
 
 async def test_an_actors_death_is_told_by_ray_where_ray_knows_more_than_the_kernel() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from blockyard.deploy.cli import main
+from blockyard.deploy.lifecycle import cluster, driver
 from blockyard.deploy.machine import state
 from click.testing import CliRunner
 
@@ -77,6 +78,23 @@ def test_a_state_file_of_before_has_a_supervisor_to_say_goodbye_to(
     path = state.state_path("default")
     path.write_text(path.read_text().replace('"is_supervised": false,', ""))
     assert state.load("default").is_supervised
+
+
+def test_an_end_without_a_drain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(_: state.ClusterState) -> None:
+        raise TimeoutError
+
+    head = state.HeadState(session=1, processes=())
+    started = state.ClusterState(
+        cluster="default", model="m", secret="s", ray_address="127.0.0.1:1", is_supervised=True, head=head
+    )
+    monkeypatch.setattr(cluster, "owns_session", lambda *_: True)
+    monkeypatch.setattr(cluster, "end_session", lambda *_: None)
+    monkeypatch.setattr(cluster, "_remove_files", lambda _: None)
+    monkeypatch.setattr(driver, "driver", silent)
+    told: list[str] = []
+    cluster.down(started, report=lambda progress: told.append(progress.warning))
+    assert "routers and workers are killed, not drained: Ray does not answer (TimeoutError)" in told
 
 
 def without(name: str) -> Callable[[dict[str, Any]], object]:

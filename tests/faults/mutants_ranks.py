@@ -30,13 +30,13 @@ MUTANTS = (
         73,
         "a frozen rank is told to end, and not killed",
         FROZEN,
-        ("worker:RankLeader._end_ranks", "child.kill()", "child.terminate()"),
+        ("worker:RankProcesses.kill", "child.kill()", "child.terminate()"),
     ),
     mutant(
         74,
         "a rank that ends before it comes is waited for",
         "ranks.py::test_a_rank_killed_before_its_worker_serves_fails_that_start_in_words[load]",
-        ("worker:RankLeader._accept_all", "child.poll()", "None"),
+        ("worker:RankProcesses.check_all_run", "child.poll()", "None"),
     ),
     mutant(
         75,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
@@ -25,4 +26,20 @@ async def worker(gateway: Gateway) -> AsyncIterator[FakeWorker]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
     async with gateway.client() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def batching(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    folder = tmp_path_factory.mktemp("batches")
+    async with (
+        running_gateway(batch_dir=str(folder), slow_reader_seconds=5.0) as running,
+        running.router.workers(worker_of_model("a")),
+    ):
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def batch_client(batching: Gateway) -> AsyncIterator[AsyncOpenAI]:
+    async with batching.client() as made:
         yield made

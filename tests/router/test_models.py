@@ -229,7 +229,9 @@ async def test_models_come_and_go_under_load_without_a_failed_request(changing: 
 
 @pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
-async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(changing: Pair) -> None:
+async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(
+    changing: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     router, workers = changing
     workers["other"].script = lambda submit: Script(hang_after=1)
     running = asyncio.ensure_future(ask(router, "other", sampling=FOREVER))
@@ -237,6 +239,7 @@ async def test_calls_that_outlive_the_grace_period_of_their_model_get_an_error(c
     await router.server.set_models((DEMO,), grace_seconds=0.1)
     async with asyncio.timeout(20):
         assert (await refused(running)).code() is grpc.StatusCode.UNAVAILABLE
+    assert "model other: calls still run after 0.1 s, and get an error" in caplog.messages
     await ask(router, "demo")
     workers["other"].script = lambda submit: Script()
     router.server.set_workers([workers["other"].address], "other")

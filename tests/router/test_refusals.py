@@ -1,7 +1,10 @@
 """Refusals of a whole router over real gRPC: with which code, reason and field, and before which cost."""
 
+import json
 import logging
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,6 +15,7 @@ from blockyard.router.tokenizing.service import TokenizerService
 from .fake_worker import FakeWorker, Script
 from .rig import (
     FOREVER,
+    MODEL,
     Router,
     fields_of,
     is_idle,
@@ -69,6 +73,22 @@ async def test_a_prompt_over_the_context_has_a_reason_of_its_own(router: Router,
             assert len((await router.inference.Generate(tokens)).token_ids) == 1
         else:
             assert reason_of(await refused(router.inference.Generate(tokens))) == "CONTEXT_LENGTH_EXCEEDED"
+
+
+async def test_a_prompt_over_the_first_context_of_longrope_is_refused_before_any_worker_has_come(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(MODEL, tmp_path, dirs_exist_ok=True)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    factors = [1.0] * (stated["head_dim"] // 2)
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"rope_parameters": rope}))
+    async with running_router(model=str(tmp_path)) as router:
+        tokens = inference_pb2.GenerateRequest(prompt_token_ids={"ids": [7] * 128})
+        error = await refused(router.inference.Generate(tokens, timeout=5))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert reason_of(error) == "CONTEXT_LENGTH_EXCEEDED"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from blockyard.worker import ranks
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
 from blockyard.worker.parallel.collective import RanksLost
+from blockyard.worker.parallel.processes import SECRET_VARIABLE
 from blockyard.worker.sequences.sampling_params import SamplingParams
 
 from .test_ranks import DEMO, GREEDY, PROMPTS, SECRET, settings
@@ -51,7 +52,7 @@ class FarLeader(ranks.RankLeader):
         command = [sys.executable, "-m", "blockyard.worker.ranks", "1", self.address, self.cluster]
         FarLeader.far = subprocess.Popen(
             ["unshare", "--net", "--mount", "sh", "-c", COME_UP, "sh", *command],
-            env=os.environ | {ranks.SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {SECRET_VARIABLE: SECRET, "OMP_NUM_THREADS": "1"},
         )
         own = Path("/proc/self/ns/net").readlink()
         while Path(f"/proc/{self.far.pid}/ns/net").readlink() == own:

@@ -12,8 +12,9 @@ from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.parallel.collective import Collective
 from blockyard.worker.parallel.follower import Follower
+from blockyard.worker.parallel.ranks import ALONE, Ranks
 from blockyard.worker.parallel.step_arrays import StepArrays
-from blockyard.worker.startup.loading import ALONE, Ranks, load_engine, load_follower
+from blockyard.worker.startup.loading import load_engine, load_follower
 
 from .in_process_ranks import in_process
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from blockyard.kernels.interface import BackendName
+from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.runner import TorchRunner
 from blockyard.worker.execution.step_graphs import sizes_for
 from blockyard.worker.model.config import UnsupportedModelError, load_config
@@ -17,6 +18,7 @@ from blockyard.worker.model.families import llama
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.model.shards import check_shards
 from blockyard.worker.model.traits.family import Family, allows
+from blockyard.worker.parallel.follower import Follower
 from safetensors.torch import load_file, save_file
 
 from . import test_step_graphs as steps
@@ -161,6 +163,21 @@ def test_an_engine_reuses_prefixes_and_divides_what_can_be_divided(folder: Path,
         tokens, num_cached = run(engine)[again]
         assert num_cached == 48
         assert_greedy(folder, prompt_of(50) + prompt_of(9), tokens)
+
+
+@pytest.mark.parametrize("folder", ["gemma3", "ministral3"], indirect=True)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tables_of_positions_end_with_the_context_that_is_served(folder: Path, num_ranks: int) -> None:
+    followers: list[Follower] = []
+    config = config_of(folder, max_model_len=64, overlap_steps="on")
+    with divided_engine(config, num_ranks, followers) as engine:
+        for part in [engine.runner, *(follower._part for follower in followers)]:
+            assert isinstance(part, PartRunner)
+            decoder = part._decoder
+            tables = [*decoder._rotary_tables, decoder._query_scale_M]
+            assert {len(table) for table in tables if table is not None} == {64}
+        request_id = submit(engine, prompt_of(50), 14)
+        assert_greedy(folder, prompt_of(50), run(engine)[request_id][0])
 
 
 def test_linears_in_int8_stay_near_fp32(folder: Path) -> None:

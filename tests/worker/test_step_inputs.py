@@ -29,7 +29,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .scheduling import make_scheduler, make_sequence, run
-from .storm import Device, Storm
+from .storm import Storm
+from .storm_device import Device
 from .test_storm import WEATHERS, blow
 
 ACTIONS = 3000

@@ -25,11 +25,12 @@ from blockyard.worker.model.division import divide
 from blockyard.worker.model.weights import random_weights
 from blockyard.worker.parallel.collective import RankFailed
 from blockyard.worker.parallel.follower import Follower
+from blockyard.worker.parallel.ranks import Ranks
 from blockyard.worker.sequences.identifiers import RequestId
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import SequenceState
 from blockyard.worker.startup import loading
-from blockyard.worker.startup.loading import LoadedEngine, Ranks
+from blockyard.worker.startup.loading import LoadedEngine
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, reference_greedy, shared_checkpoint
 from .in_process_ranks import InProcess, in_process

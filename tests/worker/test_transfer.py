@@ -3,9 +3,6 @@
 import asyncio
 import contextlib
 import random
-import socket
-import ssl
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +18,6 @@ from blockyard.worker.scheduling import pulls
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer import rules
-from blockyard.worker.transfer.neighbours import Neighbours
 
 from .checkpoints import shared_checkpoint
 from .test_session import ROOT, SECRET, Session
@@ -364,69 +360,6 @@ async def test_a_worker_lends_at_most_its_share() -> None:
         async with Router(destination) as router:
             await router.ask(1, pull=await pull_from(source))
             assert (router.reports[1].end, router.reports[1].num_blocks) == (PullEnd.PULL_END_FEWER, 6)
-
-
-@pytest.mark.parametrize("secret", [SECRET, ""])
-async def test_neighbours_take_no_tls_and_others_the_same_blocks_by_tcp(
-    secret: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with AsyncExitStack() as stack:
-        source = await stack.enter_async_context(a_worker("w0", secret=secret))
-        near = await stack.enter_async_context(a_worker("w1", secret=secret))
-        with monkeypatch.context() as patch:
-            patch.setattr("blockyard.worker.server.Neighbours", lambda *arguments: None)
-            far = await stack.enter_async_context(a_worker("w2", secret=secret))
-        there = await stack.enter_async_context(Router(source, secret))
-        expected = await there.ask(1)
-        blocks = await bytes_of_blocks(source)
-        for worker, family in ((near, socket.AF_UNIX), (far, socket.AF_INET)):
-            async with Router(worker, secret) as router:
-                assert await router.ask(1, pull=await pull_from(source, secret)) == expected
-                assert router.reports[1].end == PullEnd.PULL_END_WHOLE
-            assert await bytes_of_blocks(worker) == blocks[:BLOCKS]
-            (connection,) = worker._exchange._receiver._idle.values()
-            assert connection._socket.family == family
-            assert isinstance(connection._socket, ssl.SSLSocket) is (
-                family == socket.AF_INET and bool(secret)
-            )
-
-
-async def test_a_process_that_the_worker_may_not_inspect_is_no_neighbour() -> None:
-    """Root may inspect what hides, but the process then has another account."""
-    async with a_worker("w0") as worker:
-        _, near = worker._exchange._lender._listeners
-        name = near.getsockname().hex()
-        stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, name)
-        assert await asyncio.wait_for(stranger.wait(), 20) == 0, "it was not turned away"
-
-
-STRANGER = """
-import ctypes, os, socket, sys
-if os.getuid():
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-else:
-    os.setgid(65534)
-    os.setuid(65534)
-with socket.socket(socket.AF_UNIX) as sock:
-    sock.connect(bytes.fromhex(sys.argv[1]))
-    assert not sock.recv(1)
-"""
-
-
-def test_a_neighbour_is_found_by_secret_cluster_incarnation_and_port() -> None:
-    neighbours = Neighbours("secret", "default")
-    with neighbours.listen("incarnation", 1):
-        found = neighbours.connect("incarnation", 1, 5.0)
-        assert found is not None
-        found.close()
-        for other, incarnation, port in (
-            (Neighbours("another", "default"), "incarnation", 1),
-            (Neighbours("secret", "another"), "incarnation", 1),
-            (neighbours, "another", 1),
-            (neighbours, "incarnation", 2),
-        ):
-            assert other.connect(incarnation, port, 5.0) is None
-    assert neighbours.connect("incarnation", 1, 5.0) is None, "it has ended"
 
 
 async def test_a_replay_fetches_blocks_of_generated_tokens_and_publishes_each_stride() -> None:

@@ -156,13 +156,19 @@ class PartRunner:
         collective: Collective | None = None,
         max_loras: int = 0,
         max_lora_rank: int = 1,
+        max_model_len: int | None = None,
     ) -> Self:
         """Load a model, or this rank's part of it, and allocate its pools. `seed` draws random weights.
 
-        Raises ValueError for a model or a combination that is not supported.
+        Without `max_model_len`, sequences may have the length of the model's own context. Raises ValueError for a model
+        or a combination that is not supported.
         """
         place = torch.device(device)
         config = load_config(model_path)
+        if max_model_len is not None:
+            # Tables of positions and trial steps are then no longer than what is served.
+            reached = min(max_model_len, config.max_position_embeddings)
+            config = replace(config, max_position_embeddings=reached)
         ranks = collective or Alone()
         part = divide(config, ranks.rank, ranks.size)
         on_cpu = place.type == "cpu"

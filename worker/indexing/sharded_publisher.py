@@ -1,7 +1,7 @@
 """Sharded publisher: publishes this worker's blocks to each server of the prefix index, whichever has their prefix.
 
 Owns which of a step's changes go to which server. Each server has a publisher of its own (publisher.py), with its own
-berth, lease and resyncs, so the loss of one server delays nothing for the others. Does not own the choice of the server
+berth, lease and resyncs. So the loss of one server delays nothing for the others. Does not own the choice of the server
 (proto/index/shards.py) or the one state that operators see (report.py).
 """
 

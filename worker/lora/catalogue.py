@@ -1,7 +1,7 @@
 """Catalogue: the adapters of a worker by name, in host memory.
 
-A folder that has not changed since it was read is not read again, so that each router may add all adapters to each
-worker that it meets. Owns names. Does not own the content of folders (peft.py) or what runs (the engine).
+A folder that has not changed since it was read is not read again. So each router may add all adapters to each worker
+that it meets. Owns names. Does not own the content of folders (peft.py) or what runs (the engine).
 """
 
 from dataclasses import dataclass

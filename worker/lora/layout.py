@@ -1,5 +1,4 @@
-"""Layout of adapters: the linear layers of a model that an adapter may change, its weights on the host, and which part
-of them a rank has.
+"""Layout of adapters: the linear layers that an adapter may change, its weights on the host, and each rank's part.
 
 Shapes: L layers, P parts of a fused layer, R rank, I input size, O output size.
 """

@@ -1,7 +1,7 @@
 """Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
-Owns the refusal of everything that it cannot run exactly. Every key of the file that changes the arithmetic is either
-read here, in `rope` or by the model's family (families/), or named in the error. Does not read weights or tokenizers,
+Owns the refusal of everything that it cannot run exactly. A key of the file that changes the arithmetic is read
+here, in `rope` or by the model's family (families/). Otherwise the error names it. Does not read weights or tokenizers,
 and does not import torch.
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from blockyard.proto.naming import model_files
+from blockyard.proto.naming.context import longest_context
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
 from blockyard.worker.model.families.table import FAMILIES, find_architecture
 from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
 from blockyard.worker.model.rope import (
     RopeScaling,
-    longest_context,
     read_rope_scaling,
     read_rope_theta,
     read_rotary_dim,
@@ -125,7 +125,7 @@ def _load_config(folder: Path) -> ModelConfig:
     head_dim = _positive(raw, "head_dim", hidden_size // num_heads)
     rotary_dim = read_rotary_dim(raw, head_dim, can_be_less=family.rotates_part)
     rope_scaling = read_rope_scaling(raw, trained_context, rotary_dim)
-    max_position_embeddings = longest_context(trained_context, rope_scaling)
+    max_position_embeddings = longest_context(raw)
     sizes = Sizes(
         num_layers=num_layers,
         hidden_size=hidden_size,

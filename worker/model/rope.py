@@ -138,20 +138,6 @@ def read_rope_scaling(raw: RawConfig, max_position_embeddings: int, rotary_dim: 
             return None
 
 
-def longest_context(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
-    """Return the number of positions that a model is meant for.
-
-    It is the config's own number, except where yarn reaches more, as in vLLM, or where longrope would change its
-    factors. By the models' own instructions, yarn is turned on by adding the scaling to config.json and leaving that
-    number as it is.
-    """
-    if isinstance(scaling, YarnScaling):
-        return max(max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))
-    if isinstance(scaling, LongRopeScaling):
-        return min(max_position_embeddings, scaling.original_max_position_embeddings)
-    return max_position_embeddings
-
-
 def _rope(raw: RawConfig) -> dict[str, Any]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):

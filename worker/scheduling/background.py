@@ -1,7 +1,7 @@
 """Background work: sequences of the lowest priority, and how many of them a step computes beside other work.
 
-They are for batches that nobody waits for. Beside other sequences a step takes as many of their decodes as it is
-expected to finish in about the same time, and none of their prompts. Pure: it chooses no rows and changes nothing.
+They are for batches that nobody waits for. Beside other sequences a step computes none of their prompts. It takes as
+many of their decodes as hardly lengthen it. Pure: it chooses no rows and changes nothing.
 
 A sequence is background only while those of a better priority go before it in the order. So one that has waited for as
 long as its priority makes up for is computed like any other, and none starves.

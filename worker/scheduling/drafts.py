@@ -2,7 +2,7 @@
 
 Row number i of a sequence's drafts has the first i of them as its last tokens, and gives the token after them. It reads
 the keys and values that the other rows of the sequence write in the same step. A draft never preempts, and its block
-has no name: what turns out wrong is overwritten, and blocks behind the last right token go back (commit.py).
+has no name. What turns out wrong is overwritten, and blocks behind the last right token go back (commit.py).
 """
 
 from collections.abc import Collection

@@ -11,7 +11,7 @@ may be in flight while the next is planned:
 
 Decodes come first, so that no prompt stalls them. Chunks of running prompts and waiting sequences follow in order of
 rank, so that a long prompt does not hold up a more urgent one. A waiting sequence is admitted once the pool has room
-for its whole uncached prompt. When blocks run out, a running sequence is preempted (preemption.py): its blocks are
+for its whole uncached prompt. When blocks run out, a running sequence is preempted (preemption.py). Its blocks are
 swapped to host memory, or recomputed later, or its request moves to another worker. After `max_preemptions` preemptions
 a sequence is admitted only with room for all that it can ever need, and is never preempted again.
 

@@ -79,6 +79,7 @@ def load_draft_model(
         deterministic=config.deterministic,
         linears=config.cpu_linears,
         seed=config.seed,
+        max_model_len=config.max_model_len or served.max_position_embeddings,
     )
     return DraftRunner(config, runner)
 

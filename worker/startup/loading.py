@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from blockyard.proto.naming.fingerprint import model_fingerprint, tokenizer_fingerprint, weights_state
@@ -27,9 +26,9 @@ from blockyard.worker.memory.kv_size import HostSize, KVSize, stored_dtype
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
-from blockyard.worker.parallel.collective import Alone, Collective
+from blockyard.worker.parallel.collective import Collective
 from blockyard.worker.parallel.follower import Follower, Leader
-from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.parallel.ranks import ALONE, Ranks
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.simulated.faults import SimulatedFault
 from blockyard.worker.simulated.grammars import SimulatedGrammars
@@ -51,43 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AnyPartRunner = TypeVar("AnyPartRunner", bound=PartRunner)
-
-
-class Ranks(Protocol):
-    """The ranks of a worker, as rank 0 sees them. Each call raises RanksLost where another rank has failed."""
-
-    @property
-    def collective(self) -> Collective: ...
-
-    def lead(self, arrays: StepArrays) -> None:
-        """Send a step to all other ranks, once they have loaded their parts."""
-        ...
-
-    def budgets(self) -> list[int]:
-        """Return the bytes that each other rank has for its KV cache, once it has measured them."""
-        ...
-
-    def allocating(self, num_blocks: int, num_host_slots: int) -> AbstractContextManager[object]:
-        """Let all other ranks allocate pools of these sizes meanwhile. At the end they are ready for steps."""
-        ...
-
-
-class _Alone:
-    """Implements `Ranks` for a worker of one rank."""
-
-    collective = Alone()
-
-    def lead(self, arrays: StepArrays) -> None:
-        pass
-
-    def budgets(self) -> list[int]:
-        return []
-
-    def allocating(self, num_blocks: int, num_host_slots: int) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-ALONE: Ranks = _Alone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,6 +402,7 @@ def _create(
         collective=collective,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
+        max_model_len=config.max_model_len,
     )
 
 

@@ -95,8 +95,10 @@ class Lender:
         self._listeners.append(listener)
         port = int(listener.getsockname()[1])
         if self._neighbours is not None:
-            with contextlib.suppress(OSError):  # workers of this machine take TCP then
+            try:
                 self._listeners.append(self._neighbours.listen(self._facts.incarnation, port))
+            except OSError as error:
+                logger.warning("workers of this machine fetch blocks over TCP: no socket for them: %s", error)
         for each in self._listeners:
             threading.Thread(target=self._accept, args=(each,), name="lender", daemon=True).start()
         return port
@@ -144,7 +146,7 @@ class Lender:
         except ProtocolError as error:
             logger.warning("a connection to the transfer port was closed: it sent %s", error)
         except (Cut, Late, OSError):
-            pass  # the other side has gone, or does not take what it asked for
+            pass  # The other side has gone, or does not take what it asked for. It logs and counts the end of its pull.
         except Exception:
             logger.exception("a transfer failed")
         finally:

@@ -105,10 +105,11 @@ class NixlAgent:
                 self._free.append(buffer)
             raise Cut from error
         try:
-            if agent.transfer(handle) == FAILED:
-                raise Cut
-        except Exception as error:  # NIXL has many, and after any of them the buffer is lost
-            raise Cut from error
+            has_failed = agent.transfer(handle) == FAILED
+        except Exception as error:  # NIXL has many
+            raise _lost(error) from error
+        if has_failed:
+            raise _lost(None)
         return handle, buffer
 
     def is_under_way(self, handle: Any) -> bool:
@@ -116,9 +117,9 @@ class NixlAgent:
         try:
             state = self._agent.check_xfer_state(handle)
         except Exception as error:
-            raise Cut from error
+            raise _lost(error) from error
         if state == FAILED:
-            raise Cut
+            raise _lost(None)
         return bool(state == UNDER_WAY)
 
     def done(self, handle: Any, buffer: memoryview) -> None:
@@ -154,7 +155,7 @@ class NixlAgent:
                 else:
                     self.done(handle, buffer)
             except Cut:
-                pass  # it may still be written to, so it is lost
+                pass  # Its buffer is lost.
 
 
 class NixlMemory:
@@ -183,6 +184,18 @@ class NixlMemory:
             raise
         into[:] = buffer
         self._agent.done(handle, buffer)
+
+
+def _lost(error: Exception | None) -> Cut:
+    """Log that a transfer has failed, at most once for each staging buffer, and return what to raise.
+
+    The transfer may still write to its buffer, so the buffer is lost.
+    """
+    name = "no reason" if error is None else type(error).__name__
+    logger.warning(
+        "a transfer by NIXL has failed (%s), and one of %d staging buffers is lost", name, MAX_STAGED
+    )
+    return Cut()
 
 
 def address_of(view: memoryview) -> int:

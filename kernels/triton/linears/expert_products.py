@@ -1,7 +1,7 @@
 """Products of experts whose weights have 4 or 8 bits, in Triton: the kernel and its launch.
 
-Tiles of pairs come from experts.py, and each has one expert. Numbers are widened as in product.py, whose product of one
-weight this is for many: weight @ x^T, summed over a unit in fp32 and then scaled.
+Tiles of pairs come from experts.py, and each has one expert. The product is that of product.py, for many weights
+instead of one: weight @ x^T, summed over a unit in fp32 and then scaled. Numbers are widened as there.
 
 Shapes: E experts, P pairs of token and expert, O outputs, I inputs. U units, H half a unit, G groups of units that
 share a scale, A scales of a group. S rows of all tiles, T rows of a tile.

@@ -1,8 +1,8 @@
 """Triton kernels of linears whose weight has 4 or 8 bits: the product, the sum of its parts, and plain weights.
 
 The product is computed transposed, weight @ x^T. Hopper's matrix instructions read their left operand from registers,
-where numbers are unpacked, and their right one, the inputs, from shared memory as they were loaded. Few tokens then
-fill narrow tiles. weights.py says how a weight lies in memory, and choice.py which tiles a launch gets.
+where the weight's numbers are unpacked. They read the right one, the inputs, from shared memory as it was loaded. Few
+tokens then fill narrow tiles. weights.py says how a weight lies in memory, and choice.py which tiles a launch gets.
 
 Shapes: T tokens, I inputs, O outputs. U units, which are the columns of one turn of the loop, H half a unit. G groups
 of units that share a scale, A scales of a group, S parts of a split product.

@@ -1,6 +1,6 @@
 """Lane: bounds how many requests of batches run at once, and holds new ones back while requests wait for a token.
 
-So few lines of batches wait in the lines of the router and the queues of workers, where other requests would meet them.
+So few requests of batches stand in the router's waiting line and the workers' queues, ahead of other requests.
 """
 
 import asyncio

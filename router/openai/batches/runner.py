@@ -119,13 +119,15 @@ class Runner:
         except Exception as error:
             # The text of the exception may quote a line.
             logger.error("batch %s has failed: %s", job.record.id, _names(error))
-            with suppress(OSError):
+            try:
                 # The answers so far are worth having.
                 await asyncio.to_thread(_publish, job.record, job.store)
                 failure = LineError(code="internal", message="the router has failed on this batch")
                 await self._save(
                     job, replace(job.record, status="failed", failed_at=_now(), errors=(failure,))
                 )
+            except OSError as unsaved:
+                logger.error("the failure of batch %s is not saved: %s", job.record.id, _names(unsaved))
         finally:
             del self._jobs[job.record.id]
 

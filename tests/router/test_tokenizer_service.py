@@ -1,0 +1,334 @@
+"""The tokenizer service: processes that die, hang or are busy cost a deadline at most, and clients take turns."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from blockyard.deploy.machine.processes import identify
+from blockyard.proto.naming.block_hash import chain, unpack_tokens
+from blockyard.router.tokenizing.encoder import PromptEncoder
+from blockyard.router.tokenizing.service import (
+    LONG_TEXT_CHARACTERS,
+    QUANTUM_CHARACTERS,
+    SLOW_NICENESS,
+    ChatMessage,
+    ChatPrompt,
+    Prepared,
+    PromptError,
+    TextPrompt,
+    TokenizerService,
+    TokenizingError,
+    TokenizingTimeout,
+    TokenPrompt,
+    _Lane,
+)
+from transformers import PreTrainedTokenizerBase
+
+from .test_tokenizing import BLOCK_SIZE, DEMO_CHECKPOINT, ROOT, START_SECONDS, chat, tokenizer_with
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+    return PromptEncoder(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def bomb_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its template loops for as many iterations as the content says, and then writes the content."""
+    path = tmp_path_factory.mktemp("bomb")
+    loop = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
+    tokenizer_with(
+        "<bos>{% if messages[0].content == 'bomb' %}" + loop + "{% endif %}{{ messages[0].content }}"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[TokenizerService]:
+    async with TokenizerService(DEMO_CHECKPOINT, start_timeout_seconds=START_SECONDS) as service:
+        yield service
+
+
+def child_pid(service: TokenizerService) -> int:
+    (pid,) = service.pids()
+    return pid
+
+
+async def test_one_call_encodes_names_and_packs(service: TokenizerService, encoder: PromptEncoder) -> None:
+    prompt = chat("You write Python.", "words " * 100)
+    expected = encoder.encode(prompt)
+    prepared = await service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE)
+    assert unpack_tokens(prepared.token_ids) == expected
+    assert prepared.num_tokens == len(expected)
+    names = chain(ROOT, expected, BLOCK_SIZE)
+    assert len(names) == len(expected) // BLOCK_SIZE > 0
+    assert prepared.block_names == ROOT + b"".join(names)
+
+    only_ids = await service.prepare(TokenPrompt([5, 6, 7]), root=None, block_size=BLOCK_SIZE)
+    assert only_ids == Prepared(
+        token_ids=bytes([5, 0, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]), num_tokens=3, block_names=b""
+    )
+
+    with pytest.raises(PromptError, match=r"^the prompt is empty$"):
+        await service.prepare(TextPrompt(""), root=ROOT, block_size=BLOCK_SIZE)
+    assert service.detokenize([*encoder.encode(TextPrompt("héllo")), 1]) == "héllo"
+
+
+async def test_the_process_is_replaced_when_it_dies(
+    service: TokenizerService, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = child_pid(service)
+    os.kill(first, signal.SIGKILL)
+    prepared = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+    assert prepared.num_tokens > 0
+    assert child_pid(service) != first
+    assert f"the tokeniser process {first} died, and another takes its place" in caplog.messages
+
+
+async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: Path) -> None:
+    bomb = ChatPrompt([ChatMessage("user", "bomb")])
+    good = ChatPrompt([ChatMessage("user", "good")])
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=0.5, start_timeout_seconds=START_SECONDS
+    ) as service:
+        first = child_pid(service)
+        refused, served = await asyncio.gather(
+            service.prepare(bomb, root=None, block_size=BLOCK_SIZE),
+            service.prepare(good, root=None, block_size=BLOCK_SIZE),
+            return_exceptions=True,
+        )
+        assert isinstance(refused, TokenizingTimeout)
+        assert isinstance(served, Prepared)
+        assert not process_lives(first)
+        last = child_pid(service)
+    assert not process_lives(last)
+    with pytest.raises(TokenizingError, match="closed"):
+        await service.prepare(good, root=None, block_size=BLOCK_SIZE)
+
+
+async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Path) -> None:
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
+    ) as service:
+        bomb = asyncio.create_task(
+            service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
+        )
+        await asyncio.sleep(0.2)
+        bomb.cancel()
+        served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+        assert served.num_tokens == 4
+        assert bomb.cancelled()
+
+
+async def test_with_two_processes_a_bomb_holds_nobody_up(bomb_checkpoint: Path) -> None:
+    async with TokenizerService(
+        bomb_checkpoint, num_processes=2, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
+    ) as service:
+        assert len(set(service.pids())) == 2
+        bomb = asyncio.create_task(
+            service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
+        )
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                assert served.num_tokens == 4
+        assert not bomb.done()
+        bomb.cancel()
+
+
+async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
+    async with TokenizerService(
+        bomb_checkpoint, timeout_seconds=30.0, start_timeout_seconds=START_SECONDS
+    ) as service:
+        assert service.slow_pid is None
+        long_bomb = ChatPrompt([ChatMessage("user", "bomb" + "x" * LONG_TEXT_CHARACTERS)])
+        bomb = asyncio.create_task(service.prepare(long_bomb, root=None, block_size=BLOCK_SIZE))
+        async with asyncio.timeout(10):
+            for _ in range(3):
+                served = await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+                assert served.num_tokens == 4
+        assert not bomb.done()
+        assert service.slow_pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, service.slow_pid) == SLOW_NICENESS
+        assert os.getpriority(os.PRIO_PROCESS, child_pid(service)) == os.getpriority(os.PRIO_PROCESS, 0)
+        bomb.cancel()
+
+
+async def test_a_long_text_is_encoded_like_a_short_one(
+    service: TokenizerService, encoder: PromptEncoder
+) -> None:
+    prompt = chat("s", "word " * (LONG_TEXT_CHARACTERS // 4))
+    prepared = await service.prepare(prompt, root=None, block_size=BLOCK_SIZE)
+    assert unpack_tokens(prepared.token_ids) == encoder.encode(prompt)
+
+
+async def test_a_loaded_process_follows_one_that_dies() -> None:
+    async with TokenizerService(
+        DEMO_CHECKPOINT, spare_delay_seconds=0.0, start_timeout_seconds=START_SECONDS
+    ) as service:
+        await asyncio.sleep(0.1)
+        first, spare = child_pid(service), service.spare_pid
+        assert spare not in (None, first)
+        os.kill(first, signal.SIGKILL)
+        await service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE)
+        assert child_pid(service) == spare
+        assert service.spare_pid not in (None, spare)
+
+
+async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
+    async with TokenizerService(
+        DEMO_CHECKPOINT, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
+    ) as service:
+        (frozen,) = service.pids()
+        os.kill(frozen, signal.SIGSTOP)
+        with pytest.raises(TokenizingTimeout):
+            await service.prepare(TextPrompt("def f(x):"), root=None, block_size=BLOCK_SIZE)
+        async with asyncio.timeout(START_SECONDS):
+            while True:
+                with suppress(TokenizingTimeout):  # The next one may take as long on a busy machine.
+                    assert (
+                        await service.prepare(TextPrompt("x"), root=None, block_size=BLOCK_SIZE)
+                    ).token_ids
+                    break
+        assert service.pids() != [frozen]
+    assert identify(frozen) is None
+
+
+async def test_a_process_that_dies_while_it_loads_fails_no_call(service: TokenizerService) -> None:
+    killed = child_pid(service)
+    os.kill(killed, signal.SIGKILL)
+    call = asyncio.create_task(service.prepare(TextPrompt("abc"), root=None, block_size=BLOCK_SIZE))
+    for _ in range(2):
+        killed = await _next_pid(service, killed)
+        os.kill(killed, signal.SIGKILL)
+    assert (await call).num_tokens > 0
+
+
+async def _next_pid(service: TokenizerService, last: int) -> int:
+    for _ in range(1000):
+        if child_pid(service) != last:
+            return child_pid(service)
+        await asyncio.sleep(0.01)
+    raise AssertionError("the process was not replaced")
+
+
+async def test_a_lane_is_given_to_clients_in_turn() -> None:
+    seat, order = object(), []
+    lane = _Lane([seat])  # type: ignore[list-item]
+    await lane.take("first", 1)
+
+    async def call(client: str, number: int) -> None:
+        await lane.take(client, 10 * QUANTUM_CHARACTERS)
+        order.append((client, number))
+        lane.give(seat)  # type: ignore[arg-type]
+
+    async with asyncio.TaskGroup() as group:
+        flood = [group.create_task(call("many", number)) for number in range(10)]
+        await asyncio.sleep(0)
+        for number in range(2):
+            group.create_task(call("few", number))
+        await asyncio.sleep(0)
+        flood[1].cancel()
+        await asyncio.sleep(0)
+        lane.give(seat)  # type: ignore[arg-type]
+    assert [number for client, number in order if client == "many"] == [0, *range(2, 10)]
+    assert [number for client, number in order if client == "few"] == [0, 1]
+    assert order.index(("few", 1)) <= 4
+
+
+@pytest.mark.parametrize("cancels_first", [True, False])
+async def test_a_caller_cancelled_as_its_seat_is_given_keeps_no_seat(*, cancels_first: bool) -> None:
+    seat = object()
+    lane = _Lane([seat])  # type: ignore[list-item]
+    await lane.take("holder", 1)
+    waits = asyncio.create_task(lane.take("waits", 1))
+    await asyncio.sleep(0)
+    # Both in one turn of the event loop.
+    if cancels_first:
+        waits.cancel()
+        lane.give(seat)  # type: ignore[arg-type]
+    else:
+        lane.give(seat)  # type: ignore[arg-type]
+        waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    async with asyncio.timeout(1.0):
+        assert await lane.take("next", 1) is seat
+
+
+async def test_an_answer_of_megabytes_comes_whole_and_in_order(service: TokenizerService) -> None:
+    lengths = [600_000, 1, 300_000]
+    prompts = [TokenPrompt([5] * length) for length in lengths]
+    answers = await asyncio.gather(
+        *(service.prepare(prompt, root=ROOT, block_size=BLOCK_SIZE) for prompt in prompts)
+    )
+    assert [answer.num_tokens for answer in answers] == lengths
+    assert [len(answer.token_ids) for answer in answers] == [4 * length for length in lengths]
+
+
+ORPHANING_PROGRAM = """
+import asyncio, os, signal, sys
+print("begun", flush=True)
+from blockyard.router.tokenizing.service import TokenizerService
+
+async def main():
+    async with TokenizerService(sys.argv[1]) as service:
+        print(*service.pids(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_killed_router_leaves_no_process_behind_and_none_of_them_ran_its_program(tmp_path: Path) -> None:
+    program = tmp_path / "router.py"
+    program.write_text(ORPHANING_PROGRAM)
+    shown = subprocess.run([sys.executable, program, DEMO_CHECKPOINT], stdout=subprocess.PIPE, text=True)
+    assert shown.returncode == -signal.SIGKILL
+    begun, pid = shown.stdout.splitlines()
+    assert begun == "begun"
+    deadline = time.monotonic() + 10
+    while process_lives(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not process_lives(int(pid))
+
+
+def process_lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def test_the_event_loop_stays_free_while_long_prompts_tokenise(service: TokenizerService) -> None:
+    long_text = "def f(x):\n    return x + 1\n" * 2000
+    lags: list[float] = []
+
+    async def measure_lag() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - before - 0.005)
+
+    probe = asyncio.create_task(measure_lag())
+    begun = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(20):
+            group.create_task(service.prepare(chat("s", long_text), root=ROOT, block_size=BLOCK_SIZE))
+    wall_seconds = time.monotonic() - begun
+    probe.cancel()
+    lags.sort()
+    print(
+        f"20 prompts of {len(long_text)} characters in {wall_seconds:.2f} s: event loop lag "
+        f"p50 {lags[len(lags) // 2] * 1000:.1f} ms, max {lags[-1] * 1000:.1f} ms"
+    )
+    assert lags[-1] < 0.5
