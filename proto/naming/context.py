@@ -31,10 +31,9 @@ def longest_context(config: Mapping[str, Any]) -> int:
             return min(stated, original)
         case "yarn":
             factor = rope.get("factor")
-            is_number = isinstance(factor, int | float) and math.isfinite(original * factor)
-            return max(stated, int(original * factor)) if is_number else stated
-        case _:
-            return stated
+            if isinstance(factor, int | float) and math.isfinite(original * factor):
+                return max(stated, int(original * factor))
+    return stated
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -160,8 +160,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _served_context(config: Mapping[str, Any]) -> int:
     """Return the model's context, or the end of Llama 4's first chunk of attention, where workers end it."""
     longest, chunk = longest_context(config), config.get("attention_chunk_size")
-    is_chunked = config.get("model_type") == "llama4_text" and isinstance(chunk, int)
-    return min(longest, chunk) if is_chunked else longest
+    if config.get("model_type") == "llama4_text" and isinstance(chunk, int):
+        return min(longest, chunk)
+    return longest
 
 
 def _read_json(file: Path) -> dict[str, Any]:
