@@ -233,7 +233,9 @@ def test_one_that_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path) -> N
         return engine_of(served, draft_model)
 
     larger = make_checkpoint(tmp_path / "larger", "LlamaForCausalLM", vocab_size=280)
-    with pytest.raises(ValueError, match="a vocabulary of 280 tokens, and the served model one of 272"):
+    with pytest.raises(
+        ValueError, match=r"larger has a vocabulary of 280 tokens, .* one of 272: .* not known"
+    ):
         refused(larger)
     embedding = make_embedding_checkpoint(tmp_path / "embedding", "Qwen3ForCausalLM", is_bare=False)
     with pytest.raises(UnsupportedModelError, match="not one that embeds"):
@@ -245,20 +247,6 @@ def test_one_that_does_not_fit_is_refused(checkpoint: Path, tmp_path: Path) -> N
     (unknown / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         refused(unknown)
-
-
-def test_another_tokenizer_is_refused_though_it_is_as_large(tmp_path: Path) -> None:
-    other = shutil.copytree(DEMO, tmp_path / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second, *_ = vocab
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        LLM(str(DEMO), device="cpu", draft_model=str(other))
-    (other / "tokenizer.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
-        LLM(str(DEMO), device="cpu", draft_model=str(other))
 
 
 def test_engines_that_cannot_have_one_refuse_it() -> None:
