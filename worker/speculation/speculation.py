@@ -113,8 +113,6 @@ class Speculation:
         self._skipped_steps = 0
         """Steps before the next look."""
         self._num_right_in_step = 0
-        self._expects_gain = False
-        """Whether the last choice of drafts was expected to gain. Otherwise its drafts were a trial."""
 
     def takes(self, sequence: Sequence) -> bool:
         """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
@@ -159,22 +157,33 @@ class Speculation:
         most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
         if self._since_trial < RARE_TRIAL_STEPS and not can_gain(most, num_rows, self.times.expected):
             return [], False
+        asks_model = self._asks_model(len(candidates), num_rows, most)
         longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
             one
             for sequence, useful in candidates
-            if (one := self._possible(sequence, min(useful, longest), num_unseen))
+            if (one := self._possible(sequence, min(useful, longest), num_unseen, asks_model=asks_model))
         ]
         odds_of = [one.odds for one in possible]
         total = self._most_useful(possible, num_rows, most)
-        if not num_unseen:
-            self._expects_gain = total > 0
         is_trial = not total and self._since_trial >= self._trial_steps
         if is_trial:
             num_possible = min(sum(map(len, odds_of)), most)
             total = min(max(int(TRIAL_SHARE * num_rows), LEAST_TRIAL_DRAFTS), num_possible)
         counts = shares(odds_of, total)
         return [(one, count) for one, count in zip(possible, counts, strict=True) if count], is_trial
+
+    def _asks_model(self, num_candidates: int, num_rows: int, most: int) -> bool:
+        """Return whether drafts of the draft model would gain if all were right. A rare trial asks it in any case."""
+        model = self._model
+        if model is None or self._since_trial >= RARE_TRIAL_STEPS:
+            return model is not None
+
+        def seconds(num_all_rows: int) -> float:
+            deepest = -(-(num_all_rows - num_rows) // num_candidates)
+            return self.times.expected(num_all_rows) + model.seconds(num_candidates, deepest)
+
+        return can_gain(most, num_rows, seconds)
 
     def _most_useful(self, possible: list[_Possible], num_rows: int, most: int) -> int:
         """Return how many of the possible drafts gain most, 0 where none are expected to gain."""
@@ -207,13 +216,15 @@ class Speculation:
             < min(STEPS_A_MEASURED_STEP * self.times.num_steps(num_rows), MAX_STEPS_WITH_DRAFTS)
         )
 
-    def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
+    def _possible(
+        self, sequence: Sequence, useful: int, num_unseen: int, *, asks_model: bool
+    ) -> _Possible | None:
         drafted = self._drafted.get(sequence.sequence_id)
         if useful < 1 or (drafted is not None and self._num_steps < drafted.rests_until):
             return None
         tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
         match_class = class_of(match_length)
-        if self._model is not None and match_length < SURE_MATCH:
+        if asks_model and self._model is not None and match_length < SURE_MATCH:
             count = self._model.most(sequence, useful + num_unseen)
             if count:
                 tokens, match_class = [UNGUESSED] * count, MODEL_CLASS
@@ -270,9 +281,7 @@ class Speculation:
         # The times of rows do not have the draft model's time.
         waited_seconds = max(0.0, waited_seconds - drafting - catching_up)
         wasted_seconds = max(0.0, wasted_seconds - drafting - catching_up)
-        if not self._expects_gain:
-            # Otherwise catching up has a bound of its own (draft_model.py).
-            drafting += catching_up
+        # Catching up has a bound of its own (draft_model.py).
         seconds += waited_seconds
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
@@ -288,6 +297,8 @@ class Speculation:
             # First-time work of a size is the drafts' cost too: without them the step would have had another size.
             change = num_right * alone / num_decodes - (seconds - alone)
             self._adjust_trials(gained=change > drafting)
+            if self._model is not None and drafting:
+                self._model.earn(max(change - drafting, 0.0))
         else:
             change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone

@@ -46,13 +46,15 @@ class DraftRunner:
             runner.capture_decodes(sizes, max_context_tokens=max_model_len)
         pool_gib = num_all_blocks * self.block_bytes / GIB
         logger.info("draft model: KV cache of %.2f GiB, %d bytes a block", pool_gib, self.block_bytes)
-        return DraftModel(
+        model = DraftModel(
             runner.execute,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_tokens=min(max_model_len, runner.config.max_position_embeddings),
             max_step_tokens=config.max_num_batched_tokens,
         )
+        model.measure(min(config.max_num_seqs, config.max_num_batched_tokens))
+        return model
 
 
 def load_draft_model(
