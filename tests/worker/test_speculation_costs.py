@@ -57,7 +57,7 @@ def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) 
     assert slower == {}
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("a_pass", A_PASS)
 @pytest.mark.parametrize("noise", [{}, NOISY], ids=["quiet", "noisy"])
 def test_nor_is_one_whose_guesses_cost_the_time_of_a_draft_model(
@@ -66,7 +66,7 @@ def test_nor_is_one_whose_guesses_cost_the_time_of_a_draft_model(
     slower = {}
     for a_row in (0.0, 0.05, 0.3):
         costs = Costs(a_row=a_row, a_pass=a_pass, a_pass_token=0.1 * a_row, **noise)
-        for batch in (1, 4, 16, 64):
+        for batch in (1, 4, 32):
             for share in SHARES:
                 ratio = steady(costs, batch, always(share), num_steps=800, prompt_tokens=300)
                 if ratio < LEAST:
@@ -89,7 +89,7 @@ def test_nor_are_new_requests_whose_prompts_a_draft_model_must_compute(a_pass: f
 
 @pytest.mark.parametrize(
     ("a_pass", "batch", "share", "least"),
-    [(0.0, 1, 0.9, 4.0), (0.1, 1, 0.9, 2.0), (0.1, 1, 0.6, 1.2), (0.1, 8, 0.9, 1.4), (0.3, 1, 0.9, 1.2)],
+    [(0.0, 1, 0.9, 4.0), (0.1, 1, 0.9, 2.5), (0.1, 1, 0.6, 1.3), (0.1, 8, 0.9, 1.5), (0.3, 1, 0.9, 1.5)],
 )
 def test_drafts_of_a_model_that_pay_for_its_time_are_found(
     a_pass: float, batch: int, share: float, least: float

@@ -25,7 +25,7 @@ SPENT_SHARE = 0.005
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
 MAX_DRAFTING_STEPS = 16.0
-"""Most time of a draft model that one step costs, in steps without drafts."""
+"""Most time of a draft model that one step costs, and most credit that its drafts earn, in steps without drafts."""
 MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 STEPS_A_MEASURED_STEP = 2
@@ -128,16 +128,19 @@ class Speculation:
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
         chosen, is_trial = self._choose(candidates, num_rows, most)
-        if chosen:
+        for one, _ in chosen:
+            self._drafted[one.sequence.sequence_id].match_class = one.match_class
+        proposed = [(one.sequence, one.tokens[:count]) for one, count in chosen]
+        if self._model is not None:
+            # None is left where the model catches up only. Then a trial is still due.
+            proposed = self._model.complete(proposed)
+        if proposed:
             self._is_trial = is_trial
             self._since_trial = self._looks_in_vain = 0
         else:
             self._looks_in_vain += 1
             self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
-        for one, _ in chosen:
-            self._drafted[one.sequence.sequence_id].match_class = one.match_class
-        proposed = [(one.sequence, one.tokens[:count]) for one, count in chosen]
-        return proposed if self._model is None else self._model.complete(proposed)
+        return proposed
 
     def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
         """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
@@ -305,6 +308,9 @@ class Speculation:
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
         change = max(change, -most) - min(drafting, MAX_DRAFTING_STEPS * alone)
+        if self._model is not None:
+            # Drafts of a model that are all wrong cost several steps. What its right ones saved is kept for that.
+            most = max(MAX_DRAFTING_STEPS * alone if drafting and num_drafts else most, credit)
         self._credit_seconds = min(credit + change, most)
 
     def _adjust_trials(self, *, gained: bool) -> None:
