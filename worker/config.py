@@ -214,8 +214,9 @@ class EngineConfig:
     )
     draft_model: str | None = setting(
         None,
-        help="A smaller model with the same tokens, as a folder or hub name. It guesses next tokens, and what repeats "
-        "itself is guessed as with --speculation ngram. The tokens stay the same.",
+        help="A smaller model with the same tokens, as a folder or hub name. Its vocabulary may be padded to another "
+        "size. It guesses next tokens, and what repeats itself is guessed as with --speculation ngram. The tokens stay "
+        "the same.",
         group=STEPS,
     )
     enforce_eager: bool = setting(

@@ -44,7 +44,7 @@ from blockyard.worker.startup.loading import LoadedEngine, load_engine
 from tokenizers import Tokenizer
 
 from bench.engine.shapes import SHAPES, model_folder
-from bench.proof import add_proof_options, end_if_unproven, proof_of
+from bench.proof import Proof, add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, Floor, write_report
 
 PROOF = tuple(f"tests/worker/test_speculation{name}.py" for name in ("", "_costs", "_tokens"))
@@ -165,13 +165,15 @@ def tokens_per_second(
     return rate
 
 
-def grid_jobs(batch: int, num_tokens: int, vocab_size: int, seed: int) -> list[Job]:
+def grid_jobs(
+    batch: int, num_tokens: int, vocab_size: int, seed: int | str, *, prompt_tokens: int = PROMPT_TOKENS
+) -> list[Job]:
     chance = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
         return tuple(chance.randrange(FIRST_TOKEN, vocab_size - 1) for _ in range(count))
 
-    return [Job(prompt=tokens(PROMPT_TOKENS), output=tokens(num_tokens)) for _ in range(batch)]
+    return [Job(prompt=tokens(prompt_tokens), output=tokens(num_tokens)) for _ in range(batch)]
 
 
 def edited(lines: Items[str], chance: random.Random) -> list[str]:
@@ -227,20 +229,27 @@ def grid(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> dic
     found: dict[str, Cells] = {}
     for batch in options.batches:
         jobs = grid_jobs(batch, options.tokens, loaded.model.vocab_size, seed=batch)
-        speculations: dict[str, Speculation | None] = {NONE: None}
-        for share in options.acceptances:
-            speculations[f"{share:g}"] = Speculation(ForcedGuesses(Written(jobs), share, seed=batch))
-        speculations[CONTROL] = None
-        rates: dict[str, list[float]] = {name: [] for name in speculations}
-        for turn in range(UNCOUNTED_TURNS + options.repeats):
-            for name in reversed(speculations) if turn % 2 else speculations:
-                rate = tokens_per_second(loaded, jobs, speculations[name], clock)
-                if turn >= UNCOUNTED_TURNS:
-                    rates[name].append(rate)
-        cells = found[str(batch)] = cells_of(rates)
-        drafted = {name: one.num_drafted for name, one in speculations.items() if one is not None}
-        print(f"batch {batch}: {cells} of {drafted} drafts", file=sys.stderr, flush=True)
+        arms = {
+            f"{share:g}": Speculation(ForcedGuesses(Written(jobs), share, seed=batch))
+            for share in options.acceptances
+        }
+        found[str(batch)] = compared(loaded, arms, [jobs] * (UNCOUNTED_TURNS + options.repeats), clock)
     return found
+
+
+def compared(
+    loaded: LoadedEngine, arms: Mapping[str, Speculation], turns: Iterable[list[Job]], clock: Clock
+) -> Cells:
+    """Run the jobs of each turn by each arm, and twice without speculation. The first turns are not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in (NONE, *arms, CONTROL)}
+    for turn, jobs in enumerate(turns):
+        for name in reversed(rates) if turn % 2 else rates:
+            rate = tokens_per_second(loaded, jobs, arms.get(name), clock)
+            if turn >= UNCOUNTED_TURNS:
+                rates[name].append(rate)
+    cells, drafted = cells_of(rates), {name: arm.num_drafted for name, arm in arms.items()}
+    print(f"batch of {len(jobs)}: {cells} of {drafted} drafts", file=sys.stderr, flush=True)
+    return cells
 
 
 def cells_of(rates: Mapping[str, Items[float]]) -> Cells:
@@ -261,8 +270,8 @@ def cells_of(rates: Mapping[str, Items[float]]) -> Cells:
     )
 
 
-def floors_of(found: Mapping[str, Cells], on_edits: float) -> list[Floor]:
-    """Return the floors of a report: of each batch its spread and its cells, and of code edits."""
+def floors_of(found: Mapping[str, Cells]) -> list[Floor]:
+    """Return the floors of a report: of each batch its spread and its cells."""
     floors = []
     for batch, cells in found.items():
         floors.append(
@@ -277,7 +286,7 @@ def floors_of(found: Mapping[str, Cells], on_edits: float) -> list[Floor]:
             )
             for share, ratio in cells.shares.items()
         ]
-    return [*floors, Floor(name="code edits", value=on_edits, floor=LEAST_ON_EDITS, better="higher")]
+    return floors
 
 
 def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tuple[float, dict[str, float]]:
@@ -302,9 +311,11 @@ def edits(loaded: LoadedEngine, options: argparse.Namespace, clock: Clock) -> tu
     return sum(none_seconds) / sum(ngram_seconds), by_file
 
 
-def lines_of(found: Mapping[str, Cells], on_edits: float) -> str:
+def lines_of(found: Mapping[str, Cells], about: Items[str]) -> str:
+    """Return the table of a grid below lines that say what it is about."""
     shares = list(next(iter(found.values())).shares) if found else []
     lines = [
+        *about,
         "Rate of tokens over that without speculation, by batch and by the probability that a guess is right. The",
         "control is a second run without speculation. The spread is what the control misses 1 by, or the standard",
         "error of its median if that is larger. A cell must reach 0.98 less the spread.",
@@ -315,26 +326,35 @@ def lines_of(found: Mapping[str, Cells], on_edits: float) -> str:
     for batch, cells in found.items():
         ratios = [*(cells.shares[share] for share in shares), cells.control]
         lines.append(f"| {batch} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} | {cells.spread:.3f} |")
-    return "\n".join([*lines, "", f"Code edits, one at a time, with `--speculation ngram`: {on_edits:.2f}"])
+    return "\n".join(lines)
 
 
-def parse() -> argparse.Namespace:
+def parser_of(
+    about: str | None, proof: tuple[str, ...], *, batches: str, acceptances: str
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of a grid, whose default batches and acceptances are given as text."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", default="llama-166m", help="a shape, `demo`, or a checkpoint folder")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cpu-linears", default="full")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kv-gib", type=float, default=1.0)
-    parser.add_argument("--batches", type=_numbers(int), default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--acceptances", type=_numbers(float), default=[0.0, 0.3, 0.6, 0.9])
+    parser.add_argument("--batches", type=_numbers(int), default=batches)
+    parser.add_argument("--acceptances", type=_numbers(float), default=acceptances)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each output of the grid")
-    parser.add_argument("--files", type=int, default=4, help="files to edit")
-    parser.add_argument("--edit-tokens", type=int, default=400, help="most tokens of an edited file")
     parser.add_argument("--repeats", type=int, default=8, help="turns that count")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--output", type=Path, default=REPORTS, help="folder of the report")
-    add_proof_options(parser, default=PROOF, about="tests that run before")
+    add_proof_options(parser, default=proof, about="tests that run before")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__, PROOF, batches="1,2,4,8,16,32,64", acceptances="0,0.3,0.6,0.9")
+    parser.add_argument("--files", type=int, default=4, help="files to edit")
+    parser.add_argument("--edit-tokens", type=int, default=400, help="most tokens of an edited file")
     return parser.parse_args()
 
 
@@ -342,44 +362,55 @@ def _numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
-def load(options: argparse.Namespace, scratch: Path) -> LoadedEngine:
+def config_of(options: argparse.Namespace, scratch: Path) -> EngineConfig:
+    """Return the settings of the engine that is measured. A shape's config is written into the folder `scratch`."""
     folder = model_folder(options.model, "float32", scratch, with_weights=False)
-    return load_engine(
-        EngineConfig(
-            model=str(folder),
-            dtype=options.dtype,
-            load_format="random" if options.model in SHAPES else "auto",
-            cpu_linears=options.cpu_linears,
-            kv_cache_memory=int(options.kv_gib * 2**30),
-            max_num_seqs=256,
-            max_model_len=2048,
-            overlap_steps="off",
-        )
+    return EngineConfig(
+        model=str(folder),
+        device=options.device,
+        dtype=options.dtype,
+        load_format="random" if options.model in SHAPES else "auto",
+        cpu_linears=options.cpu_linears,
+        kv_cache_memory=int(options.kv_gib * 2**30),
+        max_num_seqs=256,
+        max_model_len=2048,
+        overlap_steps="off",
     )
+
+
+def proof_by(options: argparse.Namespace) -> Proof:
+    """Run the tests that prove what is measured."""
+    return proof_of(
+        [options.prove], device=options.device, is_skipped=options.skip_proof, seconds=options.proof_seconds
+    )
+
+
+def clock_of(options: argparse.Namespace) -> Clock:
+    return time.process_time if options.clock == "cpu" else time.perf_counter
 
 
 def main() -> None:
     options = parse()
-    proof = proof_of(
-        [options.prove], device="cpu", is_skipped=options.skip_proof, seconds=options.proof_seconds
-    )
-    clock: Clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    proof, clock = proof_by(options), clock_of(options)
     with TemporaryDirectory() as scratch:
-        loaded = load(options, Path(scratch))
+        loaded = load_engine(config_of(options, Path(scratch)))
         run_each_size(loaded, 64)
         found = grid(loaded, options, clock)
         on_edits, by_file = edits(loaded, options, clock)
     path = write_report(
         "speculation",
         title="Speculation beside none",
-        text=lines_of(found, on_edits),
+        text=f"{lines_of(found, ())}\n\nCode edits, one at a time, with `--speculation ngram`: {on_edits:.2f}",
         figures={
             "grid": {batch: asdict(cells) for batch, cells in found.items()},
             "edits": on_edits,
             "edits by file": by_file,
             "clock": options.clock,
         },
-        floors=floors_of(found, on_edits),
+        floors=[
+            *floors_of(found),
+            Floor(name="code edits", value=on_edits, floor=LEAST_ON_EDITS, better="higher"),
+        ],
         versions={},
         folder=options.output,
         unproven=proof.unproven,

@@ -84,6 +84,19 @@ def _models_paths(models: tuple[str, ...]) -> tuple[str, ...]:
 @click.option(
     "--max-lora-rank", type=click.IntRange(1), default=16, show_default=True, help="Room of each slot."
 )
+@click.option(
+    "--draft-model",
+    metavar="MODEL",
+    callback=checked_by(lambda model: None if model is None else model_path(model)),
+    help="Draft model of a worker of MODEL. Its own KV cache comes out of --memory. Further models have none.",
+)
+@click.option(
+    "--max-num-seqs",
+    type=click.IntRange(1),
+    default=setting_field(EngineConfig, "max_num_seqs").default,
+    show_default=True,
+    help="Sequences that run at once. A draft model has a spare block for each.",
+)
 @click.option("--max-model-len", type=int, help="Default: what the model's config says.")
 @click.option(
     "--tensor-parallel-size",
@@ -110,6 +123,8 @@ def size_command(
     deterministic: bool,
     max_loras: int,
     max_lora_rank: int,
+    draft_model: str | None,
+    max_num_seqs: int,
     max_model_len: int | None,
     tensor_parallel_size: int,
     total_memory: int | None,
@@ -133,6 +148,8 @@ def size_command(
             deterministic=deterministic,
             max_loras=0 if number else max_loras,
             max_lora_rank=max_lora_rank,
+            draft_model=None if number else draft_model,
+            max_num_seqs=max_num_seqs,
         )
         for number, one in enumerate((model, *others))
     ]

@@ -114,6 +114,7 @@ def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, rep
                 preflight.check_weights(one.engine)
                 if one.engine.draft_model is not None:
                     hub.download(one.engine.draft_model, report)
+                    preflight.check_draft(one.engine)
             cluster = _start_redis(cluster, options, report_and_check)
         cluster = _start_ray(cluster, options, report_and_check)
         cluster = _start_serving(cluster, options, report_and_check)

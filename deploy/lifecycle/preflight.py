@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE
@@ -20,26 +20,30 @@ from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_p
 from blockyard.deploy.settings.size import (
     CPU_PROCESS_BYTES,
     adapter_slots_bytes,
+    draft_bytes_per_block,
     machine_memory_bytes,
     plain_or_quantised_bytes,
 )
 from blockyard.deploy.views.quantities import counted, format_bytes
+from blockyard.proto.naming.model_files import resolve_tokenizer
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
     DTYPE_BYTES,
     KVSize,
-    blocks_in_budget,
     bytes_per_block,
+    kv_size_in,
     stored_dtype,
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
 from blockyard.worker.model.data_type import ChosenDataType, dtype_of
 from blockyard.worker.model.division import divide
 from blockyard.worker.model.shards import check_shards
+from blockyard.worker.startup.draft_vocabulary import check_fits
 
 if TYPE_CHECKING:
     from blockyard.deploy.settings.wanted_cluster import UpOptions
 
+Checked = TypeVar("Checked")
 CPU_KV_CACHE_BYTES = 2**30
 """Default size of the KV cache on a CPU."""
 _SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
@@ -116,19 +120,14 @@ def pool_of(options: "UpOptions", config: ModelConfig, *, has_gpu: bool) -> KVSi
     budget_bytes = engine.kv_cache_memory or CPU_KV_CACHE_BYTES
     draft_bytes = 0
     if (draft := _draft_config(options)) is not None:
-        draft_bytes = bytes_per_block(
-            num_layers=draft.num_layers,
-            num_kv_heads=draft.num_kv_heads,
-            head_dim=draft.head_dim,
-            block_size=engine.block_size,
-            kv_dtype=dtype_of(engine, draft, on_cpu=not has_gpu).name,
-        )
-    # As size_pool of worker/startup does.
-    budget_bytes -= engine.max_num_seqs * draft_bytes
-    return KVSize(
-        num_blocks=blocks_in_budget(budget_bytes, block_bytes + draft_bytes),
+        draft_dtype = dtype_of(engine, draft, on_cpu=not has_gpu).name
+        draft_bytes = draft_bytes_per_block(draft, block_size=engine.block_size, dtype=draft_dtype)
+    return kv_size_in(
+        budget_bytes,
         block_size=engine.block_size,
         block_bytes=block_bytes,
+        draft_block_bytes=draft_bytes,
+        max_num_seqs=engine.max_num_seqs,
     )
 
 
@@ -137,7 +136,15 @@ def _draft_config(options: "UpOptions") -> ModelConfig | None:
     path = options.engine.draft_model
     if path is None or (options.address is not None and not Path(path).is_dir()):
         return None
-    return model_config(path)
+    return _of_draft(lambda: model_config(path))
+
+
+def _of_draft(check: Callable[[], Checked]) -> Checked:
+    """Call a check of the draft model, and name the option where it raises ValueError."""
+    try:
+        return check()
+    except ValueError as error:
+        raise ValueError(f"--draft-model: {error}") from error
 
 
 def crowding(options: "UpOptions") -> str | None:
@@ -198,6 +205,8 @@ def _check_one_model(options: "UpOptions") -> None:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
     if Path(engine.model).is_dir():
         check_weights(engine)
+    if _draft_config(options) is not None and _are_here(engine):
+        check_draft(engine)
     divide(config, size=engine.tensor_parallel_size)  # raises ValueError
     pool = pool_of(options, config, has_gpu=engine.device != "cpu")
     if pool is not None and pool.num_tokens < context:
@@ -226,6 +235,26 @@ def check_weights(engine: EngineConfig) -> None:
         check_shards(folder, load_config(folder))
 
 
+def _are_here(engine: EngineConfig) -> bool:
+    """Return whether a model, its draft model and its tokenizer are folders. Those on the hub are checked later."""
+    folders = (engine.model, engine.draft_model, engine.tokenizer)
+    return all(Path(folder).is_dir() for folder in folders if folder is not None)
+
+
+def check_draft(engine: EngineConfig) -> None:
+    """Raise ValueError if the draft model's weight files are wrong, or its tokens are not those of the served model.
+
+    The files of both must be on this machine. Do nothing without a draft model.
+    """
+    name = engine.draft_model
+    if name is None:
+        return
+    folder, served = _of_draft(lambda: resolve_model(name)), resolve_model(engine.model)
+    if engine.load_format == "auto":
+        _of_draft(lambda: check_shards(folder, load_config(folder)))
+    check_fits(load_config(folder), load_config(served), folder, resolve_tokenizer(engine.tokenizer, served))
+
+
 def _check_memory(options: "UpOptions") -> None:
     """Raise ValueError if workers on CPUs do not fit into memory. Check no GPU: only its worker knows its memory."""
     cpus, num_gpus = local_hardware(options)
@@ -241,11 +270,12 @@ def _check_memory(options: "UpOptions") -> None:
         slots_bytes = adapter_slots_bytes(config, one.engine.max_loras, one.engine.max_lora_rank, item_bytes)
         if (draft := _draft_config(one)) is not None:
             weights_bytes += weights_bytes_of(one.engine, draft, on_cpu=True)
-        rank_bytes = weights_bytes + pool.total_bytes + slots_bytes + CPU_PROCESS_BYTES
+        kv_bytes = pool.total_bytes + pool.draft_bytes
+        rank_bytes = weights_bytes + kv_bytes + slots_bytes + CPU_PROCESS_BYTES
         needed_bytes += shape.num_workers * shape.num_ranks * rank_bytes
         slots = f"{format_bytes(slots_bytes)} of adapter slots, " if slots_bytes else ""
         held.append(
-            f"{format_bytes(weights_bytes)} of weights, {slots}{format_bytes(pool.total_bytes)} of KV cache and "
+            f"{format_bytes(weights_bytes)} of weights, {slots}{format_bytes(kv_bytes)} of KV cache and "
             f"{format_bytes(CPU_PROCESS_BYTES)} of its own"
         )
     has_bytes = machine_memory_bytes()

@@ -11,8 +11,8 @@ from blockyard.worker.memory.kv_size import (
     DTYPE_BYTES,
     KVCacheDtype,
     KVSize,
-    blocks_in_budget,
     bytes_per_block,
+    kv_size_in,
     stored_dtype,
 )
 from blockyard.worker.model.config import HUB_CONFIG_PATTERNS, ModelConfig, load_config, resolve_model
@@ -48,6 +48,8 @@ class ModelSize:
     """Size of the weights, in `dtype` where they are not quantised. They are held beside the KV cache."""
     process_bytes: int | None
     """Memory of the process beside weights and KV cache. None on a GPU, where the worker measures it at its start."""
+    draft_weights_bytes: int
+    """Size of the draft model's weights, 0 without one. Its own pool is a part of the budget."""
     slots_bytes: int
     """Memory of all adapter slots."""
     kv: KVSize
@@ -56,7 +58,9 @@ class ModelSize:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + (self.process_bytes or 0) + self.slots_bytes + self.kv.total_bytes
+        pools_bytes = self.kv.total_bytes + self.kv.draft_bytes
+        weights_bytes = self.weights_bytes + self.draft_weights_bytes
+        return weights_bytes + (self.process_bytes or 0) + self.slots_bytes + pools_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -76,9 +80,11 @@ class ModelSize:
             "kv_dtype": self.kv_dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "weights_bytes": self.weights_bytes,
+            "draft_weights_bytes": self.draft_weights_bytes,
             "process_bytes": self.process_bytes,
             "slots_bytes": self.slots_bytes,
             "kv_bytes": self.kv.total_bytes,
+            "draft_kv_bytes": self.kv.draft_bytes,
             "total_bytes": self.total_bytes,
             "memory_bytes": self.memory_bytes,
             "left_bytes": self.left_bytes,
@@ -118,6 +124,17 @@ def plain_or_quantised_bytes(part: ModelConfig, item_bytes: int, *, on_cpu: bool
     return weights_bytes(part, item_bytes, on_cpu=on_cpu)
 
 
+def draft_bytes_per_block(draft: ModelConfig, *, block_size: int, dtype: str) -> int:
+    """Compute the bytes of a block of a draft model's pool, which is not quantised."""
+    return bytes_per_block(
+        num_layers=draft.num_layers,
+        num_kv_heads=draft.num_kv_heads,
+        head_dim=draft.head_dim,
+        block_size=block_size,
+        kv_dtype=dtype,
+    )
+
+
 def size_model(
     model: str,
     *,
@@ -132,12 +149,15 @@ def size_model(
     deterministic: bool = False,
     max_loras: int = 0,
     max_lora_rank: int = 16,
+    draft_model: str | None = None,
+    max_num_seqs: int = 256,
 ) -> ModelSize:
     """Return the memory of a worker with this model, and the size of its KV cache in `budget_bytes`.
 
     Of several ranks, return that of each. `on_cpu`: a CPU like this machine's, since dtype "auto" depends on its
     instructions. Raise ValueError for a model that the engine cannot run or split, or a context longer than the
-    model's. Slots need a model that serves adapters, and deterministic mode float32.
+    model's. Slots need a model that serves adapters, and deterministic mode float32. The budget also holds the pool of
+    a draft model, which one rank alone may have.
     """
     config = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
     chosen = choose_dtype(
@@ -155,8 +175,24 @@ def size_model(
         block_size=block_size,
         kv_dtype=kv_dtype,
     )
-    kv = KVSize(
-        num_blocks=blocks_in_budget(budget_bytes, block_bytes), block_size=block_size, block_bytes=block_bytes
+    draft_weights_bytes = draft_block_bytes = 0
+    if draft_model is not None:
+        if tensor_parallel_size > 1:
+            raise ValueError("a draft model needs a worker of one rank (--tensor-parallel-size 1)")
+        draft = load_config(resolve_model(draft_model, patterns=HUB_CONFIG_PATTERNS))
+        draft_dtype = choose_dtype(
+            dtype, draft.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16(), deterministic=deterministic
+        ).name
+        draft_weights_bytes = plain_or_quantised_bytes(
+            draft, DTYPE_BYTES[draft_dtype], on_cpu=on_cpu, deterministic=deterministic
+        )
+        draft_block_bytes = draft_bytes_per_block(draft, block_size=block_size, dtype=draft_dtype)
+    kv = kv_size_in(
+        budget_bytes,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        draft_block_bytes=draft_block_bytes,
+        max_num_seqs=max_num_seqs,
     )
     return ModelSize(
         model=model,
@@ -167,6 +203,7 @@ def size_model(
         weights_bytes=plain_or_quantised_bytes(
             part, DTYPE_BYTES[chosen.name], on_cpu=on_cpu, deterministic=deterministic
         ),
+        draft_weights_bytes=draft_weights_bytes,
         process_bytes=CPU_PROCESS_BYTES if on_cpu else None,
         slots_bytes=adapter_slots_bytes(config, max_loras, max_lora_rank, DTYPE_BYTES[chosen.name]),
         kv=kv,

@@ -367,6 +367,9 @@ def _memory_rows(sized: ModelSize) -> Iterator[tuple[str, str]]:
     if sized.slots_bytes:
         yield "adapter slots", f"{format_bytes(sized.slots_bytes)} in {sized.dtype.name}"
     yield "KV cache", f"{format_bytes(sized.kv.total_bytes)} in {sized.kv_dtype}"
+    if sized.draft_weights_bytes:
+        yield "draft model", f"{format_bytes(sized.draft_weights_bytes)} of weights"
+        yield "its KV cache", f"{format_bytes(sized.kv.draft_bytes)} of the same memory"
     if sized.process_bytes is None:
         yield "process", "not counted: on a GPU the worker measures it at its start"
     else:

@@ -6,6 +6,7 @@ Bounds leave 2 %: 0.5 % that trials may cost, what is lost before anything is kn
 from dataclasses import replace
 
 import pytest
+from blockyard.worker.speculation.draft_model import MAX_ALLOWANCE_SECONDS
 from blockyard.worker.speculation.speculation import RARE_TRIAL_STEPS, Speculation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHARES = (0.0, 0.3, 0.6, 0.9)
 A_ROW = (0.0, 0.005, 0.02, 0.05, 0.1, 0.3, 1.0)
 """Rows from free ones to those of a step whose time is proportional to them."""
+A_PASS = (0.1, 0.9, 0.01, 0.3, 2.0)
+"""Seconds of a pass of a draft model, where a step takes 1 without its rows."""
 NOISY = {"noise": 0.1, "pauses": 0.02}
 QUIET_AND_NOISY = [
     *(Costs(a_row=a_row, first=0.5) for a_row in A_ROW),
@@ -52,6 +55,64 @@ def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) 
             if min(gains.full, gains.request, gains.whole) < LEAST:
                 slower[batch, share] = gains
     assert slower == {}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("a_pass", A_PASS)
+@pytest.mark.parametrize("noise", [{}, NOISY], ids=["quiet", "noisy"])
+def test_nor_is_one_whose_guesses_cost_the_time_of_a_draft_model(
+    a_pass: float, noise: dict[str, float]
+) -> None:
+    slower = {}
+    for a_row in (0.0, 0.05, 0.3):
+        costs = Costs(a_row=a_row, a_pass=a_pass, a_pass_token=0.1 * a_row, **noise)
+        for batch in (1, 4, 32):
+            for share in SHARES:
+                ratio = steady(costs, batch, always(share), num_steps=800, prompt_tokens=300)
+                if ratio < LEAST:
+                    slower[a_row, batch, share] = ratio
+    assert slower == {}
+
+
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("a_pass", A_PASS)
+def test_nor_are_new_requests_whose_prompts_a_draft_model_must_compute(a_pass: float) -> None:
+    slower = {}
+    for batch in (1, 8):
+        for share in SHARES:
+            costs = Costs(a_row=0.02, a_pass=a_pass, a_pass_token=0.01, **NOISY)
+            gains = batches(costs, batch, always(share), num_batches=12, prompt_tokens=400)
+            if min(gains.full, gains.request, gains.whole) < LEAST:
+                slower[batch, share] = gains
+    assert slower == {}
+
+
+@pytest.mark.parametrize(
+    ("a_pass", "batch", "share", "least"),
+    [(0.0, 1, 0.9, 4.0), (0.1, 1, 0.9, 2.5), (0.1, 1, 0.6, 1.3), (0.1, 8, 0.9, 1.5), (0.3, 1, 0.9, 1.5)],
+)
+def test_drafts_of_a_model_that_pay_for_its_time_are_found(
+    a_pass: float, batch: int, share: float, least: float
+) -> None:
+    for noise in ({}, NOISY):
+        costs = Costs(a_row=0.02, a_pass=a_pass, a_pass_token=0.001, **noise)
+        assert steady(costs, batch, always(share), num_steps=1500, prompt_tokens=300) > least
+
+
+def test_a_model_as_slow_as_the_served_one_is_asked_in_rare_trials_alone() -> None:
+    clock = steady_clock(Costs(a_row=0.0, a_pass=1.0), 1, always(1.0), num_steps=4 * RARE_TRIAL_STEPS)
+    assert clock.num_drafts < 4 * 3
+
+
+def test_catching_up_is_bounded_where_it_brings_nothing_and_not_where_it_pays() -> None:
+    costs = Costs(a_row=0.02, a_pass=0.02, a_pass_token=0.001)
+    shares = {}
+    for share in (0.0, 0.9):
+        clock = steady_clock(costs, 4, always(share), num_steps=1000, prompt_tokens=800)
+        shares[share] = clock.caught_up_seconds
+    # What an engine starts with, and its share of the time.
+    assert 0 < shares[0.0] < MAX_ALLOWANCE_SECONDS + 0.01 * 1000
+    assert shares[0.9] > 4 * 800 * 0.001
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,18 +4,22 @@ The policy sees noisy times, as a real engine does. The result counts true times
 for noise.
 """
 
+import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from blockyard.worker.sequences.identifiers import SequenceId
+from blockyard.worker.sequences.identifiers import BlockId, SequenceId
 from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.sequences.step_plan import NO_TOKEN, StepPlan, StepTokens
+from blockyard.worker.speculation.draft_model import DraftModel
 from blockyard.worker.speculation.speculation import Speculation
 
 from .scheduling import make_sequence
 
 MOST_ROWS = 256
+BLOCK_SIZE = 16
 MATCH = 8
 Right = Callable[[int, int], float]
 """Probability that a draft is right, by the number of the sequence and of the step."""
@@ -26,6 +30,16 @@ class Guesses:
 
     def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
         return [1] * most, MATCH
+
+    def forget(self, ended: Iterable[SequenceId]) -> None:
+        pass
+
+
+class NoGuesses:
+    """Leaves all guesses to a draft model."""
+
+    def draft(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
+        return [], 0
 
     def forget(self, ended: Iterable[SequenceId]) -> None:
         pass
@@ -44,12 +58,19 @@ class Costs:
     """Standard deviation of a measured time, as a share of it. Disturbances only add time."""
     pauses: float = 0.0
     """Share of the steps whose measured time is three times as long."""
+    a_pass: float | None = None
+    """Seconds of a pass of a draft model, which then makes all guesses. None: they cost nothing."""
+    a_pass_token: float = 0.0
+    """Seconds that each token of a pass adds."""
 
     def true(self, rows: int) -> float:
         return 1.0 + self.a_row * rows + (self.a_tile * ((rows - 1) // self.tile) if self.tile else 0.0)
 
     def measured(self, rows: int, chance: random.Random) -> float:
-        seconds = self.true(rows) * (1.0 + abs(chance.gauss(0.0, self.noise)))
+        return self.noisy(self.true(rows), chance)
+
+    def noisy(self, true: float, chance: random.Random) -> float:
+        seconds = true * (1.0 + abs(chance.gauss(0.0, self.noise)))
         return 3 * seconds if chance.random() < self.pauses else seconds
 
 
@@ -64,16 +85,50 @@ class Clock:
     tokens: int = 0
     num_steps: int = 0
     num_drafts: int = 0
+    now: float = 0.0
+    """Seconds on the draft model's clock. Its times are noisy too."""
+    caught_up_seconds: float = 0.0
+    """Part of `seconds` in which the draft model computed tokens without guessing."""
     _chance: random.Random = field(init=False)
     _sizes: set[int] = field(default_factory=set)
+    _blocks: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
 
+    @classmethod
+    def of(cls, costs: Costs, seed: int = 0) -> "Clock":
+        """Return a clock with speculation, by a draft model where the costs have one. The model is measured."""
+        if costs.a_pass is None:
+            return cls(costs, Speculation(Guesses()), seed)
+        clock = cls(costs, None, seed)
+        model = DraftModel(
+            clock.execute,
+            num_blocks=2**40,
+            block_size=BLOCK_SIZE,
+            max_tokens=2**40,
+            max_step_tokens=2048,
+            clock=lambda: clock.now,
+        )
+        model.measure(MOST_ROWS)
+        clock.speculation, clock.seconds = Speculation(NoGuesses(), model), 0.0
+        return clock
+
+    def execute(self, plan: StepPlan) -> StepTokens:
+        """Run a pass of the draft model."""
+        assert self.costs.a_pass is not None
+        true = self.costs.a_pass + self.costs.a_pass_token * plan.num_tokens
+        self.seconds += true
+        self.now += self.costs.noisy(true, self._chance)
+        if not any(row.samples for row in plan.rows):
+            self.caught_up_seconds += true
+        return StepTokens(tokens=[1 if row.samples else NO_TOKEN for row in plan.rows])
+
     def step(self, sequences: Items[Sequence], right: Right, left: Items[int]) -> list[int]:
         """Run a step, and return the tokens that each sequence gets, of as many as it has `left`."""
-        num_rows, got = len(sequences), [1] * len(sequences)
+        num_rows, got, began = len(sequences), [1] * len(sequences), self.now
         drafted = self._drafts(sequences, left)
+        waited = self.now - began
         for place, sequence in enumerate(sequences):
             count = drafted.get(sequence.sequence_id, 0)
             if self.speculation is None or not count:
@@ -90,11 +145,22 @@ class Clock:
         self.seconds += self.costs.true(rows) + first
         if self.speculation is not None:
             measured = self.costs.measured(rows, self._chance) + first
-            self.speculation.observe(num_rows, num_drafts, measured)
+            self.now += measured
+            self.speculation.observe(num_rows, num_drafts, measured, waited_seconds=waited)
+        if self.costs.a_pass is not None:
+            for sequence, count in zip(sequences, got, strict=True):
+                self.grow(sequence, count)
         self.tokens += sum(got)
         self.num_steps += 1
         self.num_drafts += num_drafts
         return got
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give a sequence more tokens, and the blocks of all that it has."""
+        sequence.tokens.extend([2] * num_tokens)
+        num_blocks = -(-len(sequence.tokens) // BLOCK_SIZE)
+        more = itertools.islice(self._blocks, num_blocks - len(sequence.block_table))
+        sequence.block_table.extend(map(BlockId, more))
 
     def gain(self, batch: int) -> float:
         """Return the rate of tokens over that without speculation, if each step had `batch` decodes."""
@@ -113,15 +179,22 @@ class Clock:
         return {sequence.sequence_id: len(tokens) for sequence, tokens in proposed}
 
 
-def steady(costs: Costs, batch: int, right: Right, *, num_steps: int, seed: int = 0) -> float:
+def steady(
+    costs: Costs, batch: int, right: Right, *, num_steps: int, seed: int = 0, prompt_tokens: int = 0
+) -> float:
     """Return the rate of tokens over that without speculation, from the first step on, in a batch that stays full."""
-    return steady_clock(costs, batch, right, num_steps=num_steps, seed=seed).gain(batch)
+    clock = steady_clock(costs, batch, right, num_steps=num_steps, seed=seed, prompt_tokens=prompt_tokens)
+    return clock.gain(batch)
 
 
-def steady_clock(costs: Costs, batch: int, right: Right, *, num_steps: int, seed: int = 0) -> Clock:
-    """Run a batch that stays full, and return its clock."""
-    clock = Clock(costs, Speculation(Guesses()), seed)
+def steady_clock(
+    costs: Costs, batch: int, right: Right, *, num_steps: int, seed: int = 0, prompt_tokens: int = 0
+) -> Clock:
+    """Run a batch that stays full, whose prompts have so many more tokens than three, and return its clock."""
+    clock = Clock.of(costs, seed)
     sequences = [make_sequence(number, [1, 2, 3], max_tokens=10**6) for number in range(batch)]
+    for sequence in sequences:
+        clock.grow(sequence, prompt_tokens)
     for _ in range(num_steps):
         clock.step(sequences, right, [10**6] * batch)
     return clock
@@ -148,16 +221,19 @@ def batches(
     uncounted: int = 2,
     num_tokens: int = 128,
     seed: int = 0,
+    prompt_tokens: int = 0,
 ) -> Gains:
     """Return the gains in batches whose outputs all have `num_tokens`. The first, `uncounted` batches teach.
 
     Sequences whose drafts were right end early, so the last steps of a batch have fewer rows.
     """
-    speculation = Speculation(Guesses())
-    clock = Clock(costs, speculation, seed)
+    clock = Clock.of(costs, seed)
+    assert clock.speculation is not None
     full_seconds, full_tokens, request_seconds, whole_seconds = 0.0, 0, 0.0, 0.0
     for turn in range(uncounted + num_batches):
         sequences = [make_sequence(number, [1, 2, 3], max_tokens=10**6) for number in range(batch)]
+        for sequence in sequences:
+            clock.grow(sequence, prompt_tokens)
         left = [num_tokens] * batch
         began, had, ends, is_full = clock.seconds, clock.tokens, list[float](), True
         while len(ends) < batch:
@@ -171,7 +247,7 @@ def batches(
                 if turn >= uncounted:
                     full_seconds += clock.seconds - began
                     full_tokens += clock.tokens - had
-        speculation.forget(sequence.sequence_id for sequence in sequences)
+        clock.speculation.forget(sequence.sequence_id for sequence in sequences)
         if turn >= uncounted:
             request_seconds += sum(ends) / batch
             whole_seconds += ends[-1]

@@ -110,11 +110,9 @@ class TorchRunner(PartRunner):
     def _set_up(self) -> None:
         self._graphs: DecodeGraphs | None = None
         self.grammar_masks: GrammarMasks | None = None
-        backend = self.backend
-        nuclei = NucleusSearch.of(backend)
-        self._sampler = Sampler(
-            self.config.vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draws
-        )
+        self._sampler = self._make_sampler(self.config.vocab_size)
+        self._num_tokens: int | None = None
+        """Number of tokens that may be drawn, where `limit_tokens` was called."""
         self._inputs = InputRows(self.block_size)
         self.replays_graphs = True
         """Whether steps run as graphs where graphs were captured. May change between steps."""
@@ -122,6 +120,19 @@ class TorchRunner(PartRunner):
         self._num_started = 0
         self.gathers_all_logits = False
         """Whether rank 0 gathers the logits of rows that take the largest too. The tokens are the same."""
+
+    def _make_sampler(self, vocab_size: int) -> Sampler:
+        backend = self.backend
+        nuclei = NucleusSearch.of(backend)
+        return Sampler(vocab_size, self.device, backend.greedy_tokens, nuclei, backend.draws)
+
+    def limit_tokens(self, num_tokens: int) -> None:
+        """Draw only tokens below `num_tokens`, and read tokens that this model lacks as its last one.
+
+        It is for a draft model with another vocabulary size. Call it before the first step, on a worker of one rank.
+        """
+        self._num_tokens = min(num_tokens, self.config.vocab_size)
+        self._sampler = self._make_sampler(self._num_tokens)
 
     def execute(self, plan: StepPlan) -> StepTokens:
         return self.start(plan).result()
@@ -132,6 +143,9 @@ class TorchRunner(PartRunner):
         arrays, unknown = self._inputs.arrays(plan.rows) if plan.rows else (StepArrays(), ())
         if plan.adapters:
             arrays = replace(arrays, slots_R=_slots_of(plan))
+        if self._num_tokens is not None:
+            # An embedding that is read beyond its end ends the process on a GPU.
+            arrays = replace(arrays, tokens_T=np.minimum(arrays.tokens_T, self.config.vocab_size - 1))
         self._num_started += 1
         if self.collective.size == 1:
             return self._start(plan, arrays, unknown)
@@ -221,7 +235,10 @@ class TorchRunner(PartRunner):
         """Begin to draw the tokens of the rows that sample, from the hidden states of their last positions."""
         start = partial(self._sampler.start, in_flight=self._newest, apply_masks=apply_masks)
         if self.collective.size == 1:
-            return start(self._decoder.logits(hidden_SH), sampling)
+            logits_SV = self._decoder.logits(hidden_SH)
+            if self._num_tokens is not None:
+                logits_SV = logits_SV[:, : self._num_tokens].contiguous()
+            return start(logits_SV, sampling)
         wants_S = arrays.samples_R[arrays.samples_R != NO_SAMPLE]
         drawn, taking = (np.flatnonzero(wants_S == want).tolist() for want in (LOGITS, LARGEST))
         drawing = None

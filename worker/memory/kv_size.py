@@ -39,6 +39,8 @@ class KVSize:
     num_blocks: int
     block_size: int
     block_bytes: int
+    draft_bytes: int = 0
+    """Bytes of a draft model's pool beside it, which no other size here counts."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +65,23 @@ class KVSize:
             f"maximum concurrency for requests of {max_model_len:,} tokens: "
             f"{self.max_concurrency(max_model_len):.2f}",
         )
+
+
+def kv_size_in(
+    budget_bytes: int, *, block_size: int, block_bytes: int, draft_block_bytes: int = 0, max_num_seqs: int = 0
+) -> KVSize:
+    """Return the size of the pool that a budget holds, beside that of a draft model where `draft_block_bytes` is not 0.
+
+    The draft model's pool has as many blocks, and a spare one for each of `max_num_seqs` sequences.
+    """
+    spare_bytes = max_num_seqs * draft_block_bytes
+    num_blocks = blocks_in_budget(budget_bytes - spare_bytes, block_bytes + draft_block_bytes)
+    return KVSize(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        draft_bytes=num_blocks * draft_block_bytes + spare_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from blockyard.worker.sequences.block_table import BlockTable
 from blockyard.worker.sequences.identifiers import BlockId, BlockName, SequenceId
-from blockyard.worker.sequences.sequence import Sequence
+from blockyard.worker.sequences.sampling_params import SamplingParams
+from blockyard.worker.sequences.sequence import Sequence, token_array
 from blockyard.worker.sequences.step_plan import (
     FAILED_TOKEN,
     ScheduledRow,
@@ -40,10 +41,18 @@ UNGUESSED = -1
 """Stands for a draft that the model is still to make."""
 SHORT_LAG_TOKENS = 32
 """Tokens without keys that are computed together with the newest one. More of them are caught up by themselves."""
-CATCH_UP_SHARE = 0.05
-"""Share of the time that may be spent on catching up. What that brings is known only later."""
-MAX_ALLOWANCE_SECONDS = 0.5
-"""Most time for catching up that is saved up."""
+CATCH_UP_SHARE = 0.005
+"""Share of the time that may be spent on catching up, whatever that brings."""
+GAIN_SHARE = 0.5
+"""Share of the time that drafts have saved which may be spent on catching up too."""
+MAX_ALLOWANCE_SECONDS = 2.0
+"""Most time for catching up that is saved up without a gain. An engine starts with it."""
+MAX_EARNED_SECONDS = 10.0
+"""Most time for catching up that is saved up of gains."""
+MAX_CATCH_UP_SECONDS = 0.25
+"""Most time of one call for catching up, because all requests wait for it."""
+FIRST_CATCH_UP_TOKENS = 64
+"""Tokens of a call before the time of one was measured, and the least later."""
 MAX_FAILURES = 3
 """Failed calls after which the model is not used any more."""
 
@@ -115,16 +124,37 @@ class DraftModel:
         """Leading blocks whose keys are known to be there, under a version of the block table."""
         self._times = RowTimes()
         self._allowance_seconds = MAX_ALLOWANCE_SECONDS
+        self._seconds_a_token = 0.0
+        """Time of catching up a token, when that was done last. 0.0 before."""
         self._last_look = clock()
         self._spent_seconds = self._catch_up_seconds = 0.0
+
+    def measure(self, most_sequences: int) -> None:
+        """Measure passes of several numbers of sequences up to the given one, so that the first choice counts their
+        time. Call it once, when the model is warm."""
+        numbers, number = list[int](), most_sequences
+        while number:
+            numbers.append(number)
+            number //= 4
+        for number in reversed(numbers):
+            scratch = [_scratch_sequence(place) for place in range(number)]
+            # The first pass of a number is not counted.
+            self._guess([(sequence, 3) for sequence in scratch])
+            self.forget(sequence.sequence_id for sequence in scratch)
+
+    def earn(self, seconds: float) -> None:
+        """Note the time that drafts of this model have saved. A share of it may be spent on catching up."""
+        self._save_up(GAIN_SHARE * seconds, MAX_EARNED_SECONDS)
+
+    def _save_up(self, seconds: float, most: float) -> None:
+        self._allowance_seconds = max(self._allowance_seconds, min(self._allowance_seconds + seconds, most))
 
     def most(self, sequence: Sequence, wanted: int) -> int:
         """Return how many of `wanted` drafts the model can make for a sequence. Nothing is computed."""
         if self.num_failures >= MAX_FAILURES:
             return 0
         now = self._clock()
-        earned = CATCH_UP_SHARE * (now - self._last_look)
-        self._allowance_seconds = min(self._allowance_seconds + earned, MAX_ALLOWANCE_SECONDS)
+        self._save_up(CATCH_UP_SHARE * (now - self._last_look), MAX_ALLOWANCE_SECONDS)
         self._last_look = now
         lag = len(sequence.tokens) - self._num_cached(sequence)
         if lag > SHORT_LAG_TOKENS and self._allowance_seconds <= 0:
@@ -209,8 +239,12 @@ class DraftModel:
         return _Shadow(sequence=sequence, copy=copy, num_computed=start, num_drafts=num_drafts)
 
     def _catch_up(self, shadows: Items[_Shadow]) -> None:
-        """Compute what these sequences lack before their last tokens, as much of it as a step may have."""
-        room, lagging, counts = self._max_step_tokens, list[_Shadow](), list[int]()
+        """Compute what these sequences lack before their last tokens, as much of it as a step and the time allow."""
+        room, lagging, counts = FIRST_CATCH_UP_TOKENS, list[_Shadow](), list[int]()
+        if self._seconds_a_token:
+            seconds = min(self._allowance_seconds, MAX_CATCH_UP_SECONDS)
+            room = max(room, int(min(seconds / self._seconds_a_token, self._max_step_tokens)))
+        room = min(room, self._max_step_tokens)
         for shadow in shadows:
             if room:
                 lagging.append(shadow)
@@ -219,7 +253,9 @@ class DraftModel:
         if lagging:
             began = self._clock()
             self._run(lagging, counts, samples=False)
-            self._catch_up_seconds += self._clock() - began
+            seconds = self._clock() - began
+            self._catch_up_seconds += seconds
+            self._seconds_a_token = seconds / sum(counts)
 
     def _run(self, shadows: Items[_Shadow], counts: Items[int], *, samples: bool) -> list[int]:
         """Compute the next positions of sequences, so many of each, and return the token that each one gives."""
@@ -263,6 +299,17 @@ class DraftModel:
         # Under one version the last entry may still be replaced.
         self._full[sequence.sequence_id] = table.version, max(0, min(num_cached // size, len(table) - 1))
         return num_cached
+
+
+def _scratch_sequence(number: int) -> Sequence:
+    """Return a sequence of one token that has no block. Its drafts lie in a spare one."""
+    return Sequence(
+        sequence_id=SequenceId(-1 - number),
+        tokens=token_array([0]),
+        prompt_length=1,
+        sampling=SamplingParams(),
+        names=[],
+    )
 
 
 def _parent(sequence: Sequence, index: int) -> Parent:

@@ -25,7 +25,7 @@ SPENT_SHARE = 0.005
 MAX_CREDIT_STEPS = 2.0
 """Most credit, in steps without drafts."""
 MAX_DRAFTING_STEPS = 16.0
-"""Most time of a draft model that one step costs, in steps without drafts."""
+"""Most time of a draft model that one step costs, and most credit that its drafts earn, in steps without drafts."""
 MAX_STEPS_WITH_DRAFTS = 32
 """After so many steps with drafts one goes without, so that both kinds stay measured."""
 STEPS_A_MEASURED_STEP = 2
@@ -113,8 +113,6 @@ class Speculation:
         self._skipped_steps = 0
         """Steps before the next look."""
         self._num_right_in_step = 0
-        self._expects_gain = False
-        """Whether the last choice of drafts was expected to gain. Otherwise its drafts were a trial."""
 
     def takes(self, sequence: Sequence) -> bool:
         """Return whether a sequence may have drafts: one that has a token, and neither forks nor searches."""
@@ -130,16 +128,19 @@ class Speculation:
         `candidates` are sequences with all tokens known, each with the most drafts that it can use.
         """
         chosen, is_trial = self._choose(candidates, num_rows, most)
-        if chosen:
+        for one, _ in chosen:
+            self._drafted[one.sequence.sequence_id].match_class = one.match_class
+        proposed = [(one.sequence, one.tokens[:count]) for one, count in chosen]
+        if self._model is not None:
+            # None is left where the model catches up only. Then a trial is still due.
+            proposed = self._model.complete(proposed)
+        if proposed:
             self._is_trial = is_trial
             self._since_trial = self._looks_in_vain = 0
         else:
             self._looks_in_vain += 1
             self._skipped_steps = min(2**self._looks_in_vain, len(candidates), MAX_SKIPPED_STEPS) - 1
-        for one, _ in chosen:
-            self._drafted[one.sequence.sequence_id].match_class = one.match_class
-        proposed = [(one.sequence, one.tokens[:count]) for one, count in chosen]
-        return proposed if self._model is None else self._model.complete(proposed)
+        return proposed
 
     def is_worth_waiting(self, candidates: Items[tuple[Sequence, int]], *, num_rows: int, most: int) -> bool:
         """Return whether `propose` is expected to find drafts once one more token of each sequence is known."""
@@ -159,22 +160,33 @@ class Speculation:
         most = min(most, 2 * self.times.most_rows - num_rows, MAX_DRAFTS * len(candidates))
         if self._since_trial < RARE_TRIAL_STEPS and not can_gain(most, num_rows, self.times.expected):
             return [], False
+        asks_model = self._asks_model(len(candidates), num_rows, most)
         longest = min(MAX_DRAFTS, 1 + 2 * most // len(candidates))
         possible = [
             one
             for sequence, useful in candidates
-            if (one := self._possible(sequence, min(useful, longest), num_unseen))
+            if (one := self._possible(sequence, min(useful, longest), num_unseen, asks_model=asks_model))
         ]
         odds_of = [one.odds for one in possible]
         total = self._most_useful(possible, num_rows, most)
-        if not num_unseen:
-            self._expects_gain = total > 0
         is_trial = not total and self._since_trial >= self._trial_steps
         if is_trial:
             num_possible = min(sum(map(len, odds_of)), most)
             total = min(max(int(TRIAL_SHARE * num_rows), LEAST_TRIAL_DRAFTS), num_possible)
         counts = shares(odds_of, total)
         return [(one, count) for one, count in zip(possible, counts, strict=True) if count], is_trial
+
+    def _asks_model(self, num_candidates: int, num_rows: int, most: int) -> bool:
+        """Return whether drafts of the draft model would gain if all were right. A rare trial asks it in any case."""
+        model = self._model
+        if model is None or self._since_trial >= RARE_TRIAL_STEPS:
+            return model is not None
+
+        def seconds(num_all_rows: int) -> float:
+            deepest = -(-(num_all_rows - num_rows) // num_candidates)
+            return self.times.expected(num_all_rows) + model.seconds(num_candidates, deepest)
+
+        return can_gain(most, num_rows, seconds)
 
     def _most_useful(self, possible: list[_Possible], num_rows: int, most: int) -> int:
         """Return how many of the possible drafts gain most, 0 where none are expected to gain."""
@@ -207,13 +219,15 @@ class Speculation:
             < min(STEPS_A_MEASURED_STEP * self.times.num_steps(num_rows), MAX_STEPS_WITH_DRAFTS)
         )
 
-    def _possible(self, sequence: Sequence, useful: int, num_unseen: int) -> _Possible | None:
+    def _possible(
+        self, sequence: Sequence, useful: int, num_unseen: int, *, asks_model: bool
+    ) -> _Possible | None:
         drafted = self._drafted.get(sequence.sequence_id)
         if useful < 1 or (drafted is not None and self._num_steps < drafted.rests_until):
             return None
         tokens, match_length = self._drafter.draft(sequence, useful + num_unseen)
         match_class = class_of(match_length)
-        if self._model is not None and match_length < SURE_MATCH:
+        if asks_model and self._model is not None and match_length < SURE_MATCH:
             count = self._model.most(sequence, useful + num_unseen)
             if count:
                 tokens, match_class = [UNGUESSED] * count, MODEL_CLASS
@@ -270,9 +284,7 @@ class Speculation:
         # The times of rows do not have the draft model's time.
         waited_seconds = max(0.0, waited_seconds - drafting - catching_up)
         wasted_seconds = max(0.0, wasted_seconds - drafting - catching_up)
-        if not self._expects_gain:
-            # Otherwise catching up has a bound of its own (draft_model.py).
-            drafting += catching_up
+        # Catching up has a bound of its own (draft_model.py).
         seconds += waited_seconds
         self._steps_with_drafts = self._steps_with_drafts + 1 if num_drafts else 0
         self._since_trial += 1
@@ -288,12 +300,17 @@ class Speculation:
             # First-time work of a size is the drafts' cost too: without them the step would have had another size.
             change = num_right * alone / num_decodes - (seconds - alone)
             self._adjust_trials(gained=change > drafting)
+            if self._model is not None and drafting:
+                self._model.earn(max(change - drafting, 0.0))
         else:
             change = SPENT_SHARE * seconds - wasted_seconds
         most = MAX_CREDIT_STEPS * alone
         credit = most / 2 if self._credit_seconds is None else self._credit_seconds
         # A pause of the machine is not the drafts' cost.
         change = max(change, -most) - min(drafting, MAX_DRAFTING_STEPS * alone)
+        if self._model is not None:
+            # Drafts of a model that are all wrong cost several steps. What its right ones saved is kept for that.
+            most = max(MAX_DRAFTING_STEPS * alone if drafting and num_drafts else most, credit)
         self._credit_seconds = min(credit + change, most)
 
     def _adjust_trials(self, *, gained: bool) -> None:

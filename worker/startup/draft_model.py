@@ -1,9 +1,7 @@
 """Draft model at startup: loads it beside the served model, refuses one that does not fit it, and sizes its pool."""
 
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from blockyard.worker.config import EngineConfig
@@ -13,7 +11,7 @@ from blockyard.worker.memory.gpu_memory import GIB
 from blockyard.worker.memory.kv_size import bytes_per_block
 from blockyard.worker.model.config import ModelConfig, load_config, resolve_model
 from blockyard.worker.speculation.draft_model import DraftModel
-from blockyard.worker.unsupported import UnsupportedModelError
+from blockyard.worker.startup.draft_vocabulary import check_fits
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +46,15 @@ class DraftRunner:
             runner.capture_decodes(sizes, max_context_tokens=max_model_len)
         pool_gib = num_all_blocks * self.block_bytes / GIB
         logger.info("draft model: KV cache of %.2f GiB, %d bytes a block", pool_gib, self.block_bytes)
-        return DraftModel(
+        model = DraftModel(
             runner.execute,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_tokens=min(max_model_len, runner.config.max_position_embeddings),
             max_step_tokens=config.max_num_batched_tokens,
         )
+        model.measure(min(config.max_num_seqs, config.max_num_batched_tokens))
+        return model
 
 
 def load_draft_model(
@@ -68,7 +68,7 @@ def load_draft_model(
     if config.draft_model is None:
         return None
     path = resolve_model(config.draft_model)
-    _check_fits(load_config(path), served, path, tokenizer)
+    check_fits(load_config(path), served, path, tokenizer)
     runner = TorchRunner.create(
         path,
         device=device,
@@ -81,34 +81,6 @@ def load_draft_model(
         seed=config.seed,
         max_model_len=config.max_model_len or served.max_position_embeddings,
     )
+    if runner.config.vocab_size != served.vocab_size:
+        runner.limit_tokens(served.vocab_size)
     return DraftRunner(config, runner)
-
-
-def _check_fits(draft: ModelConfig, served: ModelConfig, path: Path, tokenizer: Path) -> None:
-    if served.pooling is not None:
-        raise ValueError("draft_model is for models that generate: the served model embeds")
-    if draft.pooling is not None:
-        raise UnsupportedModelError("draft_model must be a model that generates, not one that embeds")
-    if draft.vocab_size != served.vocab_size:
-        raise ValueError(
-            f"draft_model has a vocabulary of {draft.vocab_size} tokens, and the served model one of "
-            f"{served.vocab_size}: they must have the same tokens"
-        )
-    own, other = _tokens_of(path), _tokens_of(tokenizer)
-    if own is not None and other is not None and own != other:
-        raise ValueError(
-            "draft_model has another tokenizer than the served model: they must have the same tokens"
-        )
-
-
-def _tokens_of(folder: Path) -> tuple[Any, dict[int, str]] | None:
-    """Return the vocabulary and the added tokens of a folder's tokenizer.json. None where it has no such file."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        added = {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-        return content["model"]["vocab"], added
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"{file} cannot be read") from error

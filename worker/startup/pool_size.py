@@ -9,7 +9,7 @@ from blockyard.worker.execution.part_runner import PartRunner
 from blockyard.worker.execution.step_graphs import GRAPH_BYTES, ladder, shared_sizes
 from blockyard.worker.memory.gpu_memory import Meter, measure
 from blockyard.worker.memory.host_blocks import STAGING_BYTES
-from blockyard.worker.memory.kv_size import KVSize, blocks_in_budget, bytes_per_block, stored_dtype
+from blockyard.worker.memory.kv_size import KVSize, bytes_per_block, kv_size_in, stored_dtype
 from blockyard.worker.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,19 @@ def size_pool(
         block_size=config.block_size,
         kv_dtype=stored_dtype(config.kv_cache_dtype, dtype),
     )
-    both_bytes, spare_bytes = block_bytes + draft_block_bytes, config.max_num_seqs * draft_block_bytes
-    num_blocks = blocks_in_budget(budget - spare_bytes, both_bytes)
-    if not num_blocks:
-        beside = f" beside {spare_bytes} bytes for the draft model" if spare_bytes else ""
-        raise ValueError(f"{budget} bytes of KV cache hold no block of {both_bytes} bytes{beside}")
-    return KVSize(num_blocks=num_blocks, block_size=config.block_size, block_bytes=block_bytes)
+    kv_size = kv_size_in(
+        budget,
+        block_size=config.block_size,
+        block_bytes=block_bytes,
+        draft_block_bytes=draft_block_bytes,
+        max_num_seqs=config.max_num_seqs,
+    )
+    if not kv_size.num_blocks:
+        beside = f" beside {kv_size.draft_bytes} bytes for the draft model" if draft_block_bytes else ""
+        raise ValueError(
+            f"{budget} bytes of KV cache hold no block of {block_bytes + draft_block_bytes} bytes{beside}"
+        )
+    return kv_size
 
 
 def check_one_full_sequence_fits(kv_size: KVSize, max_model_len: int) -> None:
