@@ -55,6 +55,8 @@ def change(folder: Path, **config: Any) -> None:
         ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["self_attn.q_proj", "model.lm_head"]}, "model.lm_head"),
+        ({"target_modules": [7]}, "target_modules has 7"),
         ({"r": 9}, "--max-lora-rank 8"),
         ({"r": 0}, "r must be"),
         ({"r": True}, "r must be"),
@@ -81,6 +83,16 @@ def test_options_that_are_off_or_only_trained_with_are_accepted(folder: Path) ->
         base_model_name_or_path="x",
         an_option_of_tomorrow=None,
     )
+    assert reader(folder).read("a").fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["all-linear", r".*\.(q|k|v|o|gate|up|down)_proj", ["self_attn.q_proj", "model.layers.0.mlp.up_proj"]],
+)
+def test_targets_may_be_a_pattern_or_ends_of_longer_names(folder: Path, named: object) -> None:
+    before = reader(folder).read("a")
+    change(folder, target_modules=named)
     assert reader(folder).read("a").fingerprint == before.fingerprint
 
 

@@ -278,6 +278,7 @@ def _listed_modules(raw: dict[str, Any]) -> frozenset[str] | None:
     if not isinstance(listed, list) or raw.get("exclude_modules"):
         return None
     for name in listed:
-        if name not in MODULES:
+        # PEFT takes the end of a module's whole name too, such as self_attn.q_proj.
+        if not isinstance(name, str) or name.rpartition(".")[2] not in MODULES:
             raise ValueError(f"target_modules has {name!r}, which is none of {', '.join(MODULES)}")
-    return frozenset(listed)
+    return frozenset(listed) if set(listed) <= set(MODULES) else None
