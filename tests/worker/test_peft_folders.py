@@ -241,3 +241,21 @@ def test_pytorch_still_says_so_in_these_words() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(1 << 46)
     assert any(words in str(caught.value) for words in peft._NO_MEMORY)
+
+
+def test_a_part_of_a_fused_layer_is_not_changed_twice(tmp_path: Path) -> None:
+    checkpoint = shared_checkpoint("Phi3ForCausalLM")
+    make_adapter(tmp_path / "a", checkpoint, seed=1, modules=("qkv_proj",))
+    read = reader(tmp_path, model=load_config(checkpoint)).read
+    assert isinstance(weights := read("a").weights, dict)
+    assert weights.keys() == {"qkv"}
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file(load_file(file) | {Q_NAME: torch.zeros(4, 64)}, file)
+    with pytest.raises(ValueError, match="are for the same layer"):
+        read("a")
+
+
+def test_a_fused_layer_that_the_model_does_not_have_is_missed(folder: Path) -> None:
+    change(folder, target_modules=["qkv_proj"])
+    with pytest.raises(ValueError, match="layer 0 lacks qkv_proj"):
+        reader(folder).read("a")
