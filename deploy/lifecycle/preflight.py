@@ -24,6 +24,9 @@ from blockyard.deploy.settings.size import (
     plain_or_quantised_bytes,
 )
 from blockyard.deploy.views.quantities import counted, format_bytes
+from blockyard.proto.naming.model_files import resolve_tokenizer
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.config import ServedModel
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
     DTYPE_BYTES,
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 2**30
 """Default size of the KV cache on a CPU."""
+_OF_TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
+"""Files of which each tokenizer has one."""
 _SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
 
 
@@ -224,6 +229,17 @@ def check_weights(engine: EngineConfig) -> None:
     if engine.engine == "model" and engine.load_format == "auto":
         folder = resolve_model(engine.model)
         check_shards(folder, load_config(folder))
+
+
+def check_tokenizer(model: ServedModel) -> None:
+    """Raise ValueError if the tokenizer of a model cannot be loaded. Its files must be on this machine."""
+    folder = resolve_tokenizer(model.tokenizer, resolve_model(model.model))
+    if not any(file for pattern in _OF_TOKENIZERS for file in folder.glob(pattern)):
+        raise ValueError(f"{folder} has no tokenizer: name a folder or a model that has it (--tokenizer)")
+    try:
+        load_tokenizer(folder, model.chat_template)
+    except OSError as error:
+        raise ValueError(f"{folder}: the tokenizer cannot be read") from error
 
 
 def _check_memory(options: "UpOptions") -> None:
