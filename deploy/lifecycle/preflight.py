@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_BYTES = 2**30
 """Default size of the KV cache on a CPU."""
-_OF_TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
-"""Files of which each tokenizer has one."""
 _SERVED_ON = {"http_port": "HTTP", "router_port": "gRPC"}
 
 
@@ -234,8 +232,6 @@ def check_weights(engine: EngineConfig) -> None:
 def check_tokenizer(model: ServedModel) -> None:
     """Raise ValueError if the tokenizer of a model cannot be loaded. Its files must be on this machine."""
     folder = resolve_tokenizer(model.tokenizer, resolve_model(model.model))
-    if not any(file for pattern in _OF_TOKENIZERS for file in folder.glob(pattern)):
-        raise ValueError(f"{folder} has no tokenizer: name a folder or a model that has it (--tokenizer)")
     try:
         load_tokenizer(folder, model.chat_template)
     except OSError as error:

@@ -395,7 +395,7 @@ def test_a_model_that_is_added_must_have_a_tokenizer_that_can_be_loaded(tmp_path
         check_tokenizer(model)
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match="has no tokenizer: name a folder"):
+    with pytest.raises(ValueError, match="has no tokenizer: name a folder or a model that has one"):
         check_tokenizer(model)
     check_tokenizer(replace(model, tokenizer=str(CHECKPOINT)))
 
