@@ -25,6 +25,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _QUIET_VARIABLE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 """The switch against transformers' warning that torch is missing."""
+_FILES = ("tokenizer*", "vocab.*", "*.model")
+"""Files of which each tokenizer has one."""
 _MAX_HELD_TOKENS = 64
 """Maximum tokens that wait for a whole character. More are garbage, and the window is cut so that it stays bounded."""
 _REMEMBERED_TOKENS = 16_384
@@ -38,6 +40,9 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
     `chat_template` is the text of a Jinja template that replaces the tokenizer's own. Reaches no network and runs no
     code from the checkpoint. Raises OSError or ValueError if there is no tokenizer.
     """
+    folder = Path(path)
+    if folder.is_dir() and not any(file for pattern in _FILES for file in folder.glob(pattern)):
+        raise ValueError(f"{path} has no tokenizer: name a folder or a model that has one (--tokenizer)")
     # Imported here: transformers takes seconds to import, and checking stop strings does not need it.
     with _torch_out_of_sight():
         from transformers import AutoTokenizer

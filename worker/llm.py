@@ -166,9 +166,10 @@ class LLM:
             return ""
         if self._adapters is None:
             raise ValueError("adapters need slots: set max_loras and adapter_dir")
-        adapter = self._adapters.add(path, path)[0].adapter
-        self._engine.adapters.add(adapter)
-        return adapter.fingerprint
+        named, unnamed = self._adapters.add(path, path)
+        self._engine.adapters.add(named.adapter)
+        self._engine.adapters.remove(unnamed)
+        return named.adapter.fingerprint
 
     def _request(
         self,

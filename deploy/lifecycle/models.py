@@ -65,6 +65,7 @@ def add(
         hub.download_all(model.model, model.tokenizer, report)
         preflight.model_config(model.model)
         preflight.check_weights(EngineConfig(model=model.model))
+        preflight.check_tokenizer(model)
     with on_ray.driver(cluster):
         before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
         if model.id in before.models:

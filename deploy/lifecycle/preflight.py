@@ -26,6 +26,8 @@ from blockyard.deploy.settings.size import (
 )
 from blockyard.deploy.views.quantities import counted, format_bytes
 from blockyard.proto.naming.model_files import resolve_tokenizer
+from blockyard.proto.text import load_tokenizer
+from blockyard.router.config import ServedModel
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.memory.kv_size import (
     DTYPE_BYTES,
@@ -253,6 +255,15 @@ def check_draft(engine: EngineConfig) -> None:
     if engine.load_format == "auto":
         _of_draft(lambda: check_shards(folder, load_config(folder)))
     check_fits(load_config(folder), load_config(served), folder, resolve_tokenizer(engine.tokenizer, served))
+
+
+def check_tokenizer(model: ServedModel) -> None:
+    """Raise ValueError if the tokenizer of a model cannot be loaded. Its files must be on this machine."""
+    folder = resolve_tokenizer(model.tokenizer, resolve_model(model.model))
+    try:
+        load_tokenizer(folder, model.chat_template)
+    except OSError as error:
+        raise ValueError(f"{folder}: the tokenizer cannot be read") from error
 
 
 def _check_memory(options: "UpOptions") -> None:

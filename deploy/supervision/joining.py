@@ -58,7 +58,7 @@ class Joining:
                 again = " again" if num_starts else ""
                 raise RuntimeError(f"{replica.name} does not start{again}: {replica.error}")
             if replica not in self.replicas:
-                raise RuntimeError(f"{replica.name} was taken out meanwhile: the cluster shrinks")
+                raise RuntimeError(f"{replica.name} was removed meanwhile, by `scale` or `model remove`")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def is_in_use(self, replica: Replica) -> bool:

@@ -73,7 +73,11 @@ class AdapterKeeper:
         """
         links = self._links()
         if not links:
-            raise Unsupported.of("name", "needs a worker with slots for adapters (--max-loras)")
+            raise Unsupported.of(
+                "name",
+                "needs a connected worker with slots for adapters. Only the model that the cluster began with has them "
+                "(--max-loras)",
+            )
         asked = [_read_by(link, name, path, min(timeout_seconds, READ_SECONDS)) for link in links]
         found = await asyncio.gather(*asked, return_exceptions=True)
         failures = [answer for answer in found if isinstance(answer, BaseException)]

@@ -14,6 +14,7 @@ from blockyard.deploy.cli import main
 from blockyard.deploy.lifecycle import preflight
 from blockyard.deploy.lifecycle.preflight import (
     check_reachable,
+    check_tokenizer,
     check_weights,
     crowding,
     dtype_here,
@@ -25,6 +26,7 @@ from blockyard.deploy.machine import state
 from blockyard.deploy.machine.processes import identify
 from blockyard.deploy.settings import size
 from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.router.config import ServedModel
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
 from click.testing import CliRunner, Result
@@ -381,6 +383,21 @@ def test_weights_in_safetensors_are_served_whatever_lies_beside_them(tmp_path: P
     for name in ("model.gguf", "pytorch_model.bin"):
         (folder / name).touch()
     check_weights(EngineConfig(model=str(folder)))
+
+
+@pytest.mark.ci
+def test_a_model_that_is_added_must_have_a_tokenizer_that_can_be_loaded(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    model = ServedModel(model=str(folder), names=("model",))
+    check_tokenizer(model)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="the tokenizer cannot be loaded"):
+        check_tokenizer(model)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer: name a folder or a model that has one"):
+        check_tokenizer(model)
+    check_tokenizer(replace(model, tokenizer=str(CHECKPOINT)))
 
 
 def test_workers_that_the_machine_has_no_memory_for_are_refused() -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.worker.cache.adapter_book import UnknownAdapter
 from blockyard.worker.grammar.grammar import Grammar
 from blockyard.worker.llm import LLM
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from blockyard.worker.sequences.sequence import FinishReason
+
+from .adapters import make_adapter
 
 DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -201,3 +204,21 @@ def test_a_tokenizer_may_lie_beside_the_model(tmp_path: Path, llm: LLM) -> None:
         max_model_len=256,
     )
     assert other.generate("def f(x):", GREEDY)[0].text == llm.generate("def f(x):", GREEDY)[0].text
+
+
+def test_a_folder_with_another_adapter_is_read_again_and_the_one_before_is_forgotten(tmp_path: Path) -> None:
+    settings = {"kv_cache_memory": 2**24, "max_model_len": 64, "max_loras": 1, "adapter_dir": str(tmp_path)}
+    llm = LLM(str(DEMO), device="cpu", dtype="float32", **settings)
+
+    def answer() -> tuple[int, ...]:
+        return tuple(llm.generate("def add(a, b):\n", GREEDY, adapters=["sql"])[0].token_ids)
+
+    make_adapter(tmp_path / "sql", DEMO, seed=1)
+    first = answer()
+    assert answer() == first
+    before = llm._adapter("sql")
+    shutil.rmtree(tmp_path / "sql")
+    make_adapter(tmp_path / "sql", DEMO, seed=2)
+    assert answer() != first
+    with pytest.raises(UnknownAdapter):
+        llm._engine.adapters.find(before)

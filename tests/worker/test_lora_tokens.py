@@ -200,6 +200,22 @@ def test_an_adapter_of_an_mlp_that_does_not_divide_is_padded(size: int, tmp_path
         assert run(loaded.engine) == {(key, 0): greedy.tokens}
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_an_adapter_of_fused_layers_changes_each_of_their_parts(size: int, tmp_path: Path) -> None:
+    """Phi's modules are qkv_proj and gate_up_proj: one A, and the outputs of all parts in B."""
+    checkpoint = shared_checkpoint("Phi3ForCausalLM")
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    make_adapter(tmp_path / "adapters/a", checkpoint, seed=1, modules=modules)
+    merged_folder = merge(checkpoint, tmp_path / "adapters/a", tmp_path / "merged")
+    greedy = reference_greedy(merged_folder, prompt_of(21), NUM_TOKENS)
+    assert greedy.min_gap > MIN_GAP
+    config = config_of(model=str(checkpoint), adapter_dir=str(tmp_path / "adapters"))
+    with ranks(config, size) as group:
+        loaded = load_engine(config, group)
+        key = submit(loaded, "a", prompt_of(21))
+        assert run(loaded.engine) == {(key, 0): greedy.tokens}
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_rank_that_fails_in_a_load_is_loaded_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the last weights by then, and has not kept them. All other ranks have."""

@@ -55,6 +55,8 @@ def change(folder: Path, **config: Any) -> None:
         ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["self_attn.q_proj", "model.lm_head"]}, "model.lm_head"),
+        ({"target_modules": [7]}, "target_modules has 7"),
         ({"r": 9}, "--max-lora-rank 8"),
         ({"r": 0}, "r must be"),
         ({"r": True}, "r must be"),
@@ -81,6 +83,16 @@ def test_options_that_are_off_or_only_trained_with_are_accepted(folder: Path) ->
         base_model_name_or_path="x",
         an_option_of_tomorrow=None,
     )
+    assert reader(folder).read("a").fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["all-linear", r".*\.(q|k|v|o|gate|up|down)_proj", ["self_attn.q_proj", "model.layers.0.mlp.up_proj"]],
+)
+def test_targets_may_be_a_pattern_or_ends_of_longer_names(folder: Path, named: object) -> None:
+    before = reader(folder).read("a")
+    change(folder, target_modules=named)
     assert reader(folder).read("a").fingerprint == before.fingerprint
 
 
@@ -229,3 +241,21 @@ def test_pytorch_still_says_so_in_these_words() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.zeros(1 << 46)
     assert any(words in str(caught.value) for words in peft._NO_MEMORY)
+
+
+def test_a_part_of_a_fused_layer_is_not_changed_twice(tmp_path: Path) -> None:
+    checkpoint = shared_checkpoint("Phi3ForCausalLM")
+    make_adapter(tmp_path / "a", checkpoint, seed=1, modules=("qkv_proj",))
+    read = reader(tmp_path, model=load_config(checkpoint)).read
+    assert isinstance(weights := read("a").weights, dict)
+    assert weights.keys() == {"qkv"}
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file(load_file(file) | {Q_NAME: torch.zeros(4, 64)}, file)
+    with pytest.raises(ValueError, match="are for the same layer"):
+        read("a")
+
+
+def test_a_fused_layer_that_the_model_does_not_have_is_missed(folder: Path) -> None:
+    change(folder, target_modules=["qkv_proj"])
+    with pytest.raises(ValueError, match="layer 0 lacks qkv_proj"):
+        reader(folder).read("a")

@@ -1,6 +1,7 @@
 """Reading a model's folder: every tensor goes to its place, and an unusable model is refused with a clear message."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -214,6 +215,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
 COUNTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
@@ -230,6 +232,14 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "['beta_fast']"),
     ({"rope_parameters": LLAMA3 | {"low_freq_factor": 5.0}}, "high_freq_factor must not be below"),
     ({"rope_parameters": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor=0"),
+    ({"rope_parameters": YARN | {"factor": 1e300}}, "reaches more than 16777216 positions"),
+    ({"rope_parameters": YARN | {"factor": math.nan}}, "factor=nan"),
+    ({"rope_parameters": YARN | {"beta_fast": "much"}}, "beta_fast='much'"),
+    ({"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor=-1.0"),
+    ({"rope_parameters": YARN | {"original_max_position_embeddings": -5}}, "embeddings=-5"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+    ({"rms_norm_eps": None}, "rms_norm_eps=None"),
     ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ({"rope_scaling": "linear"}, "'linear'"),
     ({"use_sliding_window": True, "max_window_layers": None, "layer_types": None}, "max_window_layers=None"),

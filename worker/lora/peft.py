@@ -10,6 +10,7 @@ Shapes: as in layout.py.
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from blockyard.worker.lora.layout import AdapterWeights, LinearWeights, linear_shapes
 from blockyard.worker.model.config import ModelConfig
+from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.sequences.adapter import Adapter
 from safetensors import SafetensorError, safe_open
 
@@ -31,6 +33,17 @@ FINGERPRINT_DIGITS = 32
 _NO_MEMORY = ("can't allocate memory", "out of memory")
 """Words of PyTorch where the host has no memory: of its allocators of pageable and of pinned memory."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = tuple(
+    sorted(
+        {
+            module.rpartition(".")[2]
+            for family in FAMILIES.values()
+            for module, parts in family.stored.items()
+            if len(parts) > 1
+        }
+    )
+)
+"""Modules of some families that hold several of these, such as Phi's qkv_proj."""
 HARMLESS = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "bias", "init_lora_weights"),
@@ -129,12 +142,14 @@ class AdapterReader:
             with safe_open(file, framework="pt") as stored:
                 names = self._names(stored, config)
                 digest = sha256(f"{SCHEME} {config.rank} {config.scale!r}\n".encode())
-                weights = self._allocate(config.rank, {module for _, module, _ in names})
+                changed = {part for _, module, _ in names for part in _parts(self.model, module)}
+                weights = self._allocate(config.rank, changed)
                 for key, name in sorted(names.items()):
                     tensor = stored.get_tensor(name)
                     digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-                    if not self._place(weights, key, tensor, config.scale).isfinite().all():
+                    placed = self._place(weights, key, tensor, config.scale)
+                    if not all(part.isfinite().all() for part in placed):
                         raise ValueError(
                             f"tensor {name!r} is not finite, or its scale takes it out of {self.dtype}"
                         )
@@ -152,19 +167,24 @@ class AdapterReader:
         """Return the file's tensors by what they are, with names, shapes and types checked by the header alone."""
         shapes = _module_shapes(self.model, config.rank)
         names: dict[Key, str] = {}
+        owners: dict[Key, str] = {}
+        """The tensor of each module, those included that are parts of one."""
         for name in stored.keys():  # noqa: SIM118, the reader is no mapping
             match = _TENSOR.fullmatch(name)
             index = int(match["index"]) if match and len(match["index"]) < 6 else self.model.num_layers
             if match is None or match["module"] not in shapes or index >= self.model.num_layers:
-                raise ValueError(f"tensor {name!r} is none of this model's {', '.join(MODULES)}")
+                known = ", ".join(module.rpartition(".")[2] for module in shapes)
+                raise ValueError(f"tensor {name!r} is none of this model's {known}")
             part = stored.get_slice(name)
             wanted = shapes[match["module"]][match["side"]]
             if tuple(part.get_shape()) != wanted:
                 raise ValueError(f"tensor {name!r} has shape {tuple(part.get_shape())}, not {wanted}")
             if part.get_dtype() not in _DTYPES:
                 raise ValueError(f"tensor {name!r} is {part.get_dtype()}, not one of {', '.join(_DTYPES)}")
-            if (other := names.setdefault((index, match["module"], match["side"]), name)) != name:
-                raise ValueError(f"tensors {other!r} and {name!r} are for the same layer")
+            for module in {match["module"], *_parts(self.model, match["module"])}:
+                if (other := owners.setdefault((index, module, match["side"]), name)) != name:
+                    raise ValueError(f"tensors {other!r} and {name!r} are for the same layer")
+            names[index, match["module"], match["side"]] = name
         if not names:
             raise ValueError(f"{WEIGHTS_FILE} has no tensors")
         for index, module, _ in tuple(names):
@@ -196,27 +216,52 @@ class AdapterReader:
             if any(module in modules for module, _ in shape.parts)
         }
 
-    def _place(self, weights: AdapterWeights, key: Key, tensor: torch.Tensor, scale: float) -> torch.Tensor:
-        """Copy a tensor to its place, B transposed and scaled, and return it there."""
+    def _place(
+        self, weights: AdapterWeights, key: Key, tensor: torch.Tensor, scale: float
+    ) -> Iterator[torch.Tensor]:
+        """Copy a tensor to its places, B transposed and scaled, and yield each. The parts of a fused module have the
+        same A, and the rows of B one behind the other."""
         index, module, side = key
-        for name, shape in linear_shapes(self.model).items():
-            first = 0
-            for part, (own, width) in enumerate(shape.parts):
-                if own == module and side == "A":
-                    return weights[name].a_LPRI[index, part].copy_(tensor)
-                if own == module:
-                    scaled_RO = (tensor.float() * scale).t()
-                    return weights[name].b_LRO[index, :, first : first + width].copy_(scaled_RO)
-                first += width
-        raise AssertionError(f"{module} is checked by `_names`")
+        places, row = _places(self.model), 0
+        for part in _parts(self.model, module):
+            name, number, first, width = places[part]
+            if side == "A":
+                yield weights[name].a_LPRI[index, number].copy_(tensor)
+            else:
+                scaled_RO = (tensor[row : row + width].float() * scale).t()
+                yield weights[name].b_LRO[index, :, first : first + width].copy_(scaled_RO)
+            row += width
+
+
+def _places(model: ModelConfig) -> dict[str, tuple[str, int, int, int]]:
+    """Return where each linear layer is: the fused layer's name, the number among its parts, the first of its outputs
+    there, and how many it has."""
+    places: dict[str, tuple[str, int, int, int]] = {}
+    for name, shape in linear_shapes(model).items():
+        first = 0
+        for number, (module, width) in enumerate(shape.parts):
+            places[module] = name, number, first, width
+            first += width
+    return places
+
+
+def _parts(model: ModelConfig, module: str) -> tuple[str, ...]:
+    """Return the linear layers that a module of PEFT stands for, in the order of its outputs."""
+    return FAMILIES[model.architecture].stored.get(module, (module,))
 
 
 def _module_shapes(model: ModelConfig, rank: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Return the shapes of A and B of each module."""
-    return {
-        module: {"A": (rank, shape.num_inputs), "B": (width, rank)}
+    """Return the shapes of A and B of each module, fused ones included."""
+    sizes = {
+        module: (width, shape.num_inputs)
         for shape in linear_shapes(model).values()
         for module, width in shape.parts
+    }
+    for module, parts in FAMILIES[model.architecture].stored.items():
+        if sizes.keys() >= set(parts):
+            sizes[module] = sum(sizes[part][0] for part in parts), sizes[parts[0]][1]
+    return {
+        module: {"A": (rank, inputs), "B": (outputs, rank)} for module, (outputs, inputs) in sizes.items()
     }
 
 
@@ -278,6 +323,7 @@ def _listed_modules(raw: dict[str, Any]) -> frozenset[str] | None:
     if not isinstance(listed, list) or raw.get("exclude_modules"):
         return None
     for name in listed:
-        if name not in MODULES:
-            raise ValueError(f"target_modules has {name!r}, which is none of {', '.join(MODULES)}")
-    return frozenset(listed)
+        # PEFT takes the end of a module's whole name too, such as self_attn.q_proj.
+        if not isinstance(name, str) or name.rpartition(".")[2] not in (*MODULES, *FUSED):
+            raise ValueError(f"target_modules has {name!r}, which is none of {', '.join((*MODULES, *FUSED))}")
+    return None if any("." in name for name in listed) else frozenset(listed)

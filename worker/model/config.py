@@ -28,6 +28,7 @@ from blockyard.worker.model.traits.family import (
     Sizes,
     Traits,
     allows,
+    number,
     refuse_others,
 )
 from blockyard.worker.unsupported import UnsupportedModelError
@@ -126,6 +127,10 @@ def _load_config(folder: Path) -> ModelConfig:
     rotary_dim = read_rotary_dim(raw, head_dim, can_be_less=family.rotates_part)
     rope_scaling = read_rope_scaling(raw, trained_context, rotary_dim)
     max_position_embeddings = longest_context(raw)
+    if max_position_embeddings > MAX_SIZE:
+        raise UnsupportedModelError(
+            f"rope scaling {rope_scaling} in config.json: it reaches more than {MAX_SIZE} positions"
+        )
     sizes = Sizes(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -147,7 +152,7 @@ def _load_config(folder: Path) -> ModelConfig:
         max_position_embeddings=min(
             max_position_embeddings, traits.most_positions or max_position_embeddings
         ),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rotary_dim=rotary_dim,
         rope_theta=read_rope_theta(raw),
         rope_scaling=rope_scaling,

@@ -9,10 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from blockyard.worker.model.traits.family import RawConfig
+from blockyard.worker.model.traits.family import RawConfig, number
 from blockyard.worker.unsupported import UnsupportedModelError
 
 DEFAULT_THETA = 10_000.0
+_ORIGINAL = "original_max_position_embeddings"
 _KEYS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -81,8 +82,9 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 def read_rope_theta(raw: RawConfig) -> float:
-    """Return the base of the rotary frequencies."""
-    return float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA)
+    """Return the base of the rotary frequencies. Raises UnsupportedModelError where it is none."""
+    given = next((one for one in (_rope(raw), raw) if one.get("rope_theta") is not None), {})
+    return number(given, "rope_theta", DEFAULT_THETA)
 
 
 def read_rotary_dim(raw: RawConfig, head_dim: int, *, can_be_less: bool) -> int:
@@ -95,7 +97,7 @@ def read_rotary_dim(raw: RawConfig, head_dim: int, *, can_be_less: bool) -> int:
         raise UnsupportedModelError(
             f"partial_rotary_factor={factor!r} in config.json: heads are rotated whole"
         )
-    rotary_dim = int(head_dim * factor)
+    rotary_dim = int(head_dim * factor) if _is_factor(factor) else 0
     if not 0 < rotary_dim < head_dim or rotary_dim % 2:
         raise UnsupportedModelError(
             f"partial_rotary_factor={factor!r} in config.json: it leaves {rotary_dim} of {head_dim} dimensions"
@@ -113,8 +115,10 @@ def read_rope_scaling(raw: RawConfig, max_position_embeddings: int, rotary_dim: 
     kind = _OLD_NAMES.get(named, named)
     _refuse_unknown(rope, kind)
     # The top level of config.json wins over the object with the other keys, as in transformers.
-    stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = int(stated or max_position_embeddings)
+    stated = raw.get(_ORIGINAL) or rope.get(_ORIGINAL)
+    original = max_position_embeddings
+    if stated is not None:
+        original = int(number({_ORIGINAL: stated}, _ORIGINAL))
     match kind:
         case "linear":
             return LinearScaling(factor=_factor(rope, "factor"))
@@ -163,14 +167,15 @@ def _refuse_unknown(rope: dict[str, Any], kind: object) -> None:
 
 def _yarn(rope: dict[str, Any], max_position_embeddings: int, original: int) -> YarnScaling:
     factor = max_position_embeddings / original if rope.get("factor") is None else _factor(rope, "factor")
-    attention_factor = rope.get("attention_factor")
+    attention_factor = _optional(rope, "attention_factor")
     if attention_factor is None:
-        attention_factor = _yarn_attention_factor(factor, rope.get("mscale"), rope.get("mscale_all_dim"))
+        scales = _optional(rope, "mscale"), _optional(rope, "mscale_all_dim")
+        attention_factor = _yarn_attention_factor(factor, *scales)
     return YarnScaling(
         factor=factor,
-        attention_factor=float(attention_factor),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
+        attention_factor=attention_factor,
+        beta_fast=_optional(rope, "beta_fast") or 32.0,
+        beta_slow=_optional(rope, "beta_slow") or 1.0,
         truncate=bool(rope.get("truncate", True)),
         original_max_position_embeddings=original,
     )
@@ -184,20 +189,20 @@ def _longrope(
         raise UnsupportedModelError(
             f"rope scaling {rope} in config.json: short_factor={short!r} must be {num_frequencies} positive numbers"
         )
-    attention_factor = rope.get("attention_factor")
+    attention_factor = _optional(rope, "attention_factor")
     if attention_factor is None:
         stated = rope.get("factor")
         factor = max_position_embeddings / original if stated is None else _factor(rope, "factor")
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRopeScaling(
         short_factors=tuple(map(float, short)),
-        attention_factor=float(attention_factor),
+        attention_factor=attention_factor,
         original_max_position_embeddings=original,
     )
 
 
 def _is_factor(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -211,8 +216,13 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
 
 def _factor(rope: dict[str, Any], key: str, least: float = 1.0) -> float:
     value = rope.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < least or value == 0:
+    if not isinstance(value, int | float) or not _is_factor(value) or value < least:
         raise UnsupportedModelError(
             f"rope scaling {rope} in config.json: {key}={value!r} is no number to scale by"
         )
     return float(value)
+
+
+def _optional(rope: dict[str, Any], key: str) -> float | None:
+    """Return a number that may be missing. So is 0, which transformers reads as if it were."""
+    return _factor(rope, key, 0.0) if rope.get(key) else None

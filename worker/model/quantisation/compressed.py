@@ -36,7 +36,7 @@ _WEIGHT_KEYS = {
 def read_compressed(given: dict[str, Any]) -> QuantScheme:
     """Return the scheme of a `quantization_config` by compressed-tensors. Raises UnsupportedModelError."""
     refuse_unknown(given, _REMARKS | _READ)
-    refuse_unless(given, "kv_cache_scheme", (None,))
+    refuse_unless(given, "kv_cache_scheme", (None,), why="scales of a KV cache are not read")
     refuse_unless(given, "quantization_status", ("compressed", "frozen", None))
     refuse_unless(_object(given, "sparsity_config"), "format", ("dense", None))
     group = _only_group(given)

@@ -195,12 +195,14 @@ def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
             raise UnsupportedModelError(f"{key}={value!r} in quantization_config is unknown")
 
 
-def refuse_unless(given: dict[str, Any], key: str, allowed: tuple[object, ...]) -> None:
-    """Raise UnsupportedModelError for a value that is not allowed."""
+def refuse_unless(given: dict[str, Any], key: str, allowed: tuple[object, ...], why: str = "") -> None:
+    """Raise UnsupportedModelError for a value that is not allowed. None stands for a missing key."""
     value = given.get(key)
     if not any(value == one and type(value) is type(one) for one in allowed):
-        named = ", ".join(map(repr, allowed))
-        raise UnsupportedModelError(f"{key}={value!r} in quantization_config is not one of {named}")
+        named = " or ".join("missing" if one is None else repr(one) for one in allowed)
+        raise UnsupportedModelError(
+            f"{key}={value!r} in quantization_config must be {named}{why and f': {why}'}"
+        )
 
 
 def group_size(given: dict[str, Any]) -> int | None:
