@@ -43,11 +43,11 @@ class AdapterLog:
             num_shards=len(clients),
         )
         self._client = clients[self._place.shard]
-        self._expiry = {"ex": KEEP_SECONDS} if model.addition else {}
+        self._expires_after = KEEP_SECONDS if model.addition else None
 
     async def read(self) -> bytes:
         """Return the log as it stands in Redis, empty if there is none. Raises StoreUnavailable."""
-        record = await self._call(lambda: self._client.getex(self._place.key, **self._expiry))
+        record = await self._call(lambda: self._client.getex(self._place.key, ex=self._expires_after))
         return record if isinstance(record, bytes) else b""
 
     def changes(self, record: bytes) -> list[Change]:
