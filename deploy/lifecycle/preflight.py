@@ -214,17 +214,17 @@ def _check_adapters(options: "UpOptions") -> None:
     """
     engine = options.engine
     if options.address is None and engine.max_loras and engine.adapter_dir is not None:
-        from blockyard.worker.lora.peft import check_serves_adapters  # it loads torch
+        from blockyard.worker.lora.peft import check_has_slots, check_serves_adapters  # it loads torch
 
-        for model in options.served_models:
+        check_serves_adapters(model_config(engine.model), Path(engine.adapter_dir))
+        for model in options.served_models[1:]:
+            config = model_config(model.model)
             try:
-                check_serves_adapters(model_config(model.model), Path(engine.adapter_dir))
+                check_has_slots(config)
             except ValueError as error:
-                if options.num_models == 1:
-                    raise
                 raise ValueError(
                     f"{model.id}: {error}. --max-loras counts for each model: add this one later "
-                    "(`blockyard model add --max-loras 0`)"
+                    "(`blockyard model add`)"
                 ) from None
 
 
