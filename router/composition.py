@@ -48,8 +48,6 @@ class SharedParts:
     clients: Sequence[Redis]
     """Connections for the rest: the directories, the sealed records and the sessions' answers."""
     registry: RequestRegistry
-    adapter_log: AdapterLog | None
-    """None: changes of adapters stay in this router."""
     records: SealedRecords | None
     answer_store: AnswerStore | None
 
@@ -64,9 +62,6 @@ def build_shared(config: RouterConfig, stack: AsyncExitStack) -> SharedParts:
         placement_clients=placement_clients,
         clients=clients,
         registry=RequestRegistry(),
-        adapter_log=(
-            AdapterLog(clients, cluster=config.cluster, secret=secret) if clients and secret else None
-        ),
         records=(
             SealedRecords(clients, cluster=config.cluster, secret=secret) if clients and secret else None
         ),
@@ -104,8 +99,8 @@ async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitS
     fleet = _fleet(config, tokenizer_fingerprint(tokenizer_folder), model)
     shards = _index(config, shared.placement_clients, model)
     placer = _placer(config, fleet, PrefixLookup(*shards) if shards else None)
-    # Adapters belong to the model that the cluster began with, also once another is the first.
-    adapters = AdapterKeeper(fleet, None if model.index else shared.adapter_log)
+    adapters = AdapterKeeper(fleet, adapter_log(shared, model))
+    await adapters.refresh()
     grammar_quota = GrammarQuota(lambda: len(fleet.view.ready()))
     fleet.on_change(lambda address: grammar_quota.hand_out())
     parts = RouterParts(
@@ -130,6 +125,14 @@ async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitS
         answer_store=shared.answer_store,
     )
     return ModelGroup(model, parts, _index(config, shared.clients, model), config)
+
+
+def adapter_log(shared: SharedParts, model: ServedModel) -> AdapterLog | None:
+    """Return None without Redis: changes of adapters then stay in this router."""
+    secret = shared.config.cluster_secret
+    if not (shared.clients and secret):
+        return None
+    return AdapterLog(shared.clients, cluster=shared.config.cluster, secret=secret, model=model)
 
 
 def _fleet(config: RouterConfig, fingerprint: str, model: ServedModel) -> Fleet:

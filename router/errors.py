@@ -3,7 +3,8 @@
 ```
     RouterError                     code                  reason
     ├── InvalidRequest              INVALID_ARGUMENT      INVALID_REQUEST (+ field violations)
-    │   └── ContextLengthExceeded   INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED
+    │   ├── ContextLengthExceeded   INVALID_ARGUMENT      CONTEXT_LENGTH_EXCEEDED
+    │   └── NameTaken               ALREADY_EXISTS        INVALID_REQUEST (+ field violation)
     ├── Unsupported                 UNIMPLEMENTED         UNSUPPORTED (+ field violations)
     ├── MalformedMessage            INVALID_ARGUMENT      MALFORMED_MESSAGE
     ├── Unauthenticated             UNAUTHENTICATED       UNAUTHENTICATED
@@ -99,6 +100,10 @@ class ContextLengthExceeded(InvalidRequest):
     """The prompt leaves no room for output within max_model_len."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class NameTaken(InvalidRequest):
+    """A model, or an adapter of another model, has the name that an adapter was to get."""
 
 
 class Unsupported(RouterError):

@@ -19,7 +19,7 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.router.cluster.link import EngineLink
 from blockyard.router.cluster.worker_view import WorkerView
 from blockyard.router.config import ServedModel, check_models
-from blockyard.router.errors import UnknownWorker
+from blockyard.router.errors import NameTaken, UnknownWorker
 from blockyard.router.generation.generation import RouterParts
 from blockyard.router.generation.registry import RequestRegistry
 from blockyard.router.model_group import ModelGroup
@@ -47,6 +47,8 @@ class _Life:
     group: ModelGroup
     stops: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the connections to its workers."""
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once they have ended."""
 
 
 class ModelGroups:
@@ -112,16 +114,36 @@ class ModelGroups:
         for group in self:
             if name in group.parts.facts.names:
                 return group
-        having = (group for group in self if group.parts.adapters.registry.find(str(name)) is not None)
+        return self._having_adapter(str(name))
+
+    def _having_adapter(self, name: str) -> ModelGroup:
+        having = (group for group in self if group.parts.adapters.registry.find(name) is not None)
         return next(having, self.default)
+
+    def named(self, name: str | None) -> ModelGroup:
+        """Return the group of the model of this name. None means the default one. Raises UnknownModel."""
+        if name is None:
+            return self.default
+        check_model_name(name, self.names)
+        return self.of(name)
+
+    async def check_adapter_name(self, name: str, group: ModelGroup) -> None:
+        """Raise NameTaken if a model has the name, or an adapter of another model than this group's."""
+        if name in self.names:
+            raise NameTaken.of("name", "is a name of a model")
+        await asyncio.gather(*(each.parts.adapters.refresh() for each in self))
+        others = (other.parts.adapters.registry for other in self if other is not group)
+        if any(registry.find(name) is not None for registry in others):
+            raise NameTaken.of("name", "is the name of an adapter of another model")
 
     @contextmanager
     def in_use(self, message: ModelMessage) -> Iterator[RouterParts]:
         """Yield the parts of the model that a request means. They live as long as the context.
 
-        The caller must then `check` the name.
+        A request that names an adapter and no model means the adapter's. The caller must then `check` the name.
         """
-        group = self.of(message.model)
+        adapter = "" if message.HasField("model") else getattr(message, "lora_name", "")
+        group = self._having_adapter(adapter) if adapter else self.of(message.model)
         with group.in_use():
             yield group.parts
 
@@ -130,6 +152,9 @@ class ModelGroups:
         name = message.model
         if message.HasField("model") and self.of(name).parts.adapters.registry.find(name, tenant) is None:
             check_model_name(name, self.names)
+
+    def _models(self) -> Iterator[ServedModel]:
+        return (group.model for group in self)
 
     def find_worker(self, worker_id: str) -> tuple[ModelGroup, WorkerView] | None:
         """Return the worker with this id, and its group. Ids are unique in a cluster."""
@@ -151,7 +176,7 @@ class ModelGroups:
 
         Raises ValueError for a name that another model has, and what building raises.
         """
-        check_models((*(group.model for group in self if group.model.id != model.id), model))
+        check_models((*(each for each in self._models() if each.id != model.id), model))
         replaced = self._lives.get(model.id)
         built: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keeping = self._tasks.start(self._keep(model, built), name=f"model {model.id}")
@@ -184,6 +209,10 @@ class ModelGroups:
             logger.warning("model %s: calls still run after %g s, and get an error", model_id, grace_seconds)
         life.group.parts.placer.give_up()
         life.stops.set()
+        await life.has_ended.wait()
+        ended = life.group.model
+        if all((model.index, model.addition) != (ended.index, ended.addition) for model in self._models()):
+            await life.group.parts.adapters.erase()
 
     def stop(self) -> None:
         """End the connections to all workers. Calls that still run get an error."""
@@ -207,10 +236,13 @@ class ModelGroups:
             life = self._lives[model.id] = _Life(group=group)
             self._share_limits()
             built.set_result(None)
-            async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(group.run())
-                await life.stops.wait()
-                running.cancel()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = tasks.create_task(group.run())
+                    await life.stops.wait()
+                    running.cancel()
+            finally:
+                life.has_ended.set()
             # Calls that get their error now may still need the tokeniser.
             await group.is_idle.wait()
 

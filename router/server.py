@@ -220,7 +220,6 @@ class RouterServer:
                 slow_reader_seconds=config.slow_reader_seconds,
                 outputs_a_call=outputs_a_call(config.max_requests),
             )
-            await groups.default.parts.adapters.refresh()
             listening = self._listen(calls, gate, credentials)
             async with (
                 listening as (address, health_service),

@@ -37,6 +37,9 @@ PULL_SECONDS = 65.0
 READ_SECONDS = 65.0
 """Deadline of a call that has workers read an adapter. They take a minute at most."""
 
+adapters_model_option = click.option(
+    "--model", help="Model of the adapter. Default: the first one, as `model list` shows."
+)
 waits_option = click.option(
     "--wait-for-nodes",
     "waits_for_nodes",
@@ -182,43 +185,55 @@ def lora() -> None:
 @lora.command()
 @click.argument("name")
 @click.argument("path")
+@adapters_model_option
 @click.option("--tenant", default="", help="Tenant that alone may use it. Default: everybody may.")
 @cluster_option
 @router_option
 @connection_options
 @output_option
-def add(name: str, path: str, tenant: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """Let requests use the adapter in the folder PATH as NAME, with the model that the cluster began with.
+def add(
+    name: str,
+    path: str,
+    model: str | None,
+    tenant: str,
+    cluster: str,
+    routers: tuple[str, ...],
+    output: str,
+) -> None:
+    """Let requests use the adapter in the folder PATH as NAME, with its model.
 
-    PATH lies within the adapter folder of each worker (--adapter-dir). All workers read it at once. If NAME exists, new
-    requests get the new content, and those that run keep the old one."""
+    PATH lies within the adapter folder of each worker (--adapter-dir). All workers of the model read it at once. If
+    NAME exists, new requests get the new content, and those that run keep the old one. No model has NAME, and no
+    adapter of another model."""
     with connected(cluster, routers, READ_SECONDS) as client:
-        adapter = client.add_adapter(name, path, tenant=tenant)
+        adapter = client.add_adapter(name, path, tenant=tenant, model=model)
     show(output, as_dict(adapter), f"added {adapter_line(adapter)}")
 
 
 @lora.command()
 @click.argument("name")
+@adapters_model_option
 @cluster_option
 @router_option
 @connection_options
 @output_option
-def remove(name: str, cluster: str, routers: tuple[str, ...], output: str) -> None:
+def remove(name: str, model: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
     """Forget the adapter NAME. Requests that use it go on to their end."""
     with asking(cluster, routers) as client:
-        client.remove_adapter(name)
+        client.remove_adapter(name, model=model)
     show(output, {"name": name, "removed": True}, f"removed {name}")
 
 
 @lora.command("list")
+@adapters_model_option
 @cluster_option
 @router_option
 @connection_options
 @output_option
-def list_adapters(cluster: str, routers: tuple[str, ...], output: str) -> None:
-    """List the adapters, and the workers that have each in the memory of their device."""
+def list_adapters(model: str | None, cluster: str, routers: tuple[str, ...], output: str) -> None:
+    """List the adapters of one model, and the workers that have each in the memory of their device."""
     with asking(cluster, routers) as client:
-        adapters, workers = client.list_adapters(), client.list_workers()
+        adapters, workers = client.list_adapters(model=model), client.list_workers()
     document = [{**as_dict(adapter), "workers": workers_with(adapter, workers)} for adapter in adapters]
     show(output, document, adapters_table(adapters, workers))
 
@@ -239,6 +254,12 @@ def model() -> None:
     callback=checked_by(text_of),
     help="As in `up`.",
 )
+@click.option(
+    "--max-loras",
+    type=click.IntRange(min=0),
+    help="As in `up`. Default: the cluster's, or 0 for a model without adapters.",
+)
+@click.option("--max-lora-rank", type=click.IntRange(1, 512), help="As in `up`. Default: the cluster's.")
 @waits_option
 @cluster_option
 @output_option
@@ -248,21 +269,25 @@ def add_model(
     names: tuple[str, ...],
     tokenizer: str | None,
     chat_template: str | None,
+    max_loras: int | None,
+    max_lora_rank: int | None,
     waits_for_nodes: bool,
     cluster: str,
     output: str,
 ) -> None:
     """Serve MODEL too, on workers of its own.
 
-    All other settings are those of the cluster. Requests choose a model by `model`."""
+    Settings without an option here are those of the cluster. Requests choose a model by `model`."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
+    given = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
     served = further_model(path, names=names, tokenizer=tokenizer, chat_template=chat_template)
     with StageProgress() as progress:
         added = models.add(
             remembered,
             served,
             num_workers=num_workers,
+            settings={name: value for name, value in given.items() if value is not None},
             waits_for_nodes=waits_for_nodes,
             report=progress.report,
         )

@@ -79,7 +79,7 @@ def _models_paths(models: tuple[str, ...]) -> tuple[str, ...]:
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Adapter slots of a worker of MODEL. Further models have none.",
+    help="Adapter slots of a worker of each model.",
 )
 @click.option(
     "--max-lora-rank", type=click.IntRange(1), default=16, show_default=True, help="Room of each slot."
@@ -146,7 +146,7 @@ def size_command(
             memory_bytes=total_memory,
             tensor_parallel_size=tensor_parallel_size,
             deterministic=deterministic,
-            max_loras=0 if number else max_loras,
+            max_loras=max_loras,
             max_lora_rank=max_lora_rank,
             draft_model=None if number else draft_model,
             max_num_seqs=max_num_seqs,

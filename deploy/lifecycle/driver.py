@@ -305,12 +305,18 @@ def scale(
     _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds, model), waiting)
 
 
-def add_model(model: "ServedModel", num_workers: int, waiting: Callable[["SupervisorReport"], None]) -> None:
-    """Serve one more model. Return once all routers use all of its workers. Call `waiting` with reports meanwhile.
+def add_model(
+    model: "ServedModel",
+    num_workers: int,
+    settings: Mapping[str, int],
+    waiting: Callable[["SupervisorReport"], None],
+) -> None:
+    """Serve one more model, with these settings of its own (EngineConfig). Return once all routers use all of its
+    workers. Call `waiting` with reports meanwhile.
 
     Raise RuntimeError if it cannot be served.
     """
-    _ask(lambda supervisor: supervisor.add_model.remote(model, num_workers), waiting)
+    _ask(lambda supervisor: supervisor.add_model.remote(model, num_workers, settings), waiting)
 
 
 def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:

@@ -4,6 +4,7 @@ Owns the checks before an addition, and the progress and result messages. Does n
 which is the supervisor's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from blockyard.deploy.supervision.replicas import SupervisorReport
 from blockyard.deploy.views.quantities import counted
 from blockyard.router.config import ServedModel
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +54,19 @@ def add(
     model: ServedModel,
     *,
     num_workers: int,
+    settings: Mapping[str, int],
     waits_for_nodes: bool,
     report: Report = lambda progress: None,
 ) -> Model:
     """Serve one more model. Return once all routers send its requests to all of its workers.
 
-    It has the cluster's settings. Raise ValueError, before anything is changed, for a model that cannot be served, a
-    name that is taken, or nodes without room, unless `waits_for_nodes` is set. Raise RuntimeError if a worker does not
-    start.
+    It has the cluster's settings, and these of its own (EngineConfig). Raise ValueError, before anything is changed,
+    for a model that cannot be served, a name that is taken, or nodes without room, unless `waits_for_nodes` is set.
+    Raise RuntimeError for a wrong setting, or if a worker does not start.
     """
     if cluster.head is not None or Path(model.model).is_dir():
         hub.download_all(model.model, model.tokenizer, report)
-        preflight.model_config(model.model)
+        settings = with_slots(preflight.model_config(model.model), settings)
         preflight.check_weights(EngineConfig(model=model.model))
         preflight.check_tokenizer(model)
     with on_ray.driver(cluster):
@@ -74,12 +77,31 @@ def add(
             check_room(on_ray.room(), before, num_workers)
         try:
             on_ray.add_model(
-                model, num_workers, waiting=lambda seen: report(_starting(seen, model.id, num_workers))
+                model,
+                num_workers,
+                settings,
+                waiting=lambda seen: report(_starting(seen, model.id, num_workers)),
             )
         finally:
             after = on_ray.supervisor_report()
             _save(cluster, after)
     return next(one for one in models_of(after) if one.id == model.id)
+
+
+def with_slots(config: ModelConfig, settings: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the settings of a model, without adapter slots if it serves no adapters.
+
+    Raise ValueError if it serves none and `settings` ask for slots.
+    """
+    from blockyard.worker.lora.peft import check_has_slots  # it loads torch
+
+    try:
+        check_has_slots(config)
+    except ValueError:
+        if settings.get("max_loras"):
+            raise
+        return {**settings, "max_loras": 0}
+    return settings
 
 
 def remove(

@@ -219,15 +219,24 @@ def _check_one_model(options: "UpOptions") -> None:
 
 
 def _check_adapters(options: "UpOptions") -> None:
-    """Raise ValueError if workers of this machine cannot serve the adapters of --adapter-dir.
+    """Raise ValueError if workers of this machine cannot serve the adapters of --adapter-dir, with any of the models.
 
-    On a joined cluster the folder is on the nodes, and workers there check it. Further models serve no adapters.
+    On a joined cluster the folder is on the nodes, and workers there check it.
     """
     engine = options.engine
     if options.address is None and engine.max_loras and engine.adapter_dir is not None:
-        from blockyard.worker.lora.peft import check_serves_adapters  # it loads torch
+        from blockyard.worker.lora.peft import check_has_slots, check_serves_adapters  # it loads torch
 
         check_serves_adapters(model_config(engine.model), Path(engine.adapter_dir))
+        for model in options.served_models[1:]:
+            config = model_config(model.model)
+            try:
+                check_has_slots(config)
+            except ValueError as error:
+                raise ValueError(
+                    f"{model.id}: {error}. --max-loras counts for each model: add this one later "
+                    "(`blockyard model add`)"
+                ) from None
 
 
 def check_weights(engine: EngineConfig) -> None:

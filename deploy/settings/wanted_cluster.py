@@ -221,17 +221,15 @@ class UpOptions:
         return (first, *map(further_model, self.further_models))
 
     def each_model(self) -> "list[UpOptions]":
-        """Return the options of each model, as if it were the only one. Only the first has slots for adapters."""
+        """Return the options of each model, as if it were the only one."""
         return [
             replace(
                 self,
-                engine=replace(
-                    self.engine, model=model.model, max_loras=0 if number else self.engine.max_loras
-                ),
+                engine=replace(self.engine, model=model.model),
                 model_names=model.names,
                 further_models=(),
             )
-            for number, model in enumerate(self.served_models)
+            for model in self.served_models
         ]
 
     @property

@@ -6,7 +6,7 @@ Owns what of that outlives the supervisor, by its store (desired_state.py). Does
 
 import asyncio
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -98,11 +98,18 @@ class Goal:
             await self.change(further_models=scaled.further, grace_seconds=grace_seconds)
         return model
 
-    async def add(self, model: ServedModel, num_workers: int) -> None:
-        """Add a model with the settings of `up`, but without its draft model. Raise ValueError for a name that another
-        model has."""
+    async def add(
+        self, model: ServedModel, num_workers: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add a model with the settings of `up`, but without its draft model, and with these of its own (EngineConfig).
+
+        Raise ValueError for a name that another model has, and for a wrong setting."""
         engine = replace(
-            self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, draft_model=None
+            self._spec.worker.engine,
+            model=model.model,
+            tokenizer=model.tokenizer,
+            draft_model=None,
+            **(settings or {}),
         )
         plan = ModelPlan(
             served=replace(model, addition=secrets.token_hex(8)),

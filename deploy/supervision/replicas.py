@@ -67,15 +67,12 @@ class ClusterSpec:
         return self.worker.engine.tensor_parallel_size
 
     def of_model(self, plan: ModelPlan | None) -> "ClusterSpec":
-        """Return the spec with the workers of a further model, or unchanged for the first model's.
-
-        Adapters are the first model's, so others have no slots for them.
-        """
+        """Return the spec with the workers of a further model, or unchanged for the first model's."""
         if plan is None:
             return self
         worker = replace(
             self.worker,
-            engine=replace(plan.engine, max_loras=0),
+            engine=plan.engine,
             model_name=plan.id,
             index_model=plan.served.index,
             role="both",

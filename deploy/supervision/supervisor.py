@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -169,13 +169,16 @@ class Supervisor:
         # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
 
-    async def add_model(self, model: ServedModel, num_workers: int) -> None:
-        """Serve one more model, with the cluster's settings. Return once all routers use all of its workers.
+    async def add_model(
+        self, model: ServedModel, num_workers: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Serve one more model, with the cluster's settings and these of its engine. Return once all routers use all of
+        its workers.
 
-        Raise ValueError for a name that another model has, RuntimeError if a worker does not start.
+        Raise ValueError for a name that another model has, or a wrong setting; RuntimeError if a worker does not start.
         """
         async with self._one_scaling_at_a_time:
-            await self._goal.add(model, num_workers)
+            await self._goal.add(model, num_workers, settings)
             logger.info("the cluster serves %s too, with %d workers", model.id, num_workers)
             self._add_missing()
             self._changed.set()

@@ -35,6 +35,7 @@ def adapters_table(
     rows = [
         (
             adapter.name,
+            adapter.model or "-",
             adapter.tenant or "everybody",
             str(adapter.rank),
             format_bytes(adapter.num_bytes),
@@ -45,5 +46,5 @@ def adapters_table(
         for adapter in adapters
     ]
     return views.plain_table(
-        ("adapter", "tenant", "rank", "size", "content", "folder", "on devices of"), rows
+        ("adapter", "model", "tenant", "rank", "size", "content", "folder", "on devices of"), rows
     )

@@ -17,9 +17,9 @@ and by `shard-<n>:` on all servers but the first of several (shards.py)
 |            |      | roster (changes with each registration: a reader that knows it need not read `names` again)
 | records:*  | STR  | sealed records of routers (router/sealed_records.py); no part of the index
 | answers:*  | STR  | answers of sessions, sealed (router/generation/answer_store.py); no part of the index
-| adapters:* | STR  | log of adapters, sealed (router/adapters/log.py); no part of the index
+| adapters:* | STR  | log of a model's adapters, sealed (router/adapters/log.py); no part of the index
 
-Only these last three are strings, and only under the cluster's own prefix.
+Only these last three are strings. Records and answers are only under the cluster's own prefix.
 
 Only the first 8 bytes of a name are kept. Their first 12 bits choose one of 4,096 buckets, which are small enough to
 stay listpacks. Bytes 1..7 are the field, so bucket and field hold all 64 bits. A collision costs one wrong hint. A

@@ -87,7 +87,7 @@ def answers_key(secret: str, cluster: str) -> bytes:
 
 
 def adapters_key(secret: str, cluster: str) -> bytes:
-    """Return the key from which that of the log of adapters in Redis is derived."""
+    """Return the key from which those of the models' logs of adapters in Redis are derived."""
     return _derived(secret, cluster, b"log of adapters")
 
 

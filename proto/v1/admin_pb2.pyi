@@ -96,30 +96,34 @@ class PullPrefixResponse(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., prompt_blocks: _Optional[int] = ..., blocks_before: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., elapsed_ms: _Optional[float] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "fingerprint", "path", "rank", "num_bytes", "tenant")
+    __slots__ = ("name", "fingerprint", "path", "rank", "num_bytes", "tenant", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     path: str
     rank: int
     num_bytes: int
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., path: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class AddAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "tenant")
+    __slots__ = ("name", "path", "tenant", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     tenant: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class AddAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
@@ -128,18 +132,22 @@ class AddAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class RemoveAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class RemoveAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersResponse(_message.Message):
     __slots__ = ("adapters",)

@@ -131,22 +131,24 @@ class AdminServiceServicer:
     def AddAdapter(self, request, context):
         """Has every worker read a LoRA adapter from its folder, and gives it a name for requests. A name that exists stands for
         the new content from then on; requests that run keep the old one. INVALID_ARGUMENT for a folder that cannot be
-        served, for which a worker has no room, or that differs between workers. UNIMPLEMENTED if no worker has slots for
-        adapters. The call takes at most 60 s.
+        served, for which a worker has no room, or that differs between workers. ALREADY_EXISTS for the name of a model, or
+        of an adapter of another model. UNIMPLEMENTED if no worker of the model has slots for adapters. The call takes at
+        most 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """Forgets a name. Requests that use the adapter go on to their end. NOT_FOUND for an unknown name.
+        """Forgets a name. Requests that use the adapter go on to their end. NOT_FOUND for a name that no adapter of the model
+        has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """The adapters of the cluster, of all tenants.
+        """The adapters of one model, of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

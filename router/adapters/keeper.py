@@ -1,4 +1,4 @@
-"""Adapter keeper: adds and removes the adapters of a cluster, and follows what other routers change.
+"""Adapter keeper: adds and removes the adapters of one model, and follows what other routers change.
 
 An adapter is added once every connected worker has read it with the same content. A worker that comes later reads it
 when the first request for it arrives (`bring`). All changes go through the log in Redis, if there is one. If Redis has
@@ -22,6 +22,7 @@ from blockyard.router.errors import (
     NotFound,
     RouterError,
     StoreUnavailable,
+    UnknownModel,
     Unsupported,
     WorkerUnreachable,
 )
@@ -36,7 +37,7 @@ MAX_DETAIL_CHARS = 300
 
 
 class AdapterKeeper:
-    """Adapters of one router's cluster. `log` is None where there is no Redis: this router alone knows them then."""
+    """Adapters of one model. `log` is None where there is no Redis: this router alone knows them then."""
 
     def __init__(self, fleet: Fleet, log: AdapterLog | None = None) -> None:
         self.registry = AdapterRegistry()
@@ -45,6 +46,7 @@ class AdapterKeeper:
         self._record = b""
         """The log when it was last read."""
         self._turn = asyncio.Lock()
+        self._is_erased = False
 
     async def follow(self) -> None:
         """Take the changes of other routers, for ever. Where no worker has slots for adapters, Redis is not asked."""
@@ -61,9 +63,25 @@ class AdapterKeeper:
             return
         try:
             async with self._turn:
-                await self._read(self._log)
+                if not self._is_erased:
+                    await self._read(self._log)
         except StoreUnavailable:
             return
+
+    async def erase(self) -> None:
+        """Delete the log of a model that is not served any more, and take no further change.
+
+        Each router does so once it serves the model no more. One that still does writes the log again, and deletes it
+        later. What Redis does not answer to stays there.
+        """
+        async with self._turn:
+            self._is_erased = True
+            if self._log is None:
+                return
+            try:
+                await self._log.take()
+            except StoreUnavailable:
+                logger.warning("the log of adapters of model %s stays in Redis", self._log.model.id)
 
     async def add(self, name: str, path: str, tenant: str, timeout_seconds: float) -> RegisteredAdapter:
         """Have all workers read an adapter, and give it a name. A name that exists stands for the new content.
@@ -74,9 +92,7 @@ class AdapterKeeper:
         links = self._links()
         if not links:
             raise Unsupported.of(
-                "name",
-                "needs a connected worker with slots for adapters. Only the model that the cluster began with has them "
-                "(--max-loras)",
+                "name", "needs a connected worker of the model with slots for adapters (--max-loras)"
             )
         asked = [_read_by(link, name, path, min(timeout_seconds, READ_SECONDS)) for link in links]
         found = await asyncio.gather(*asked, return_exceptions=True)
@@ -136,8 +152,10 @@ class AdapterKeeper:
         worker.lacking.add(adapter.fingerprint)
 
     async def _change(self, name: str, adapter: RegisteredAdapter | None) -> None:
-        """Make a change known, here and to all routers. Raises StoreUnavailable."""
+        """Make a change known, here and to all routers. Raises StoreUnavailable, or UnknownModel after `erase`."""
         async with self._turn:
+            if self._is_erased:
+                raise UnknownModel.of("model", "is not served any more")
             if self._log is None:
                 self.registry.apply(self.registry.change(name, adapter))
                 return

@@ -1,4 +1,4 @@
-"""Adapter log: the changes of a cluster's adapters in Redis, sealed with the cluster secret, for all routers.
+"""Adapter log: the changes of one model's adapters in Redis, sealed with the cluster secret, for all routers.
 
 A router may only append and delete (proto/index/acl.py), so the log is a string of sealed changes. Once it is long, it
 is taken out of Redis and written anew. A router that appends meanwhile loses nothing, because the order of changes does
@@ -13,8 +13,9 @@ from typing import TypeVar
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.security.cluster_identity import adapters_key
 from blockyard.router.adapters.registry import Change
+from blockyard.router.config import ServedModel
 from blockyard.router.errors import StoreUnavailable
-from blockyard.router.sealed_records import TIMEOUT_SECONDS, Place
+from blockyard.router.sealed_records import KEEP_SECONDS, TIMEOUT_SECONDS, Place
 from redis.asyncio import Redis
 
 MAX_LOG_BYTES = 256 * 1024
@@ -25,20 +26,28 @@ T = TypeVar("T")
 
 
 class AdapterLog:
-    """Log of one cluster, on one server of its index."""
+    """Log of one model of a cluster, on one server of its index.
 
-    def __init__(self, clients: Sequence[Redis], *, cluster: str, secret: str) -> None:
+    A model that was removed and added again has another log than before, even if a router still writes to that one.
+    The log of an added model ends with its cluster: it expires once no router has read it for KEEP_SECONDS.
+    """
+
+    def __init__(self, clients: Sequence[Redis], *, cluster: str, secret: str, model: ServedModel) -> None:
+        self.model = model
+        # Nothing for the model that the cluster began with, so that routers find the log of older versions.
+        of_model = f"\0{model.index}\0{model.addition}".encode() if model.index or model.addition else b""
         self._place = Place.of(
-            _NAME,
+            _NAME + of_model,
             secret=adapters_key(secret, cluster),
-            prefix=f"{key_prefix(cluster)}adapters:",
+            prefix=f"{key_prefix(cluster, model=model.index)}adapters:",
             num_shards=len(clients),
         )
         self._client = clients[self._place.shard]
+        self._expires_after = KEEP_SECONDS if model.addition else None
 
     async def read(self) -> bytes:
         """Return the log as it stands in Redis, empty if there is none. Raises StoreUnavailable."""
-        record = await self._call(lambda: self._client.getex(self._place.key))
+        record = await self._call(lambda: self._client.getex(self._place.key, ex=self._expires_after))
         return record if isinstance(record, bytes) else b""
 
     def changes(self, record: bytes) -> list[Change]:

@@ -281,22 +281,35 @@ class AsyncClient:
         return await self._unary(call, timeout_seconds)
 
     async def add_adapter(
-        self, name: str, path: str, *, tenant: str = "", timeout_seconds: float | None = None
+        self,
+        name: str,
+        path: str,
+        *,
+        tenant: str = "",
+        model: str | None = None,
+        timeout_seconds: float | None = None,
     ) -> admin_pb2.Adapter:
-        """Have all workers read a LoRA adapter from its folder, and let requests use it by this name. For admins.
+        """Have all workers of a model read a LoRA adapter from its folder, and let requests use it by this name. For
+        admins.
 
-        A name that exists stands for the new content from then on. With a `tenant`, it exists for that tenant alone.
+        Without `model` it is the default model's. A name that exists stands for the new content from then on. With a
+        `tenant`, it exists for that tenant alone. Raises InvalidRequestError (ALREADY_EXISTS) for the name of a model,
+        or of an adapter of another model.
         """
-        response = await self._unary(requests.add_adapter(name, path, tenant), timeout_seconds)
+        call = requests.add_adapter(name, path, tenant, model)
+        response = await self._unary(call, timeout_seconds)
         return response.adapter
 
-    async def remove_adapter(self, name: str) -> None:
-        """Forget the adapter of this name. Requests that use it go on to their end. For admins."""
-        await self._unary(requests.remove_adapter(name))
+    async def remove_adapter(self, name: str, *, model: str | None = None) -> None:
+        """Forget the adapter of this name of a model, by default the first one. For admins.
 
-    async def list_adapters(self) -> list[admin_pb2.Adapter]:
-        """Return the cluster's adapters, ordered by name. For admins."""
-        response = await self._unary(requests.list_adapters())
+        Requests that use it go on to their end.
+        """
+        await self._unary(requests.remove_adapter(name, model))
+
+    async def list_adapters(self, *, model: str | None = None) -> list[admin_pb2.Adapter]:
+        """Return the adapters of a model, by default the first one, ordered by name. For admins."""
+        response = await self._unary(requests.list_adapters(model))
         return list(response.adapters)
 
     async def abort_any(self, request_id: str) -> None:

@@ -182,18 +182,19 @@ def pull_prefix(
     return _admin("PullPrefix", request, admin_pb2.PullPrefixResponse)
 
 
-def add_adapter(name: str, path: str, tenant: str) -> Call[admin_pb2.AddAdapterResponse]:
-    request = admin_pb2.AddAdapterRequest(name=name, path=path, tenant=tenant)
+def add_adapter(name: str, path: str, tenant: str, model: str | None) -> Call[admin_pb2.AddAdapterResponse]:
+    request = admin_pb2.AddAdapterRequest(name=name, path=path, tenant=tenant, model=model)
     return _admin("AddAdapter", request, admin_pb2.AddAdapterResponse)
 
 
-def remove_adapter(name: str) -> Call[admin_pb2.RemoveAdapterResponse]:
-    request = admin_pb2.RemoveAdapterRequest(name=name)
+def remove_adapter(name: str, model: str | None) -> Call[admin_pb2.RemoveAdapterResponse]:
+    request = admin_pb2.RemoveAdapterRequest(name=name, model=model)
     return _admin("RemoveAdapter", request, admin_pb2.RemoveAdapterResponse)
 
 
-def list_adapters() -> Call[admin_pb2.ListAdaptersResponse]:
-    return _admin("ListAdapters", admin_pb2.ListAdaptersRequest(), admin_pb2.ListAdaptersResponse)
+def list_adapters(model: str | None) -> Call[admin_pb2.ListAdaptersResponse]:
+    request = admin_pb2.ListAdaptersRequest(model=model)
+    return _admin("ListAdapters", request, admin_pb2.ListAdaptersResponse)
 
 
 def abort_any(request_id: str) -> Call[inference_pb2.AbortResponse]:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -24,10 +25,13 @@ from blockyard.router.errors import (
     DeadlinePassed,
     InvalidRequest,
     LastWorker,
+    NameTaken,
+    NotFound,
     RequestAborted,
     RouterError,
     WorkerUnreachable,
 )
+from blockyard.router.model_group import ModelGroup
 from blockyard.router.model_groups import ModelGroups
 from blockyard.router.services.interceptor import Context
 from blockyard.router.services.messages import adapter_message
@@ -47,6 +51,7 @@ MAX_PATH_CHARS = 1024
 PULL_SHARE = 0.9
 """Share of a call's time that its pull may take. The rest is for the answer."""
 T = TypeVar("T")
+AboutAdapters = admin_pb2.AddAdapterRequest | admin_pb2.RemoveAdapterRequest | admin_pb2.ListAdaptersRequest
 
 
 def leaves_a_worker(worker_id: str, ready: Iterable[str], asked: Collection[str]) -> bool:
@@ -140,37 +145,59 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.AddAdapterResponse:
         if not is_id(request.name):
             raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
-        if request.name in self._groups.names:
-            raise InvalidRequest.of("name", "is a name of a model")
         if not is_name(request.tenant):
             raise InvalidRequest.of("tenant", f"must be {NAME_RULE}")
         if not request.path or len(request.path) > MAX_PATH_CHARS:
             raise InvalidRequest.of("path", f"must have 1 to {MAX_PATH_CHARS} characters")
-        self._audit("AddAdapter", f"{request.name} tenant={request.tenant}")
+        group = self._named_group(request)
+        adapters = group.parts.adapters
+        await self._groups.check_adapter_name(request.name, group)
+        self._audit("AddAdapter", f"{request.name} model={group.model.id} tenant={request.tenant}")
         left_seconds = context.time_remaining()
-        adapter = await self._groups.default.parts.adapters.add(
-            request.name,
-            request.path,
-            request.tenant,
-            READ_SECONDS if left_seconds is None else left_seconds,
-        )
-        return admin_pb2.AddAdapterResponse(adapter=adapter_message(adapter))
+        timeout_seconds = READ_SECONDS if left_seconds is None else left_seconds
+        with group.in_use():
+            is_new = adapters.registry.find(request.name) is None
+            adapter = await adapters.add(request.name, request.path, request.tenant, timeout_seconds)
+            if is_new:
+                await self._checked_name(request.name, group)
+        return admin_pb2.AddAdapterResponse(adapter=adapter_message(adapter, group.model.id))
+
+    async def _checked_name(self, name: str, group: ModelGroup) -> None:
+        """Remove an adapter that was added if another model got one of this name meanwhile. Raises NameTaken then.
+
+        Each call writes first and checks later, so at least one of two that are simultaneous sees the other's.
+        """
+        try:
+            await self._groups.check_adapter_name(name, group)
+        except NameTaken:
+            with suppress(NotFound):
+                await group.parts.adapters.remove(name)
+            raise
 
     async def RemoveAdapter(
         self, request: admin_pb2.RemoveAdapterRequest, context: Context
     ) -> admin_pb2.RemoveAdapterResponse:
         if not is_id(request.name):
             raise InvalidRequest.of("name", f"must be {NAME_RULE}, not empty")
-        self._audit("RemoveAdapter", request.name)
-        await self._groups.default.parts.adapters.remove(request.name)
+        group = self._named_group(request)
+        self._audit("RemoveAdapter", f"{request.name} model={group.model.id}")
+        with group.in_use():
+            await group.parts.adapters.remove(request.name)
         return admin_pb2.RemoveAdapterResponse()
 
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: Context
     ) -> admin_pb2.ListAdaptersResponse:
-        await self._groups.default.parts.adapters.refresh()
-        adapters = self._groups.default.parts.adapters.registry.listed()
-        return admin_pb2.ListAdaptersResponse(adapters=[adapter_message(adapter) for adapter in adapters])
+        group = self._named_group(request)
+        await group.parts.adapters.refresh()
+        adapters = group.parts.adapters.registry.listed()
+        return admin_pb2.ListAdaptersResponse(
+            adapters=[adapter_message(adapter, group.model.id) for adapter in adapters]
+        )
+
+    def _named_group(self, request: AboutAdapters) -> ModelGroup:
+        """Return the group of the model that a call about adapters names. Raises UnknownModel."""
+        return self._groups.named(request.model if request.HasField("model") else None)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context

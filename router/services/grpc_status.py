@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 ERROR_DOMAIN = "blockyard"
 CODES: dict[type[RouterError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NameTaken: grpc.StatusCode.ALREADY_EXISTS,
     errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
     errors.MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,

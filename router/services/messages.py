@@ -163,7 +163,7 @@ def pull_message(pull: Pull, now: float) -> cluster_pb2.RecentPull:
     )
 
 
-def adapter_message(adapter: RegisteredAdapter) -> admin_pb2.Adapter:
+def adapter_message(adapter: RegisteredAdapter, model: str) -> admin_pb2.Adapter:
     return admin_pb2.Adapter(
         name=adapter.name,
         fingerprint=adapter.fingerprint,
@@ -171,6 +171,7 @@ def adapter_message(adapter: RegisteredAdapter) -> admin_pb2.Adapter:
         rank=adapter.rank,
         num_bytes=adapter.num_bytes,
         tenant=adapter.tenant,
+        model=model,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.deploy.cli import main
-from blockyard.router.client import AsyncClient, Completion, NotFoundError
+from blockyard.router.client import AsyncClient, Completion, InvalidRequestError, NotFoundError
 from click.testing import CliRunner
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,21 +23,27 @@ from ..faults.processes import (  # noqa: TID252
     processes,
 )
 from ..worker.adapters import make_adapter, merge  # noqa: TID252
+from ..worker.checkpoints import make_checkpoint  # noqa: TID252
 
 pytestmark = pytest.mark.cluster
 
 PROMPT = "".join(f"value_{line} = {line}\n" for line in range(12))
 NUM_TOKENS = 24
+WORKERS = ("w0", "w1", "tiny-0")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has the folders `model`, `adapters/sql`, `adapters/law`, and `merged-sql` and `merged-law` for comparison."""
+    """Has the folders `model`, `adapters/sql`, `adapters/law`, and `merged-sql` and `merged-law` for comparison. Of a
+    second model it has `tiny`, `adapters/poem` and `merged-poem`."""
     folder = tmp_path_factory.mktemp("adapters")
     shutil.copytree(MODEL, folder / "model")
-    for seed, name in enumerate(("sql", "law")):
-        make_adapter(folder / "adapters" / name, folder / "model", seed=seed)
-        merge(folder / "model", folder / "adapters" / name, folder / f"merged-{name}")
+    make_checkpoint(folder / "tiny", "LlamaForCausalLM", vocab_size=4096)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder / "tiny")
+    for seed, (name, model) in enumerate((("sql", "model"), ("law", "model"), ("poem", "tiny"))):
+        make_adapter(folder / "adapters" / name, folder / model, seed=seed)
+        merge(folder / model, folder / "adapters" / name, folder / f"merged-{name}")
     return folder
 
 
@@ -62,7 +68,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, folder: Path, http_port: i
     loras = ("--max-loras", "2", "--adapter-dir", str(folder / "adapters"))
     with processes(tmp_path_factory.mktemp("cluster"), with_redis=True) as cluster:
         workers = [cluster.add_worker(name, *memory, *loras, model=folder / "model") for name in ("w0", "w1")]
-        router = cluster.add_router("r0", "--http-port", str(http_port), model=folder / "model")
+        tiny = ("--index-model", "tiny")
+        workers.append(cluster.add_worker("tiny-0", *memory, *loras, *tiny, model=folder / "tiny"))
+        further = ("--further-model", str(folder / "tiny"))
+        router = cluster.add_router("r0", "--http-port", str(http_port), *further, model=folder / "model")
         cluster.start(*workers, router)
         yield cluster
 
@@ -91,7 +100,7 @@ async def test_tokens_are_those_of_merged_weights_over_both_apis_and_after_a_res
     cluster: Processes, folder: Path, http_port: int
 ) -> None:
     async with AsyncClient(cluster.routers["r0"].address) as client:
-        await until_ready(client, "w0", "w1")
+        await until_ready(client, *WORKERS)
         for name in ("sql", "law"):
             added = await asyncio.to_thread(lora, cluster, "add", name, name)
             assert isinstance(added, dict)
@@ -119,7 +128,7 @@ async def test_tokens_are_those_of_merged_weights_over_both_apis_and_after_a_res
     router.kill()
     cluster.start(router)
     async with AsyncClient(router.address) as client:
-        await until_ready(client, "w0", "w1")
+        await until_ready(client, *WORKERS)
         assert await greedy(client, "sql") == wanted["sql"]
 
 
@@ -127,7 +136,7 @@ async def test_a_worker_that_is_killed_in_the_middle_changes_no_token_and_comes_
     cluster: Processes, folder: Path
 ) -> None:
     async with AsyncClient(cluster.routers["r0"].address) as client:
-        await until_ready(client, "w0", "w1")
+        await until_ready(client, *WORKERS)
         many = 300
         running = asyncio.create_task(completed(client, "law", many))
 
@@ -142,7 +151,7 @@ async def test_a_worker_that_is_killed_in_the_middle_changes_no_token_and_comes_
         assert list(done.token_ids) == expected(folder / "merged-law", many)
         assert (done.finish.migrations, done.finish.worker_id == request.worker_id) == (1, False)
         cluster.start(victim)
-        await until_ready(client, "w0", "w1")
+        await until_ready(client, *WORKERS)
         answers = [await completed(client, "sql", policy="round_robin") for _ in range(4)]
         assert {answer.finish.worker_id for answer in answers} == {"w0", "w1"}
         assert {answer.token_ids for answer in answers} == {tuple(expected(folder / "merged-sql"))}
@@ -152,7 +161,7 @@ async def test_a_removed_adapter_is_unknown_and_another_content_under_its_name_g
     cluster: Processes, folder: Path
 ) -> None:
     async with AsyncClient(cluster.routers["r0"].address) as client:
-        await until_ready(client, "w0", "w1")
+        await until_ready(client, *WORKERS)
         await client.add_adapter("changing", "sql")
         assert await greedy(client, "changing") == expected(folder / "merged-sql")
         await client.add_adapter("changing", "law")
@@ -165,3 +174,69 @@ async def test_a_removed_adapter_is_unknown_and_another_content_under_its_name_g
         )
         assert result.exit_code == 1
         assert "path" in result.output
+
+
+async def test_an_adapter_is_added_to_the_second_model_while_requests_of_both_run(
+    cluster: Processes, folder: Path
+) -> None:
+    address = cluster.routers["r0"].address
+    async with AsyncClient(address) as client:
+        await until_ready(client, *WORKERS)
+        await client.add_adapter("sql", "sql")
+        many = 200
+        running = {
+            name: asyncio.create_task(
+                client.generate(PROMPT, model=name, max_tokens=many, ignore_eos=True, temperature=0.0)
+            )
+            for name in ("demo", "sql", "tiny")
+        }
+
+        async def have_begun() -> bool:
+            return sum(request.generated_tokens > 0 for request in await client.list_requests()) == 3
+
+        await until(have_begun, "requests of both models have tokens", every=0.002)
+        added = await asyncio.to_thread(lora, cluster, "add", "poem", "poem", "--model", "tiny")
+        assert isinstance(added, dict)
+        assert (added["name"], added["model"]) == ("poem", "tiny")
+        wanted = expected(folder / "merged-poem")
+        assert wanted != expected(folder / "tiny"), "the adapter changes nothing"
+        assert await greedy(client, "poem") == wanted
+        answer = await client.generate(
+            PROMPT, model="poem", max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0
+        )
+        assert (list(answer.token_ids), answer.finish.worker_id) == (wanted, "tiny-0")
+        checkpoints = {"demo": "model", "sql": "merged-sql", "tiny": "tiny"}
+        for name, done in running.items():
+            assert list((await done).token_ids) == expected(folder / checkpoints[name], many)
+        for name, model in (("sql", "tiny"), ("poem", "demo"), ("demo", "tiny"), ("tiny", "demo")):
+            with pytest.raises(InvalidRequestError) as refused:
+                await client.add_adapter(name, "poem" if model == "tiny" else "sql", model=model)
+            assert refused.value.code.name == "ALREADY_EXISTS"
+        with pytest.raises(NotFoundError):
+            await client.generate(PROMPT, model="demo", lora_name="poem", max_tokens=1)
+        # An adapter of the first model's shape is refused by the second one's workers, and its name stays free.
+        with pytest.raises(InvalidRequestError) as refused:
+            await client.add_adapter("wrong", "sql", model="tiny")
+        assert refused.value.code.name == "INVALID_ARGUMENT"
+        listed = await asyncio.to_thread(lora, cluster, "list", "--model", "tiny")
+        assert isinstance(listed, list)
+        assert [(one["name"], one["workers"]) for one in listed] == [("poem", ["tiny-0"])]
+        assert "poem" not in [one.name for one in await client.list_adapters()]
+
+
+async def test_the_second_models_adapters_outlive_its_worker_and_the_router(
+    cluster: Processes, folder: Path
+) -> None:
+    router, worker = cluster.routers["r0"], cluster.workers["tiny-0"]
+    async with AsyncClient(router.address) as client:
+        await until_ready(client, *WORKERS)
+        await client.add_adapter("poem", "poem", model="tiny")
+    for process in (router, worker):
+        process.kill()
+    cluster.start(router, worker)
+    async with AsyncClient(router.address) as client:
+        await until_ready(client, *WORKERS)
+        assert await greedy(client, "poem") == expected(folder / "merged-poem")
+        await asyncio.to_thread(lora, cluster, "remove", "poem", "--model", "tiny")
+        with pytest.raises(NotFoundError):
+            await greedy(client, "poem")

@@ -1,15 +1,23 @@
 """`up` and `serve` with several models: what the command line means, what is refused, and what would run."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from blockyard.deploy.lifecycle import preflight
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
+from blockyard.deploy.lifecycle.models import with_slots
 from blockyard.deploy.lifecycle.shape import shape_of
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.settings.from_vllm import with_further_models
 from blockyard.deploy.settings.options import model_path
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.worker.config import EngineConfig
+from blockyard.worker.model.config import load_config
+
+from ..worker.checkpoints import make_checkpoint  # noqa: TID252
 
 DEMO = model_path("demo")
 
@@ -83,3 +91,29 @@ def test_the_supervisor_starts_workers_of_each_model() -> None:
     assert (plan.id, plan.engine.model, plan.num_workers) == ("demo", DEMO, 2)
     assert (plan.num_cpus_per_worker, spec.num_cpus_per_worker) == (2.0, 2.0)
     assert spec.router.with_models((*spec.router.models, plan.served)).models[1].index == "demo"
+
+
+def test_each_model_has_slots_for_adapters_and_one_that_serves_none_is_refused_by_its_name(
+    tmp_path: Path,
+) -> None:
+    engine = EngineConfig(model=DEMO, device="cpu", max_loras=2, adapter_dir=str(tmp_path))
+    wanted = UpOptions(
+        engine=engine, model_names=("demo",), further_models=(str(shutil.copytree(DEMO, tmp_path / "b")),)
+    )
+    assert [one.engine.max_loras for one in wanted.each_model()] == [2, 2]
+    preflight._check_adapters(wanted)
+    experts = make_checkpoint(tmp_path / "experts", "Qwen3MoeForCausalLM", vocab_size=4096)
+    with pytest.raises(ValueError, match=r"experts: a mixture of experts .*: add this one later"):
+        preflight._check_adapters(replace(wanted, further_models=(str(experts),)))
+
+
+def test_an_added_model_that_serves_no_adapters_gets_no_slots_unless_it_was_to_have_some(
+    tmp_path: Path,
+) -> None:
+    demo = load_config(Path(DEMO))
+    experts = load_config(make_checkpoint(tmp_path / "experts", "Qwen3MoeForCausalLM", vocab_size=4096))
+    assert with_slots(demo, {"max_loras": 2}) == {"max_loras": 2}
+    assert with_slots(demo, {}) == {}
+    assert with_slots(experts, {}) == with_slots(experts, {"max_loras": 0}) == {"max_loras": 0}
+    with pytest.raises(ValueError, match="serves no adapters"):
+        with_slots(experts, {"max_loras": 1})

@@ -218,14 +218,28 @@ def test_a_worker_of_a_further_model_has_its_index_and_engine() -> None:
     assert config.role == "both"
 
 
-def test_only_workers_of_the_first_model_have_slots_for_adapters() -> None:
-    """A further model may be one that serves no adapters, such as an embedding model."""
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [({}, (4, 16)), ({"max_loras": 2, "max_lora_rank": 8}, (2, 8)), ({"max_loras": 0}, (0, 16))],
+)
+async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
+    settings: dict[str, int], slots: tuple[int, int]
+) -> None:
     engine = replace(SPEC.worker.engine, max_loras=4, adapter_dir="/adapters")
-    spec = replace(SPEC, worker=replace(SPEC.worker, engine=engine))
-    further = replace(plan_of(OTHER), engine=replace(engine, model=OTHER.model))
-    replica = Replica(name="x-worker-0", kind="worker")
-    slots = [worker_config(spec.of_model(plan), replica).engine.max_loras for plan in (None, further)]
-    assert slots == [4, 0]
+    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
+    await goal.add(OTHER, 1, settings)
+    added = next(replica for replica in goal.replicas() if replica.model == OTHER.id)
+    found = worker_config(goal.spec_of(added), added).engine
+    assert ((found.max_loras, found.max_lora_rank), found.model) == (slots, OTHER.model)
+    (first, *_) = goal.replicas()
+    assert worker_config(goal.spec_of(first), first).engine.max_loras == 4
+
+
+async def test_slots_without_a_folder_of_adapters_are_refused_and_nothing_is_added() -> None:
+    goal = Goal(SPEC, Outlives())
+    with pytest.raises(ValueError, match="--adapter-dir"):
+        await goal.add(OTHER, 1, {"max_loras": 2})
+    assert [model.id for model in goal.models.served] == [FIRST.id]
 
 
 def test_models_survive_the_store() -> None:

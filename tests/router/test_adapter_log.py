@@ -1,6 +1,7 @@
 """Adapters in a real Redis: all routers and later ones know them, sealed, whatever Redis loses or others write."""
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,11 +15,16 @@ from blockyard.router.adapters.keeper import AdapterKeeper
 from blockyard.router.adapters.log import AdapterLog
 from blockyard.router.adapters.registry import AdapterRegistry, Change, RegisteredAdapter
 from blockyard.router.cluster.fleet import Fleet
-from blockyard.router.errors import NotFound, StoreUnavailable
+from blockyard.router.config import ServedModel
+from blockyard.router.errors import NotFound, StoreUnavailable, UnknownModel
+from blockyard.router.sealed_records import KEEP_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 SECRET = "correct-horse-of-the-adapters"
+FIRST = ServedModel(model="m", names=("m",))
+OTHER = ServedModel(model="other", names=("other",), index="other")
+ADDED = replace(OTHER, addition="a1")
 NAMES = st.sampled_from(["a", "b", "c"])
 ADAPTERS = st.builds(
     RegisteredAdapter,
@@ -58,9 +64,9 @@ async def client(server: RedisProcess) -> AsyncIterator[redis.asyncio.Redis]:
     await made.aclose()
 
 
-def keeper_of(client: Any, *, secret: str = SECRET) -> AdapterKeeper:
+def keeper_of(client: Any, *, secret: str = SECRET, model: ServedModel = FIRST) -> AdapterKeeper:
     fleet = Fleet(tokenizer_fingerprint="t", suspect_seconds=1.0, lost_seconds=2.0)
-    return AdapterKeeper(fleet, AdapterLog([client], cluster="default", secret=secret))
+    return AdapterKeeper(fleet, AdapterLog([client], cluster="default", secret=secret, model=model))
 
 
 def adapter(name: str, content: str = "1", tenant: str = "") -> RegisteredAdapter:
@@ -220,9 +226,88 @@ async def test_without_redis_nothing_changes_and_what_is_known_stays(
     one = keeper_of(client)
     await give(one, adapter("sql"))
     nobody = connect("redis://127.0.0.1:1", timeout_seconds=0.2, has_deadlines=True)
-    one._log = AdapterLog([nobody], cluster="default", secret=SECRET)
+    one._log = AdapterLog([nobody], cluster="default", secret=SECRET, model=FIRST)
     await one.refresh()
     with pytest.raises(StoreUnavailable):
         await one.remove("sql")
     assert one.registry.listed() == [adapter("sql")]
+    await nobody.aclose()
+
+
+async def test_each_model_has_a_log_of_its_own_and_cannot_read_that_of_another(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    one, other = keeper_of(client), keeper_of(client, model=OTHER)
+    await give(one, adapter("sql"))
+    (of_one,) = operator.keys("*")
+    await give(other, adapter("law"))
+    (of_other,) = set(operator.keys("*")) - {of_one}
+    for model, wanted in ((FIRST, "sql"), (OTHER, "law")):
+        later = keeper_of(client, model=model)
+        await later.refresh()
+        assert later.registry.listed() == [adapter(wanted)]
+    operator.copy(of_one, of_other, replace=True)
+    later = keeper_of(client, model=OTHER)
+    await later.refresh()
+    assert later.registry.listed() == [], "a log that was moved is not the model's"
+
+
+async def test_an_erased_log_is_gone_and_its_keeper_writes_no_other(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    removed, kept = keeper_of(client, model=OTHER), keeper_of(client)
+    await give(removed, adapter("sql"))
+    await give(kept, adapter("law"))
+    await removed.erase()
+    assert len(operator.keys("*")) == 1
+    await removed.refresh()
+    with pytest.raises(UnknownModel):
+        await give(removed, adapter("sql", "2"))
+    assert len(operator.keys("*")) == 1
+    again = keeper_of(client, model=OTHER)
+    await again.refresh()
+    assert again.registry.listed() == []
+    await kept.refresh()
+    assert kept.registry.listed() == [adapter("law")]
+
+
+async def test_a_router_that_still_serves_a_removed_model_writes_nothing_for_the_one_that_was_added_again(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    late, again = keeper_of(client, model=ADDED), keeper_of(client, model=replace(OTHER, addition="a2"))
+    await give(late, adapter("sql"))
+    await again.refresh()
+    assert again.registry.listed() == []
+    await give(again, adapter("law"))
+    await late.refresh()
+    await give(late, adapter("code"))
+    await late.erase()
+    await again.refresh()
+    assert again.registry.listed() == [adapter("law")]
+
+
+async def test_the_log_of_an_added_model_expires_once_no_router_reads_it(
+    operator: "redis.Redis", client: redis.asyncio.Redis
+) -> None:
+    keepers = {model: keeper_of(client, model=model) for model in (FIRST, OTHER, ADDED)}
+    lives = {}
+    for model, keeper in keepers.items():
+        before = set(operator.keys("*"))
+        await give(keeper, adapter("sql"))
+        await keeper.refresh()
+        (key,) = set(operator.keys("*")) - before
+        lives[model] = operator.ttl(key)
+    assert (lives[FIRST], lives[OTHER]) == (-1, -1), "they outlive their cluster"
+    assert KEEP_SECONDS - 60 <= lives[ADDED] <= KEEP_SECONDS
+
+
+async def test_erasing_without_redis_stops_the_keeper_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nobody = connect("redis://127.0.0.1:1", timeout_seconds=0.2, has_deadlines=True)
+    keeper = keeper_of(nobody, model=OTHER)
+    await keeper.erase()
+    assert "the log of adapters of model other stays in Redis" in caplog.text
+    with pytest.raises(UnknownModel):
+        await give(keeper, adapter("sql"))
     await nobody.aclose()

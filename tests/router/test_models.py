@@ -15,7 +15,7 @@ import pytest_asyncio
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import AdminServiceStub
 from blockyard.router.adapters.registry import Change, RegisteredAdapter
-from blockyard.router.composition import build_group, build_shared
+from blockyard.router.composition import adapter_log, build_group, build_shared
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.model_groups import ModelGroups
 from blockyard.router.supervision import Attempts
@@ -119,7 +119,7 @@ async def test_the_gateway_lists_and_serves_all_models(pair: Pair) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_adapter_is_the_first_models_and_a_name_that_a_model_has_means_the_model(pair: Pair) -> None:
+async def test_an_adapter_is_one_models_and_a_name_that_a_model_has_means_the_model(pair: Pair) -> None:
     router, workers = pair
     registry = groups(router).default.parts.adapters.registry
     for name in ("sql", "other"):
@@ -316,13 +316,20 @@ async def test_the_last_model_that_works_stays_while_no_other_can_be_read() -> N
         assert router.server.model_ids == ("other",)
 
 
-async def test_the_second_model_does_not_inherit_the_adapters_of_a_removed_first_one() -> None:
+async def test_each_model_has_a_log_of_adapters_and_one_that_was_added_again_another_one() -> None:
     config = RouterConfig(model=str(MODEL), redis_url="redis://127.0.0.1:1", cluster_secret="0" * 32)
+    models = (DEMO, OTHER, replace(OTHER, addition="second"))
     async with AsyncExitStack() as stack:
-        shared = build_shared(config.with_models((OTHER,)), stack)
-        assert shared.adapter_log is not None
-        logs = [(await build_group(shared, model, stack)).parts.adapters._log for model in (DEMO, OTHER)]
-        assert logs == [shared.adapter_log, None]
+        shared = build_shared(config, stack)
+        logs = [adapter_log(shared, model) for model in (*models, OTHER)]
+        keys = [log._place.key for log in logs if log is not None]
+        assert len(set(keys)) == len(models)
+        assert keys[1] == keys[3]
+        group = await build_group(shared, OTHER, stack)
+        assert group.parts.adapters._log is not None
+        assert group.parts.adapters._log._place.key == keys[1]
+        without_redis = build_shared(RouterConfig(model=str(MODEL)), stack)
+        assert adapter_log(without_redis, OTHER) is None
 
 
 def test_a_model_that_cannot_be_served_is_tried_again_at_longer_intervals_and_logged_once(
