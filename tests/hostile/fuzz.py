@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[Code]] = {
     "PullPrefix": {Code.NOT_FOUND, Code.FAILED_PRECONDITION, Code.DEADLINE_EXCEEDED},
     "PullBlocks": {Code.ABORTED, Code.FAILED_PRECONDITION},
     # No worker here has slots for adapters.
-    "AddAdapter": {Code.FAILED_PRECONDITION},
+    "AddAdapter": {Code.FAILED_PRECONDITION, Code.ALREADY_EXISTS},
     "RemoveAdapter": {Code.NOT_FOUND, Code.FAILED_PRECONDITION},
     "ListAdapters": {Code.FAILED_PRECONDITION},
     # Both end only by their deadline.
