@@ -138,7 +138,7 @@ def test_frequencies_stored_by_old_exports_are_passed_over(folder: Path) -> None
 
 
 BROKEN: dict[str, tuple[Callable[[Tensors], object], str]] = {
-    "missing": (lambda t: t.pop("model.norm.weight"), "1 tensors are missing.*'model.norm.weight'"),
+    "missing": (lambda t: t.pop("model.norm.weight"), "tensors are missing: 1, .*'model.norm.weight'"),
     "unexpected": (
         lambda t: t.update({"model.layers.9.foo": torch.zeros(1)}),
         "model.safetensors: tensor 'model.layers.9.foo' is unexpected in a Qwen2ForCausalLM",

@@ -29,6 +29,8 @@ _TEXT_PARTS = {
     "model.language_model.": "model.",
 }
 """Where such a model has its text part: as checkpoints have it, or as transformers 5 names it in memory."""
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Ends of the names of scales for a KV cache in 8 bits, by llm-compressor and AutoFP8. The pool finds its own."""
 POST_NORMS = ("attention_output_norm", "mlp_output_norm")
 """Our names for norms that Llama has not: behind attention and behind the MLP."""
 
@@ -61,7 +63,7 @@ def check_shards(folder: Path, config: ModelConfig) -> frozenset[str]:
                 raise ValueError(f"{file}: tensor {name!r} is {dtype}, not {' or '.join(dtypes)}")
             found.add(name)
     if needed := {_stored_name(name, config) for name, tensor in missing.items() if not tensor.is_optional}:
-        raise ValueError(f"{folder}: {len(needed)} tensors are missing, the first is {min(needed)!r}")
+        raise ValueError(f"{folder}: tensors are missing: {len(needed)}, the first is {min(needed)!r}")
     return frozenset(found)
 
 
@@ -205,8 +207,12 @@ def _stacked(parts: Sequence[StoredTensor], config: ModelConfig) -> tuple[tuple[
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor of a checkpoint is to be skipped: old rotary frequencies, a tied head, or the part that
-    reads images."""
+    """Return whether a tensor of a checkpoint is to be skipped.
+
+    These are old rotary frequencies, a tied head, the part that reads images, and scales of a KV cache.
+    """
+    if config.quantisation is not None and name.endswith(KV_SCALES):
+        return True
     if FAMILIES[config.architecture].text_models and name.removeprefix("model.").startswith(IMAGE_PARTS):
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

@@ -16,8 +16,9 @@ from blockyard.worker.model.quantisation.scheme import (
 )
 from blockyard.worker.unsupported import UnsupportedModelError
 
-_REMARKS = {"quant_method", "quantization_status", "global_compression_ratio", "version"}
-_READ = {"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config"}
+# The KV cache has the type of --kv-cache-dtype, with scales of its own, so the checkpoint's are skipped (shards.py).
+_REMARKS = {"quant_method", "quantization_status", "global_compression_ratio", "version", "kv_cache_scheme"}
+_READ = {"config_groups", "format", "ignore", "sparsity_config"}
 _GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
 # An observer chose the scales, which are stored.
 _WEIGHT_REMARKS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
@@ -36,7 +37,6 @@ _WEIGHT_KEYS = {
 def read_compressed(given: dict[str, Any]) -> QuantScheme:
     """Return the scheme of a `quantization_config` by compressed-tensors. Raises UnsupportedModelError."""
     refuse_unknown(given, _REMARKS | _READ)
-    refuse_unless(given, "kv_cache_scheme", (None,), why="scales of a KV cache are not read")
     refuse_unless(given, "quantization_status", ("compressed", "frozen", None))
     refuse_unless(_object(given, "sparsity_config"), "format", ("dense", None))
     group = _only_group(given)

@@ -29,7 +29,8 @@ _READ = {
     "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "lm_head", "is_marlin_format", "pack_dtype",
              "format", "modules_in_block_to_quantize"},
     "awq": {"bits", "group_size", "zero_point", "version", "modules_to_not_convert"},
-    "fp8": {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers"},
+    "fp8": {"fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+            "kv_cache_scheme"},
 }  # fmt: skip
 
 
