@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 
 from .checkpoints import ARCHITECTURES, make_checkpoint, make_embedding_checkpoint, reference_embedding
 from .ranks import divided_engine
+from .test_division import DEMO
 
 BLOCK_SIZE = 16
 BYTES_PER_BLOCK = 2 * 3 * 2 * 16 * BLOCK_SIZE * 4
@@ -259,7 +260,13 @@ def test_any_batch_takes_each_uncached_token_once_and_ends_with_its_last_chunk(
 
 
 def test_a_model_in_this_process_embeds() -> None:
-    model = LLM(str(checkpoint()), device="cpu", dtype="float32", kv_cache_memory=64 * BYTES_PER_BLOCK)
+    model = LLM(
+        str(checkpoint()),
+        tokenizer=str(DEMO),
+        device="cpu",
+        dtype="float32",
+        kv_cache_memory=64 * BYTES_PER_BLOCK,
+    )
     found = model.embed([prompt_of(20), prompt_of(33)])
     for values, length in zip(found, (20, 33), strict=True):
         expected_H = reference_embedding(checkpoint(), prompt_of(length))

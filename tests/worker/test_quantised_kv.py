@@ -14,6 +14,7 @@ from blockyard.worker.sequences.identifiers import BlockName, RequestId
 from blockyard.worker.startup.loading import load_engine
 
 from .checkpoints import reference_greedy, shared_checkpoint
+from .test_division import DEMO
 from .test_engine_tokens import BLOCK_SIZE, ROOT, outputs_of, prompt_of, run, submit, tokens_of
 
 # Keys and values, layers, kv heads, tokens, and a head of 16 numbers with its scale.
@@ -110,7 +111,7 @@ def test_what_a_block_takes_is_what_the_pools_have(qwen3: Path, kv_cache_dtype: 
 
 def test_blocks_of_another_type_have_other_names(qwen3: Path, kv_cache_dtype: KVCacheDtype) -> None:
     llm, exact = (
-        LLM(str(qwen3), device="cpu", kv_cache_memory=10**6, kv_cache_dtype=kind)
+        LLM(str(qwen3), tokenizer=str(DEMO), device="cpu", kv_cache_memory=10**6, kv_cache_dtype=kind)
         for kind in (kv_cache_dtype, "auto")
     )
     assert (llm._loaded.kv_dtype, exact._loaded.kv_dtype) == (kv_cache_dtype, "float32")
