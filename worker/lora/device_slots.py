@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from blockyard.kernels.lora import LoraLinear, plan_lora
+from blockyard.kernels.torch.huge_pages import advise_empty
 from blockyard.worker.lora.layout import LinearPart, LinearWeights, linear_parts
 from blockyard.worker.model.division import ModelPart
 from blockyard.worker.model.lora import LoraLayer, LoraStep
@@ -60,10 +61,13 @@ class _Slots:
         shape = part.shape
         starts = [0, *accumulate(shape.widths)]
         parts = len(shape.parts)
-        self._a_LSPRI = torch.zeros(
+        self._a_LSPRI = torch.empty(
             num_layers, num_slots, parts, max_rank, shape.num_inputs, dtype=dtype, device=device
         )
-        self._b_LSRO = torch.zeros(num_layers, num_slots, max_rank, starts[-1], dtype=dtype, device=device)
+        self._b_LSRO = torch.empty(num_layers, num_slots, max_rank, starts[-1], dtype=dtype, device=device)
+        for memory in (self._a_LSPRI, self._b_LSRO):
+            advise_empty(memory)
+            memory.zero_()
         self._ranks_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
         starts_P1 = torch.tensor(starts, dtype=torch.int32, device=device)
         self.layers = [
