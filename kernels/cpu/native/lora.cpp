@@ -92,7 +92,12 @@ static inline void expand(const Lora& l, const Item& item, int64_t part, int64_t
             Floats sum[groups][tokens] = {};
             for (int64_t r = 0; r < item.rank; r++) {
                 Floats weights[groups];
-                for (int g = 0; g < groups; g++) weights[g] = load_from(b + r * l.num_outputs + first + g * WIDTH);
+                const T* row = b + r * l.num_outputs + first;
+                // Runs are too short for the processor to see that the next one follows.
+                for (int g = 0; g < groups; g++) {
+                    weights[g] = load_from(row + g * WIDTH);
+                    if (!token) __builtin_prefetch(row + RUN + g * WIDTH);
+                }
                 for (int t = 0; t < tokens; t++) {
                     const Floats factor = between[(token + t) * stride + r] - Floats{};
                     for (int g = 0; g < groups; g++) sum[g][t] += weights[g] * factor;
@@ -117,6 +122,10 @@ static inline void expand(const Lora& l, const Item& item, int64_t part, int64_t
 
 template <class T>
 static void add_lora(const Lora& l, int threads) {
+    // A recorded step pads its items with ones of no tokens. Without them, threads share what there is evenly.
+    int64_t num_items = l.num_items;
+    while (num_items && !l.items[num_items * 3 - 1]) num_items--;
+    if (!num_items) return;
     const int64_t rank_tiles = (l.max_rank + TILE - 1) / TILE;
     const int64_t work = l.num_tokens * l.max_rank * (l.num_parts * l.num_inputs + l.num_outputs);
     const int sharers = work >= PARALLEL_WEIGHTS ? threads : 1;
@@ -125,13 +134,13 @@ static void add_lora(const Lora& l, int threads) {
 #pragma omp parallel num_threads(sharers)
     {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < l.num_items * l.num_parts * rank_tiles; i++) {
+        for (int64_t i = 0; i < num_items * l.num_parts * rank_tiles; i++) {
             const Item item = item_of(l, i / rank_tiles / l.num_parts);
             const int64_t rank = i % rank_tiles * TILE, left = std::min<int64_t>(TILE, item.rank - rank);
             if (left > 0) shrink<T>(l, item, i / rank_tiles % l.num_parts, rank, left);
         }
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < l.num_items * runs; i++) {
+        for (int64_t i = 0; i < num_items * runs; i++) {
             const Item item = item_of(l, i / runs);
             if (!item.count || !item.rank) continue;
             int64_t run = i % runs, part = 0;
