@@ -175,18 +175,11 @@ def size_model(
         block_size=block_size,
         kv_dtype=kv_dtype,
     )
-    draft_weights_bytes = draft_block_bytes = 0
-    if draft_model is not None:
-        if tensor_parallel_size > 1:
-            raise ValueError("a draft model needs a worker of one rank (--tensor-parallel-size 1)")
-        draft = load_config(resolve_model(draft_model, patterns=HUB_CONFIG_PATTERNS))
-        draft_dtype = choose_dtype(
-            dtype, draft.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16(), deterministic=deterministic
-        ).name
-        draft_weights_bytes = plain_or_quantised_bytes(
-            draft, DTYPE_BYTES[draft_dtype], on_cpu=on_cpu, deterministic=deterministic
-        )
-        draft_block_bytes = draft_bytes_per_block(draft, block_size=block_size, dtype=draft_dtype)
+    if draft_model is not None and tensor_parallel_size > 1:
+        raise ValueError("a draft model needs a worker of one rank (--tensor-parallel-size 1)")
+    draft_weights_bytes, draft_block_bytes = _draft_sizes(
+        draft_model, dtype, block_size=block_size, on_cpu=on_cpu, deterministic=deterministic
+    )
     kv = kv_size_in(
         budget_bytes,
         block_size=block_size,
@@ -209,6 +202,22 @@ def size_model(
         kv=kv,
         memory_bytes=machine_memory_bytes() if on_cpu and memory_bytes is None else memory_bytes,
     )
+
+
+def _draft_sizes(
+    model: str | None, dtype: RequestedDataType, *, block_size: int, on_cpu: bool, deterministic: bool
+) -> tuple[int, int]:
+    """Return the bytes of a draft model's weights and of a block of its pool, 0 without one."""
+    if model is None:
+        return 0, 0
+    draft = load_config(resolve_model(model, patterns=HUB_CONFIG_PATTERNS))
+    chosen = choose_dtype(
+        dtype, draft.dtype, on_cpu=on_cpu, has_bfloat16=cpu_has_bfloat16(), deterministic=deterministic
+    ).name
+    held_bytes = plain_or_quantised_bytes(
+        draft, DTYPE_BYTES[chosen], on_cpu=on_cpu, deterministic=deterministic
+    )
+    return held_bytes, draft_bytes_per_block(draft, block_size=block_size, dtype=chosen)
 
 
 def left_bytes_of(sizes: Sequence[ModelSize]) -> int | None:
