@@ -24,6 +24,9 @@ from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs
 NUM_GROUPS = 6
 NUM_LOOPS = 6
 CALM_SECONDS = 1.5
+TICK_SECONDS = 0.005
+LATE_SECONDS = 0.02
+"""A tick of this process's event loop that takes longer counts as a pause."""
 ADDED_SECONDS = 0.05
 """Bound on the time that a fault of Redis adds to a placement. Tests allow ten times it."""
 
@@ -42,6 +45,8 @@ class Traffic:
     """Start times of the ExplainPlacement calls that went without the index."""
     tokenizations: list[tuple[float, float]] = field(default_factory=list)
     """Start time and duration of each Tokenize call. It takes the same way and asks no index."""
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each time in which this process's own event loop stood still. It then measures nothing."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_over: bool = False
@@ -50,15 +55,21 @@ class Traffic:
         return sorted(took for at, took in self.placements if begin <= at < end)
 
     def slow_placements(self, begin: float, end: float, bound_seconds: float) -> list[tuple[float, float]]:
-        """Return placements that took longer than the bound and twice the slowest Tokenize call beside them."""
+        """Return placements that took longer than the bound, twice the slowest Tokenize call beside them, and this
+        process's own pauses."""
         return [
             (at, took)
             for at, took in self.placements
-            if begin <= at < end and took > bound_seconds + 2 * self._slowest_beside(at, at + took)
+            if begin <= at < end
+            and took
+            > bound_seconds + 2 * self._slowest_beside(at, at + took) + self._paused_seconds(at, at + took)
         ]
 
     def _slowest_beside(self, begin: float, end: float) -> float:
         return max((took for at, took in self.tokenizations if at < end and at + took > begin), default=0.0)
+
+    def _paused_seconds(self, begin: float, end: float) -> float:
+        return sum(max(0.0, min(end, ended) - max(begin, began)) for began, ended in self.pauses)
 
 
 @asynccontextmanager
@@ -70,6 +81,7 @@ async def running_traffic(client: AsyncClient) -> AsyncIterator[Traffic]:
             tasks.create_task(_ask_again_and_again(client, traffic, numbers))
         tasks.create_task(_measure_placement(client, traffic))
         tasks.create_task(_measure_tokenization(client, traffic))
+        tasks.create_task(_measure_pauses(traffic))
         try:
             yield traffic
         finally:
@@ -118,6 +130,15 @@ async def _measure_tokenization(client: AsyncClient, traffic: Traffic) -> None:
         await client.tokenize(prompt(next(numbers)))
         traffic.tokenizations.append((began, time.monotonic() - began))
         await asyncio.sleep(0.015)
+
+
+async def _measure_pauses(traffic: Traffic) -> None:
+    last = time.monotonic()
+    while not traffic.is_over:
+        await asyncio.sleep(TICK_SECONDS)
+        began, last = last, time.monotonic()
+        if last - began > LATE_SECONDS:
+            traffic.pauses.append((began, last))
 
 
 @dataclass(slots=True, kw_only=True)
