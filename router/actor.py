@@ -108,6 +108,14 @@ class RouterActor:
         """Return the incarnations of the workers that this router may send requests to."""
         return self._server.ready_incarnations
 
+    async def adapter_names(self) -> frozenset[str]:
+        """Return the names of all models' adapters, which a further model may not have."""
+        return self._server.adapter_names
+
+    async def refused_models(self) -> Mapping[str, str]:
+        """Return the models that this router cannot serve, and why, by their ids. It tries them again."""
+        return self._server.refused
+
     async def until_stopped(self) -> None:
         """Wait until the router fails. If the actor dies, Ray ends this call within milliseconds.
 

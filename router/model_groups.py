@@ -86,6 +86,11 @@ class ModelGroups:
         return tuple(name for group in self for name in group.parts.facts.names)
 
     @property
+    def adapter_names(self) -> frozenset[str]:
+        """Return the names of all models' adapters, of every tenant."""
+        return frozenset(adapter.name for group in self for adapter in group.parts.adapters.registry.listed())
+
+    @property
     def num_ready_workers(self) -> int:
         return sum(group.num_ready_workers for group in self)
 

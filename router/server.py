@@ -101,6 +101,8 @@ class RouterServer:
         """Addresses of the supervisor's workers, by the id of their model."""
         self._changing = asyncio.Lock()
         """Held while models come and go."""
+        self.refused: Mapping[str, str] = {}
+        """Why models of the last `set_models` could not be built, by their ids."""
         self.model_readings: LabelledReadings = ()
         """Metrics, at most a second old. Empty until the server serves."""
         self._groups: ModelGroups | None = None
@@ -156,6 +158,11 @@ class RouterServer:
         return tuple(group.model for group in self._groups or ())
 
     @property
+    def adapter_names(self) -> frozenset[str]:
+        """Return the names of all models' adapters, as far as this router knows them."""
+        return frozenset() if self._groups is None else self._groups.adapter_names
+
+    @property
     def model_ids(self) -> tuple[str, ...]:
         return tuple(model.id for model in self.models)
 
@@ -181,8 +188,15 @@ class RouterServer:
                 return
             self._supervised = {model.id: self._supervised.get(model.id, ()) for model in models}
             # First what is new, because a router without any model could answer nothing.
-            added = [groups.add(model, grace_seconds) for model in models if model not in self.models]
-            results = await asyncio.gather(*added, return_exceptions=True)
+            new = [model for model in models if model not in self.models]
+            results = await asyncio.gather(
+                *(groups.add(model, grace_seconds) for model in new), return_exceptions=True
+            )
+            self.refused = {
+                model.id: str(error)
+                for model, error in zip(new, results, strict=True)
+                if isinstance(error, Exception)
+            }
             groups.put_in_order(model.id for model in models)
             self._tell_groups()
             gone = [name for name in self.model_ids if name not in self._supervised]

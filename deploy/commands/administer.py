@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import click
 from blockyard.deploy.commands.printing import (
@@ -17,6 +18,7 @@ from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.progress import StageProgress
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
+from blockyard.deploy.settings.config_options import own_engine_options, own_engine_settings
 from blockyard.deploy.settings.options import (
     cluster_option,
     further_model,
@@ -254,12 +256,12 @@ def model() -> None:
     callback=checked_by(text_of),
     help="As in `up`.",
 )
+@own_engine_options
 @click.option(
-    "--max-loras",
-    type=click.IntRange(min=0),
-    help="As in `up`. Default: the cluster's, or 0 for a model without adapters.",
+    "--cpus-per-worker",
+    type=click.FloatRange(min=0, min_open=True),
+    help="CPUs of each worker. Default: for each rank as many as the cluster's first model has.",
 )
-@click.option("--max-lora-rank", type=click.IntRange(1, 512), help="As in `up`. Default: the cluster's.")
 @waits_option
 @cluster_option
 @output_option
@@ -269,25 +271,26 @@ def add_model(
     names: tuple[str, ...],
     tokenizer: str | None,
     chat_template: str | None,
-    max_loras: int | None,
-    max_lora_rank: int | None,
+    cpus_per_worker: float | None,
     waits_for_nodes: bool,
     cluster: str,
     output: str,
+    **own: Any,
 ) -> None:
     """Serve MODEL too, on workers of its own.
 
     Settings without an option here are those of the cluster. Requests choose a model by `model`."""
+    settings = own_engine_settings(own)
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
-    given = {"max_loras": max_loras, "max_lora_rank": max_lora_rank}
     served = further_model(path, names=names, tokenizer=tokenizer, chat_template=chat_template)
     with StageProgress() as progress:
         added = models.add(
             remembered,
             served,
             num_workers=num_workers,
-            settings={name: value for name, value in given.items() if value is not None},
+            settings=settings,
+            cpus_per_worker=cpus_per_worker,
             waits_for_nodes=waits_for_nodes,
             report=progress.report,
         )

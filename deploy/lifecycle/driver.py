@@ -19,6 +19,7 @@ from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
 
 if TYPE_CHECKING:
     from blockyard.deploy.ray.nodes import RayNode
+    from blockyard.deploy.supervision.model_plans import ModelPlan
     from blockyard.deploy.supervision.replicas import ClusterSpec, SupervisorReport
     from blockyard.router.config import ServedModel
 
@@ -305,18 +306,26 @@ def scale(
     _ask(lambda supervisor: supervisor.scale.remote(num_workers, grace_seconds, model), waiting)
 
 
-def add_model(
-    model: "ServedModel",
-    num_workers: int,
-    settings: Mapping[str, int],
-    waiting: Callable[["SupervisorReport"], None],
-) -> None:
-    """Serve one more model, with these settings of its own (EngineConfig). Return once all routers use all of its
-    workers. Call `waiting` with reports meanwhile.
+def plan_model(
+    model: "ServedModel", num_workers: int, settings: Mapping[str, Any], cpus_per_worker: float | None
+) -> "ModelPlan":
+    """Return the plan of one more model, as the supervisor makes it (Goal.plan). Nothing is changed.
+
+    Raise RuntimeError for a wrong setting, and for a name that another model has.
+    """
+    plan: ModelPlan = _ask(
+        lambda supervisor: supervisor.plan_model.remote(model, num_workers, settings, cpus_per_worker),
+        lambda report: None,
+    )
+    return plan
+
+
+def add_model(plan: "ModelPlan", waiting: Callable[["SupervisorReport"], None]) -> None:
+    """Serve one more model. Return once all routers use all of its workers. Call `waiting` with reports meanwhile.
 
     Raise RuntimeError if it cannot be served.
     """
-    _ask(lambda supervisor: supervisor.add_model.remote(model, num_workers, settings), waiting)
+    _ask(lambda supervisor: supervisor.add_model.remote(plan), waiting)
 
 
 def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
@@ -327,7 +336,8 @@ def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["Superv
     _ask(lambda supervisor: supervisor.remove_model.remote(model_id, grace_seconds), waiting)
 
 
-def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], None]) -> None:
+def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], None]) -> Any:
+    """Return the answer to a call of the supervisor. Call `waiting` with reports meanwhile. Raise RuntimeError."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -335,7 +345,7 @@ def _ask(call: Callable[[Any], Any], waiting: Callable[["SupervisorReport"], Non
         asked = call(ray.get_actor(SUPERVISOR_NAME))
         while not ray.wait([asked], timeout=POLL_SECONDS)[0]:
             waiting(supervisor_report())
-        ray.get(asked)
+        return ray.get(asked)
     except RayTaskError as error:
         raise RuntimeError(str(error.cause)) from None
     except RayActorError:

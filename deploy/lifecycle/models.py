@@ -7,16 +7,18 @@ which is the supervisor's.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle import hub, preflight
 from blockyard.deploy.lifecycle.scaling import check_room, workers_of
 from blockyard.deploy.lifecycle.serving import Progress, Report
 from blockyard.deploy.machine import state
+from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.deploy.supervision.replicas import SupervisorReport
 from blockyard.deploy.views.quantities import counted
 from blockyard.router.config import ServedModel
-from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import ModelConfig
 
 
@@ -54,41 +56,53 @@ def add(
     model: ServedModel,
     *,
     num_workers: int,
-    settings: Mapping[str, int],
+    settings: Mapping[str, Any],
+    cpus_per_worker: float | None,
     waits_for_nodes: bool,
     report: Report = lambda progress: None,
 ) -> Model:
     """Serve one more model. Return once all routers send its requests to all of its workers.
 
-    It has the cluster's settings, and these of its own (EngineConfig). Raise ValueError, before anything is changed,
-    for a model that cannot be served, a name that is taken, or nodes without room, unless `waits_for_nodes` is set.
-    Raise RuntimeError for a wrong setting, or if a worker does not start.
+    It has the cluster's settings, and these of its own (EngineConfig). Without `cpus_per_worker` each rank has as many
+    CPUs as one of the cluster's first model. Before anything is changed, raise ValueError for a model that cannot be
+    served with them, a name that is taken, or nodes without room, unless `waits_for_nodes` is set. Raise RuntimeError
+    for a wrong setting, or if a worker does not start.
     """
-    if cluster.head is not None or Path(model.model).is_dir():
+    is_here = cluster.head is not None or Path(model.model).is_dir()
+    if is_here:
         hub.download_all(model.model, model.tokenizer, report)
         settings = with_slots(preflight.model_config(model.model), settings)
-        preflight.check_weights(EngineConfig(model=model.model))
         preflight.check_tokenizer(model)
     with on_ray.driver(cluster):
         before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
         if model.id in before.models:
             raise ValueError(f"{model.id} is served already: `blockyard scale` changes its number of workers")
+        plan = on_ray.plan_model(model, num_workers, settings, cpus_per_worker)
+        if is_here:
+            _check(plan, cluster, report)
         if not waits_for_nodes:
-            check_room(on_ray.room(), before, num_workers)
+            share = plan.num_cpus_per_worker, plan.num_gpus_per_worker
+            check_room(on_ray.room(), before, num_workers, share)
         try:
-            on_ray.add_model(
-                model,
-                num_workers,
-                settings,
-                waiting=lambda seen: report(_starting(seen, model.id, num_workers)),
-            )
+            on_ray.add_model(plan, waiting=lambda seen: report(_starting(seen, model.id, num_workers)))
         finally:
             after = on_ray.supervisor_report()
             _save(cluster, after)
     return next(one for one in models_of(after) if one.id == model.id)
 
 
-def with_slots(config: ModelConfig, settings: Mapping[str, int]) -> Mapping[str, int]:
+def _check(plan: ModelPlan, cluster: state.ClusterState, report: Report) -> None:
+    """Raise ValueError if workers of this plan cannot serve its model. The model's files must be on this machine."""
+    engine = plan.engine
+    address = None if cluster.head is not None else cluster.ray_address
+    preflight.check_one_model(UpOptions(engine=engine, address=address), has_gpu=plan.num_gpus_per_worker > 0)
+    preflight.check_weights(engine)
+    if engine.draft_model is not None and (address is None or Path(engine.draft_model).is_dir()):
+        hub.download(engine.draft_model, report)
+        preflight.check_draft(engine)
+
+
+def with_slots(config: ModelConfig, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a model, without adapter slots if it serves no adapters.
 
     Raise ValueError if it serves none and `settings` ask for slots.

@@ -192,15 +192,19 @@ def check_model(options: "UpOptions") -> None:
     The context must fit into the KV cache too.
     """
     for one in options.each_model():
-        _check_one_model(one)
+        check_one_model(one, has_gpu=one.engine.device != "cpu")
     if options.address is None and options.engine.engine == "model":
         _check_memory(options)
 
 
-def _check_one_model(options: "UpOptions") -> None:
+def check_one_model(options: "UpOptions", *, has_gpu: bool) -> None:
+    """Raise ValueError if workers with these settings cannot serve the first model, as far as its files tell.
+
+    A joined cluster's nodes may have a model that this machine does not have: then nothing is checked.
+    """
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
-        return  # The nodes may have a model that this machine does not have.
+        return
     config = model_config(engine.model)
     context = engine.max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
@@ -210,7 +214,7 @@ def _check_one_model(options: "UpOptions") -> None:
     if _draft_config(options) is not None and _are_here(engine):
         check_draft(engine)
     divide(config, size=engine.tensor_parallel_size)  # raises ValueError
-    pool = pool_of(options, config, has_gpu=engine.device != "cpu")
+    pool = pool_of(options, config, has_gpu=has_gpu)
     if pool is not None and pool.num_tokens < context:
         raise ValueError(
             f"the KV cache holds {pool.num_tokens} tokens, fewer than max_model_len {context}: give it more memory "

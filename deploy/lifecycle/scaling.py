@@ -56,7 +56,7 @@ def scale(
         names = workers_of(before, model)
         missing = num_workers - len(names)
         if missing > 0 and not waits_for_nodes:
-            check_room(on_ray.room(), before, missing)
+            check_room(on_ray.room(), before, missing, before.share(model))
         on_ray.scale(
             num_workers,
             grace_seconds,
@@ -93,10 +93,14 @@ def _taken_out_text(name: str) -> str:
     return f"{name} is taken out (`blockyard restart {name}`)"
 
 
-def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, missing: int) -> None:
-    """Raise ValueError if the nodes have no room for `missing` more workers, each with all its ranks on one node."""
-    needs = {"CPU": report.cpus_per_worker, "GPU": report.gpus_per_worker}
-    needs = {name: amount for name, amount in needs.items() if amount}
+def check_room(
+    free: Iterable[Mapping[str, float]], report: SupervisorReport, missing: int, share: tuple[float, float]
+) -> None:
+    """Raise ValueError if the nodes have no room for `missing` more workers, each with all its ranks on one node.
+
+    `share` is the CPUs and GPUs of each.
+    """
+    needs = {name: amount for name, amount in zip(("CPU", "GPU"), share, strict=True) if amount}
     free = list(free)
     room = sum(_fit(node, needs) for node in free) if needs else missing
     if room >= missing:
@@ -104,23 +108,29 @@ def check_room(free: Iterable[Mapping[str, float]], report: SupervisorReport, mi
     each = " and ".join(counted(amount, name) for name, amount in needs.items())
     raise ValueError(
         f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has room for {room}, "
-        "and each worker that runs holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
-        f"the cluster with {_smaller_share(free, report, len(workers_of(report)) + missing)}"
+        "and running workers hold the rest. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
+        f"the cluster with {_smaller_share(free, report, missing, share)}"
     )
 
 
-def _smaller_share(free: Sequence[Mapping[str, float]], report: SupervisorReport, num_workers: int) -> str:
-    """Return how a cluster of this many workers could fit, for an error message.
+def _smaller_share(
+    free: Sequence[Mapping[str, float]], report: SupervisorReport, missing: int, share: tuple[float, float]
+) -> str:
+    """Return how a cluster with this many more workers could fit, for an error message.
 
-    With several nodes the right number of CPUs is not known.
+    With several nodes, or workers of unlike shares, the right number of CPUs is not known.
     """
-    if report.gpus_per_worker:
+    cpus_each, gpus_each = share
+    if gpus_each:
         return "fewer workers"
-    if len(free) != 1:
+    shares = {*report.further_shares.values(), (report.cpus_per_worker, report.gpus_per_worker)}
+    if len(free) != 1 or shares != {share}:
         return "fewer CPUs for each (--cpus-per-worker)"
-    cpus = free[0].get("CPU", 0.0) + report.cpus_per_worker * len(workers_of(report))
-    share = cpus // num_workers or floor(100 * cpus / num_workers) / 100
-    return f"--cpus-per-worker {share:g}"
+    num_running = len(workers_of(report))
+    num_workers = num_running + missing
+    cpus = free[0].get("CPU", 0.0) + cpus_each * num_running
+    smaller = cpus // num_workers or floor(100 * cpus / num_workers) / 100
+    return f"--cpus-per-worker {smaller:g}"
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:

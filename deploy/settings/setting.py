@@ -207,6 +207,26 @@ def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callab
     )
 
 
+def own_option(owner: Any, name: str, **special: Any) -> Callable[[Command], Command]:
+    """Return a decorator that adds the option of one field to a command whose default is the cluster's setting.
+
+    It is None if it is not given. No variable or file gives it. A value out of bounds is a BadParameter.
+    """
+    member = setting_field(owner, name)
+    parse = special.pop("parse", member.description.parse)
+
+    def check(value: Any) -> Any:
+        parsed = value if parse is None else parse(value)
+        member.check(parsed, "the value")
+        return parsed
+
+    attributes = {name: value for name, value in _attributes(member).items() if name in ("type", "metavar")}
+    help = "As in `up`. Default: the cluster's."
+    return click.option(
+        member.flag, name, **{"help": help, **attributes, "callback": checked_by(check), **special}
+    )
+
+
 def taken(owner: type[Owner], values: dict[str, Any]) -> Owner:
     """Remove the fields of a settings class from a command's arguments, and return the class made of them.
 

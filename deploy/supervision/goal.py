@@ -98,26 +98,34 @@ class Goal:
             await self.change(further_models=scaled.further, grace_seconds=grace_seconds)
         return model
 
-    async def add(
-        self, model: ServedModel, num_workers: int, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        """Add a model with the settings of `up`, but without its draft model, and with these of its own (EngineConfig).
+    def plan(
+        self,
+        model: ServedModel,
+        num_workers: int,
+        settings: Mapping[str, Any] | None = None,
+        cpus_per_worker: float | None = None,
+    ) -> ModelPlan:
+        """Return the plan of a model that may be added. It has the settings of `up`, but without its draft model, and
+        these of its own (EngineConfig).
 
-        Raise ValueError for a name that another model has, and for a wrong setting."""
-        engine = replace(
-            self._spec.worker.engine,
-            model=model.model,
-            tokenizer=model.tokenizer,
-            draft_model=None,
-            **(settings or {}),
-        )
+        Each rank has as many CPUs and GPUs as those of `up`, unless the CPUs of a worker are given. Raise ValueError
+        for a name that another model has, and for a wrong setting.
+        """
+        own = {"draft_model": None, **(settings or {})}
+        engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, **own)
+        num_times = engine.tensor_parallel_size / self._spec.num_ranks
         plan = ModelPlan(
             served=replace(model, addition=secrets.token_hex(8)),
             engine=engine,
             num_workers=num_workers,
-            num_cpus_per_worker=self._spec.num_cpus_per_worker,
-            num_gpus_per_worker=self._spec.num_gpus_per_worker,
+            num_cpus_per_worker=cpus_per_worker or num_times * self._spec.num_cpus_per_worker,
+            num_gpus_per_worker=num_times * self._spec.num_gpus_per_worker,
         )
+        self.models.adding(plan)
+        return plan
+
+    async def add(self, plan: ModelPlan) -> None:
+        """Add a model. Raise ValueError for a name that another model has."""
         await self.change(further_models=self.models.adding(plan).further)
 
     async def remove(self, model: str, grace_seconds: float) -> ServedModel:

@@ -6,7 +6,7 @@ them. Changes nothing of them except how many workers a router reports as ready.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class Joining:
     async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
         """Wait until a replica, which had started `num_starts` times, has started again and is in use.
 
-        Raise RuntimeError if it does not start, leaves the cluster, or takes longer than START_SECONDS.
+        Raise RuntimeError if it does not start, leaves the cluster, takes longer than START_SECONDS, or if a router
+        cannot serve its model.
         """
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -59,7 +60,32 @@ class Joining:
                 raise RuntimeError(f"{replica.name} does not start{again}: {replica.error}")
             if replica not in self.replicas:
                 raise RuntimeError(f"{replica.name} was removed meanwhile, by `scale` or `model remove`")
+            if replica.phase == "serving" and (refusal := await self._refusal(replica)):
+                raise RuntimeError(refusal)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _refusal(self, worker: Replica) -> str:
+        """Return why a router cannot serve this worker's model. Empty if all can, as far as they answer."""
+        for router, refused in await self._ask_routers(lambda actor: actor.refused_models.remote()):
+            if worker.model in refused:
+                return f"{router} cannot serve {worker.model}, and tries again: {refused[worker.model]}"
+        return ""
+
+    async def adapter_names(self) -> frozenset[str]:
+        """Return the names of all adapters that routers know, as far as they answer."""
+        answers = await self._ask_routers(lambda actor: actor.adapter_names.remote())
+        return frozenset(name for _, names in answers for name in names)
+
+    async def _ask_routers(self, ask: Callable[[Any], Awaitable[Any]]) -> list[tuple[str, Any]]:
+        """Return the answers of the routers that serve, with their names. Those that do not answer are left out."""
+        routers = [each for each in self.replicas if self._is_router(each) and each.phase == "serving"]
+        asked = [answer(ask(self.actors[router.name]), CALL_SECONDS) for router in routers]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [
+            (router.name, found)
+            for router, found in zip(routers, answers, strict=True)
+            if not isinstance(found, BaseException)
+        ]
 
     async def is_in_use(self, replica: Replica) -> bool:
         """Tell whether all routers use this worker, or whether this router uses all serving workers."""

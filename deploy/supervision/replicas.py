@@ -7,8 +7,8 @@ Owns names, phases, and the pure rules of ports and pauses. Does not own startin
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from blockyard.deploy.supervision.model_plans import ModelPlan
@@ -153,8 +153,14 @@ class SupervisorReport:
     gpus_per_worker: float
     models: tuple[str, ...] = ()
     """Ids of the models. Requests that name none mean the first."""
+    further_shares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """CPUs and GPUs of each worker of a further model, by the model's id."""
     at_seconds: float
     """Time of the report by the supervisor's monotonic clock, because a reader may be on another machine."""
+
+    def share(self, model: str) -> tuple[float, float]:
+        """Return the CPUs and GPUs of each worker of a model."""
+        return self.further_shares.get(model, (self.cpus_per_worker, self.gpus_per_worker))
 
     def error_age_seconds(self, replica: Replica) -> float | None:
         """Return the age of a replica's last error when the report was made, or None without an error."""

@@ -37,6 +37,7 @@ from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthChecks, HungError
+from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.deploy.supervision.placing import free, free_all_but, place
 from blockyard.deploy.supervision.replicas import (
     PUSH_SECONDS,
@@ -112,6 +113,10 @@ class Supervisor:
             cpus_per_worker=self._spec.num_cpus_per_worker,
             gpus_per_worker=self._spec.num_gpus_per_worker,
             models=tuple(model.id for model in self._goal.models.served),
+            further_shares={
+                plan.id: (plan.num_cpus_per_worker, plan.num_gpus_per_worker)
+                for plan in self._goal.models.further
+            },
             at_seconds=time.monotonic(),
         )
 
@@ -169,20 +174,34 @@ class Supervisor:
         # Without the lock, so that an operator can shrink the cluster again while a new worker waits for a node.
         await self._joining.wait_until_all_in_use(new)
 
-    async def add_model(
-        self, model: ServedModel, num_workers: int, settings: Mapping[str, Any] | None = None
-    ) -> None:
-        """Serve one more model, with the cluster's settings and these of its engine. Return once all routers use all of
-        its workers.
+    async def plan_model(
+        self,
+        model: ServedModel,
+        num_workers: int,
+        settings: Mapping[str, Any] | None = None,
+        cpus_per_worker: float | None = None,
+    ) -> ModelPlan:
+        """Return the plan of one more model, as Goal.plan does, and change nothing.
 
-        Raise ValueError for a name that another model has, or a wrong setting; RuntimeError if a worker does not start.
+        Raise ValueError for the name of an adapter, too.
+        """
+        if taken := sorted(set(model.names) & await self._joining.adapter_names()):
+            raise ValueError(
+                f"{taken[0]!r} is the name of an adapter: remove that (`blockyard lora remove`), or give --name"
+            )
+        return self._goal.plan(model, num_workers, settings, cpus_per_worker)
+
+    async def add_model(self, plan: ModelPlan) -> None:
+        """Serve one more model. Return once all routers use all of its workers.
+
+        Raise ValueError for a name that another model has, RuntimeError if a worker does not start.
         """
         async with self._one_scaling_at_a_time:
-            await self._goal.add(model, num_workers, settings)
-            logger.info("the cluster serves %s too, with %d workers", model.id, num_workers)
+            await self._goal.add(plan)
+            logger.info("the cluster serves %s too, with %d workers", plan.id, plan.num_workers)
             self._add_missing()
             self._changed.set()
-        await self._joining.wait_until_all_in_use(self._never_served(model.id))
+        await self._joining.wait_until_all_in_use(self._never_served(plan.id))
 
     async def remove_model(self, model: str, grace_seconds: float) -> None:
         """Stop serving a model. Its running requests have the grace period. Return once its workers are gone.

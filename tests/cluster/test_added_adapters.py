@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from blockyard.deploy.machine.redis_server import RedisProcess, start_private_redis
-from blockyard.router.client import NotFoundError
+from blockyard.router.client import InvalidRequestError, NotFoundError
 from redis import Redis
 
 from ..faults.processes import MODEL  # noqa: TID252
@@ -71,16 +71,21 @@ def test_an_added_model_serves_adapters_of_its_own_and_takes_them_with_it(
     cluster: Cluster, folder: Path, redis_server: RedisProcess
 ) -> None:
     tiny = str(folder / "tiny")
-    cluster.command.json("model", "add", tiny, "--max-loras", "2", "--max-lora-rank", "8")
+    own = ("--max-loras", "2", "--max-lora-rank", "8", "--max-model-len", "100", "--cpus-per-worker", "0.25")
+    cluster.command.json("model", "add", tiny, *own)
     with cluster.client() as client:
         slots = {worker.worker_id: worker.max_loras for worker in client.list_workers()}
         assert slots == {"worker-0": 1, "tiny-worker-0": 2}
+        with pytest.raises(InvalidRequestError, match="100"):
+            client.generate(100 * PROMPT, model="tiny", max_tokens=1)
         assert lora(cluster, "add", "poem", "poem") == ["poem"]
         answer = client.generate(
             PROMPT, lora_name="poem", max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0
         )
         assert list(answer.token_ids) == expected(folder / "merged-poem")
         assert len(logs(redis_server)) == 1
+        refused = cluster.command.run("model", "add", "demo", "--name", "poem")
+        assert (refused.returncode, "the name of an adapter" in refused.stderr) == (1, True)
         cluster.command.json("model", "remove", "tiny")
         assert logs(redis_server) == []
         with pytest.raises(NotFoundError):
@@ -91,6 +96,15 @@ def test_an_added_model_serves_adapters_of_its_own_and_takes_them_with_it(
         with pytest.raises(NotFoundError):
             client.generate(PROMPT, model="poem", max_tokens=1)
         assert lora(cluster, "add", "poem", "poem") == ["poem"]
+
+
+def test_a_setting_with_which_a_model_cannot_be_served_is_refused_and_nothing_is_added(
+    cluster: Cluster, folder: Path
+) -> None:
+    result = cluster.command.run("model", "add", str(folder / "merged-poem"), "--max-model-len", "1000000")
+    assert result.returncode == 1
+    assert "beyond the model's" in result.stderr
+    assert [one["id"] for one in cluster.command.json("model", "list")] == ["demo", "tiny"]
 
 
 def test_slots_are_refused_for_a_model_that_serves_no_adapters_and_nothing_is_added(

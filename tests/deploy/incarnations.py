@@ -100,8 +100,14 @@ class Router:
     sent_models: list[tuple[str, ...]] = field(default_factory=list)
     is_frozen: bool = False
     num_kills: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    """Models that it cannot serve, and why."""
+    adapters: frozenset[str] = frozenset()
+    """Names of adapters that it knows."""
 
     def __post_init__(self) -> None:
+        self.refused_models = Remote(self._refused_models)
+        self.adapter_names = Remote(self._adapter_names)
         self.set_workers = Remote(self._set_workers)
         self.set_models = Remote(self._set_models)
         self.ready_incarnations = Remote(self._ready_incarnations)
@@ -113,6 +119,12 @@ class Router:
 
     async def _set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
         self.sent_models.append(tuple(model.id for model in models))
+
+    async def _refused_models(self) -> dict[str, str]:
+        return self.refused
+
+    async def _adapter_names(self) -> frozenset[str]:
+        return self.adapters
 
     async def _ready_incarnations(self) -> tuple[str, ...]:
         if self.is_frozen:
@@ -185,6 +197,10 @@ class FakeIncarnations(WithoutActors):
         """Incarnations to which the router says it gives requests; None: all that are alive."""
         self.router = Router(self._ready)
         super().__init__(left)
+
+    async def serve_too(self, model: ServedModel, num_workers: int) -> None:
+        """Add a model with the cluster's settings."""
+        await self.add_model(await self.plan_model(model, num_workers))
 
     async def _run_once(self, replica: Replica) -> None:
         if replica.kind == "router":

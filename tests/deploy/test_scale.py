@@ -211,10 +211,10 @@ def test_workers_fit_only_whole_on_a_node(
         at_seconds=0.0,
     )
     if fits:
-        check_room(free, report, missing)
+        check_room(free, report, missing, report.share("m"))
     else:
         with pytest.raises(ValueError, match=rf"{missing} more workers? .* room for \d"):
-            check_room(free, report, missing)
+            check_room(free, report, missing, report.share("m"))
 
 
 def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gpus: float = 0.0) -> str:
@@ -227,20 +227,35 @@ def refusal(free: list[dict[str, float]], missing: int, *, cpus: float = 2.0, gp
         at_seconds=0.0,
     )
     with pytest.raises(ValueError, match="will not fit") as refused:
-        check_room(free, report, missing)
+        check_room(free, report, missing, report.share("m"))
     return str(refused.value)
 
 
 def test_who_has_no_room_is_told_what_workers_hold_and_how_to_start_with_less() -> None:
     assert refusal([{}], 1) == (
-        "1 more worker of 2 CPUs each will not fit: the Ray cluster has room for 0, and each worker that runs "
-        "holds as much. Add a node, have an autoscaler add it (--wait-for-nodes), or start the cluster with "
+        "1 more worker of 2 CPUs each will not fit: the Ray cluster has room for 0, and running workers "
+        "hold the rest. Add a node, have an autoscaler add it (--wait-for-nodes), or start the cluster with "
         "--cpus-per-worker 1"
     )
     assert refusal([{}], 2).endswith("--cpus-per-worker 0.66")
     assert refusal([{"CPU": 6.0}], 4).endswith("--cpus-per-worker 1")
     assert refusal([{}, {}], 1).endswith("with fewer CPUs for each (--cpus-per-worker)")
     assert "2 CPUs and 1 GPU each" in refusal([{"CPU": 8.0}], 1, gpus=1.0)
+
+
+def test_the_room_is_that_of_the_models_own_workers() -> None:
+    report = SupervisorReport(
+        pid=1,
+        code="",
+        replicas=replicas_of(SPEC, 1),
+        cpus_per_worker=4.0,
+        gpus_per_worker=0.0,
+        further_shares={"small": (0.5, 0.0)},
+        at_seconds=0.0,
+    )
+    check_room([{"CPU": 1.0}], report, 2, report.share("small"))
+    with pytest.raises(ValueError, match=r"1 more worker of 4 CPUs .* with fewer CPUs for each"):
+        check_room([{"CPU": 1.0}], report, 1, report.share("m"))
 
 
 @given(cpus=st.integers(1, 64), num_running=st.integers(1, 8), missing=st.integers(1, 8))
@@ -251,7 +266,7 @@ def test_the_share_that_a_refusal_names_lets_all_fit(cpus: int, num_running: int
         pid=1, code="", replicas=replicas, cpus_per_worker=each, gpus_per_worker=0.0, at_seconds=0.0
     )
     with pytest.raises(ValueError, match="will not fit") as refused:
-        check_room([{}], report, missing)
+        check_room([{}], report, missing, report.share("m"))
     share = float(str(refused.value).rpartition(" ")[2])
     assert 0 < share * (num_running + missing) <= cpus + 1e-6
 

@@ -5,17 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-from blockyard.deploy.lifecycle import preflight
+from blockyard.deploy.lifecycle import models, preflight
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.models import with_slots
 from blockyard.deploy.lifecycle.shape import shape_of
-from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.machine.state import ClusterState, HeadState
+from blockyard.deploy.settings.config_options import own_engine_options, own_engine_settings
 from blockyard.deploy.settings.from_vllm import with_further_models
-from blockyard.deploy.settings.options import model_path
+from blockyard.deploy.settings.options import further_model, model_path
 from blockyard.deploy.settings.wanted_cluster import UpOptions
+from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.model.config import load_config
+from click.testing import CliRunner
 
 from ..worker.checkpoints import make_checkpoint  # noqa: TID252
 
@@ -117,3 +121,62 @@ def test_an_added_model_that_serves_no_adapters_gets_no_slots_unless_it_was_to_h
     assert with_slots(experts, {}) == with_slots(experts, {"max_loras": 0}) == {"max_loras": 0}
     with pytest.raises(ValueError, match="serves no adapters"):
         with_slots(experts, {"max_loras": 1})
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"max_model_len": 10**6}, "beyond the model's"),
+        ({"kv_cache_memory": 2**12}, "give it more memory"),
+        ({"tensor_parallel_size": 64}, "heads"),
+        ({"draft_model": "/no/such/folder"}, "--draft-model"),
+    ],
+)
+def test_own_settings_with_which_an_added_model_cannot_be_served_are_refused(
+    own: dict[str, Any], words: str
+) -> None:
+    cluster = ClusterState(cluster="c", model="demo", secret="s", head=HeadState(session=1, processes=()))
+    engine = EngineConfig(model=DEMO, device="cpu")
+    plan = ModelPlan(
+        served=further_model("demo"),
+        engine=engine,
+        num_workers=1,
+        num_cpus_per_worker=1.0,
+        num_gpus_per_worker=0.0,
+    )
+    models._check(plan, cluster, lambda progress: None)
+    with pytest.raises(ValueError, match=words):
+        models._check(replace(plan, engine=replace(engine, **own)), cluster, lambda progress: None)
+
+
+def test_own_settings_are_those_that_were_given_and_no_variable_of_up_gives_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BLOCKYARD_UP_MAX_NUM_SEQS", "7")
+    found: dict[str, Any] = {}
+
+    @click.command()
+    @own_engine_options
+    def command(**values: Any) -> None:
+        found.update(own_engine_settings(values), left=values)
+
+    given = [
+        "--max-model-len",
+        "64",
+        "--kv-cache-memory",
+        "2GiB",
+        "--max-loras",
+        "0",
+        "--draft-model",
+        "demo",
+    ]
+    assert CliRunner().invoke(command, given).exit_code == 0
+    assert found == {
+        "max_model_len": 64,
+        "kv_cache_memory": 2**31,
+        "max_loras": 0,
+        "draft_model": DEMO,
+        "left": {},
+    }
+    refused = CliRunner().invoke(command, ["--gpu-memory-utilization", "1.5"])
+    assert (refused.exit_code, "--gpu-memory-utilization" in refused.output) == (2, True)

@@ -9,6 +9,7 @@ from blockyard.deploy.lifecycle.models import models_of
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
+from blockyard.deploy.supervision.placing import bundles_of
 from blockyard.deploy.supervision.replicas import (
     Replica,
     is_worker_name,
@@ -45,7 +46,7 @@ async def supervisor() -> AsyncIterator[FakeIncarnations]:
 async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
     supervisor: FakeIncarnations,
 ) -> None:
-    await supervisor.add_model(OTHER, 2)
+    await supervisor.serve_too(OTHER, 2)
     report = await supervisor.report()
     assert [(model.id, model.workers) for model in models_of(report)] == [
         ("m", ("worker-0",)),
@@ -61,13 +62,13 @@ async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
 async def test_an_added_model_has_not_the_draft_model_of_the_first() -> None:
     engine = replace(SPEC.worker.engine, draft_model="small")
     goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
-    await goal.add(OTHER, 1)
+    await goal.add(goal.plan(OTHER, 1))
     (added,) = goal.desired.further_models
     assert (added.engine.model, added.engine.draft_model) == (OTHER.model, None)
 
 
 async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeIncarnations) -> None:
-    await supervisor.add_model(OTHER, 1)
+    await supervisor.serve_too(OTHER, 1)
     order: list[str] = []
     told, stopped = supervisor.router.set_models.remote, supervisor.incarnations[1].stop.remote
 
@@ -85,7 +86,7 @@ async def test_routers_refuse_a_model_before_its_workers_drain(supervisor: FakeI
 
 
 async def test_each_model_scales_alone(supervisor: FakeIncarnations) -> None:
-    await supervisor.add_model(OTHER, 1)
+    await supervisor.serve_too(OTHER, 1)
     await supervisor.scale(2, 0.0, "hub/Other-1.5B")
     await supervisor.scale(3, 0.0)
     assert [len(model.workers) for model in models_of(await supervisor.report())] == [3, 2]
@@ -95,7 +96,7 @@ async def test_each_model_scales_alone(supervisor: FakeIncarnations) -> None:
 
 async def test_a_restarted_supervisor_keeps_the_models_and_ends_workers_of_none() -> None:
     first = FakeIncarnations()
-    await first.add_model(OTHER, 1)
+    await first.serve_too(OTHER, 1)
     await first.leave()
     second = FakeIncarnations(first.left)
     await until(lambda: second.router.sent_models != [])
@@ -116,7 +117,7 @@ async def test_an_unknown_model_and_the_last_one_are_not_removed(
 async def test_the_model_that_the_cluster_began_with_is_removed_as_any_other(
     supervisor: FakeIncarnations,
 ) -> None:
-    await supervisor.add_model(OTHER, 1)
+    await supervisor.serve_too(OTHER, 1)
     await supervisor.remove_model("m", 7.5)
     assert [worker.stopped_with for worker in supervisor.incarnations] == [[7.5], []]
     assert [(model.id, len(model.workers)) for model in models_of(await supervisor.report())] == [
@@ -131,9 +132,9 @@ async def test_the_model_that_the_cluster_began_with_is_removed_as_any_other(
 
 
 async def test_the_first_model_comes_back_as_a_further_one(supervisor: FakeIncarnations) -> None:
-    await supervisor.add_model(OTHER, 1)
+    await supervisor.serve_too(OTHER, 1)
     await supervisor.remove_model("m", 0.0)
-    await supervisor.add_model(replace(FIRST, index="m"), 2)
+    await supervisor.serve_too(replace(FIRST, index="m"), 2)
     assert [(model.id, model.workers) for model in models_of(await supervisor.report())] == [
         (OTHER.id, ("hub-other-1.5b-worker-0",)),
         ("m", ("m-worker-0", "m-worker-1")),
@@ -144,7 +145,7 @@ async def test_the_first_model_comes_back_as_a_further_one(supervisor: FakeIncar
 
 async def test_a_restarted_supervisor_does_not_bring_back_the_first_model() -> None:
     first = FakeIncarnations()
-    await first.add_model(OTHER, 1)
+    await first.serve_too(OTHER, 1)
     await first.remove_model("m", 0.0)
     await first.leave()
     second = FakeIncarnations(first.left)
@@ -156,7 +157,7 @@ async def test_a_restarted_supervisor_does_not_bring_back_the_first_model() -> N
 
 async def test_a_restarted_supervisor_ends_the_workers_of_a_first_model_that_was_being_removed() -> None:
     first = FakeIncarnations()
-    await first.add_model(OTHER, 1)
+    await first.serve_too(OTHER, 1)
     first.incarnations[0].may_stop.clear()
     removing = asyncio.create_task(first.remove_model("m", 5.0))
     await until(lambda: first.incarnations[0].stopped_with == [5.0])
@@ -174,7 +175,7 @@ async def test_a_restarted_supervisor_ends_the_workers_of_a_first_model_that_was
 async def test_two_additions_of_a_model_are_told_apart(supervisor: FakeIncarnations) -> None:
     additions = set()
     for _ in range(2):
-        await supervisor.add_model(OTHER, 1)
+        await supervisor.serve_too(OTHER, 1)
         additions.add(supervisor._goal.models.known(OTHER.id).addition)
         await supervisor.remove_model(OTHER.id, 0.0)
     assert len(additions) == 2
@@ -183,7 +184,7 @@ async def test_two_additions_of_a_model_are_told_apart(supervisor: FakeIncarnati
 @pytest.mark.parametrize("names", [("m",), ("x", "m")])
 async def test_a_name_that_is_taken_is_refused(supervisor: FakeIncarnations, names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="'m'"):
-        await supervisor.add_model(ServedModel(model="x", names=names, index=names[0]), 1)
+        await supervisor.serve_too(ServedModel(model="x", names=names, index=names[0]), 1)
     assert len((await supervisor.report()).models) == 1
 
 
@@ -227,7 +228,7 @@ async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
 ) -> None:
     engine = replace(SPEC.worker.engine, max_loras=4, adapter_dir="/adapters")
     goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
-    await goal.add(OTHER, 1, settings)
+    await goal.add(goal.plan(OTHER, 1, settings))
     added = next(replica for replica in goal.replicas() if replica.model == OTHER.id)
     found = worker_config(goal.spec_of(added), added).engine
     assert ((found.max_loras, found.max_lora_rank), found.model) == (slots, OTHER.model)
@@ -238,8 +239,51 @@ async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
 async def test_slots_without_a_folder_of_adapters_are_refused_and_nothing_is_added() -> None:
     goal = Goal(SPEC, Outlives())
     with pytest.raises(ValueError, match="--adapter-dir"):
-        await goal.add(OTHER, 1, {"max_loras": 2})
+        goal.plan(OTHER, 1, {"max_loras": 2})
     assert [model.id for model in goal.models.served] == [FIRST.id]
+
+
+async def test_an_added_model_has_settings_and_a_share_of_its_own() -> None:
+    spec = replace(SPEC, num_cpus_per_worker=1.5, num_gpus_per_worker=1.0)
+    goal = Goal(spec, Outlives())
+    own = {"max_model_len": 99, "draft_model": "small"}
+    plan = goal.plan(OTHER, 1, own)
+    assert (plan.engine.max_model_len, plan.engine.draft_model) == (99, "small")
+    assert (plan.num_cpus_per_worker, plan.num_gpus_per_worker) == (1.5, 1.0)
+    two_ranks = goal.plan(OTHER, 1, {"tensor_parallel_size": 2})
+    assert (two_ranks.num_cpus_per_worker, two_ranks.num_gpus_per_worker) == (3.0, 2.0)
+    await goal.add(goal.plan(OTHER, 1, {"tensor_parallel_size": 2}, 4.0))
+    added = next(replica for replica in goal.replicas() if replica.model == OTHER.id)
+    assert bundles_of(goal.spec_of(added)) == [{"CPU": 2.0, "GPU": 1.0}] * 2
+    (first, *_) = goal.replicas()
+    assert (goal.spec_of(first).num_ranks, goal.spec_of(first).num_cpus_per_worker) == (1, 1.5)
+
+
+async def test_a_plan_changes_nothing_and_a_report_tells_the_share_of_each_model(
+    supervisor: FakeIncarnations,
+) -> None:
+    plan = await supervisor.plan_model(OTHER, 1, {"max_num_seqs": 3}, 0.25)
+    assert (await supervisor.report()).models == ("m",)
+    await supervisor.add_model(plan)
+    report = await supervisor.report()
+    assert (report.share(OTHER.id), report.share("m")) == ((0.25, 0.0), (1.0, 0.0))
+
+
+async def test_an_addition_fails_at_once_where_a_router_cannot_serve_the_model_and_the_model_stays(
+    supervisor: FakeIncarnations,
+) -> None:
+    supervisor.known = ()
+    supervisor.router.refused = {OTHER.id: "no such folder"}
+    with pytest.raises(RuntimeError, match=r"router-0 cannot serve hub/Other-1.5B.*no such folder"):
+        await supervisor.serve_too(OTHER, 1)
+    assert OTHER.id in (await supervisor.report()).models
+
+
+async def test_a_model_may_not_have_the_name_of_an_adapter(supervisor: FakeIncarnations) -> None:
+    supervisor.router.adapters = frozenset({"poem", "other"})
+    with pytest.raises(ValueError, match="'other' is the name of an adapter"):
+        await supervisor.serve_too(OTHER, 1)
+    assert (await supervisor.report()).models == ("m",)
 
 
 def test_models_survive_the_store() -> None:
@@ -249,7 +293,7 @@ def test_models_survive_the_store() -> None:
 
 
 async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: FakeIncarnations) -> None:
-    await supervisor.add_model(OTHER, 1)
+    await supervisor.serve_too(OTHER, 1)
     supervisor.incarnations[1].may_stop.clear()
     removing = asyncio.create_task(supervisor.remove_model("hub/Other-1.5B", 5.0))
     await until(lambda: supervisor.incarnations[1].stopped_with == [5.0])

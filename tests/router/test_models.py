@@ -360,6 +360,10 @@ async def test_a_model_that_cannot_be_read_is_refused_and_the_others_stay(pair: 
     with pytest.raises(ValueError, match="/nowhere"):
         await router.server.set_models((DEMO, OTHER, broken), grace_seconds=1.0)
     assert router.server.model_ids == ("demo", "other")
+    assert router.server.refused.keys() == {"broken"}
+    assert "/nowhere" in router.server.refused["broken"]
+    await router.server.set_models((DEMO, OTHER), grace_seconds=1.0)
+    assert router.server.refused == {}
     await ask(router, "other")
 
 
