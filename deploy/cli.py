@@ -6,9 +6,9 @@ Owns how an operator's mistake looks, and the exit codes:
 - 1: the command failed or was interrupted.
 - 2: the command line or the configuration is wrong.
 
-Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `status` and
-`doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard` without extras. Commands
-that need more packages then say what to install.
+Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `model`, `status`
+and `doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard` without extras.
+Commands that need more packages then say what to install.
 """
 
 from collections import UserDict
@@ -24,7 +24,8 @@ from blockyard.router.client.connection import TOKEN_VARIABLE
 
 COMMANDS = {
     **{name: f"commands.lifecycle.{name}" for name in ("serve", "up", "down", "restart")},
-    **{name: f"commands.administer.{name}" for name in ("scale", "model")},
+    "scale": "commands.administer.scale",
+    "model": "commands.lifecycle.model",
     "status": "commands.status.status",
     **{name: f"commands.administer.{name}" for name in ("drain", "resume", "flush", "pull", "lora")},
     **{name: f"commands.inspect.{name}" for name in ("workers", "blocks", "index")},

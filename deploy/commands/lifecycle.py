@@ -1,17 +1,18 @@
-"""`blockyard serve`, `up`, `down` and `restart`: the commands that start and stop processes.
+"""`blockyard serve`, `up`, `down`, `restart` and `model`: the commands that start and stop processes.
 
-Owns options and output. lifecycle/cluster.py and lifecycle/administration.py do the work, and lifecycle/dry_run.py
-does that of a dry run.
+Owns options and output. lifecycle/cluster.py, lifecycle/administration.py and lifecycle/models.py do the work, and
+lifecycle/dry_run.py does that of a dry run.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
 from blockyard.deploy.commands.printing import show
-from blockyard.deploy.lifecycle import administration, dry_run, hub
+from blockyard.deploy.lifecycle import administration, dry_run, hub, models
 from blockyard.deploy.lifecycle import cluster as clusters
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.log_files import SupervisorLog, logs_of
@@ -20,11 +21,23 @@ from blockyard.deploy.machine import state
 from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked, undisturbed
 from blockyard.deploy.machine.processes import owns_session
 from blockyard.deploy.settings import effective
+from blockyard.deploy.settings.config_options import own_engine_options, own_engine_settings
 from blockyard.deploy.settings.from_vllm import VllmCommand
-from blockyard.deploy.settings.options import cluster_option, grace_option, output_option
+from blockyard.deploy.settings.options import (
+    cluster_option,
+    further_model,
+    grace_option,
+    kept_model,
+    model_path,
+    output_option,
+    text_of,
+    waits_option,
+)
+from blockyard.deploy.settings.setting import checked_by
 from blockyard.deploy.settings.up_options import SERVE_PORTS, up_options, up_settings
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views import views
+from blockyard.deploy.views.quantities import counted
 from click.core import ParameterSource
 
 END_LOOK_SECONDS = 1.0
@@ -190,3 +203,89 @@ def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: 
             remembered, names, grace_seconds=grace_seconds, report=progress.report
         )
     show(output, {"restarted": restarted}, f"restarted {', '.join(restarted)}")
+
+
+@click.group()
+def model() -> None:
+    """Manage the models behind a running cluster's address."""
+
+
+@model.command("add")
+@click.argument("path", metavar="MODEL", callback=checked_by(kept_model))
+@click.option("--workers", "num_workers", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--name", "names", multiple=True, help="As --model-name of `up`. May be given more than once.")
+@click.option("--tokenizer", metavar="MODEL", callback=checked_by(model_path), help="As in `up`.")
+@click.option(
+    "--chat-template",
+    type=click.Path(dir_okay=False),
+    callback=checked_by(text_of),
+    help="As in `up`.",
+)
+@own_engine_options
+@click.option(
+    "--cpus-per-worker",
+    type=click.FloatRange(min=0, min_open=True),
+    help="CPUs of each worker. Default: for each rank as many as the cluster's first model has.",
+)
+@waits_option
+@cluster_option
+@output_option
+def add_model(
+    path: str,
+    num_workers: int,
+    names: tuple[str, ...],
+    tokenizer: str | None,
+    chat_template: str | None,
+    cpus_per_worker: float | None,
+    waits_for_nodes: bool,
+    cluster: str,
+    output: str,
+    **own: Any,
+) -> None:
+    """Serve MODEL too, on workers of its own.
+
+    Settings without an option here are those of the cluster. Requests choose a model by `model`."""
+    settings = own_engine_settings(own)
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    served = further_model(path, names=names, tokenizer=tokenizer, chat_template=chat_template)
+    with StageProgress() as progress:
+        added = models.add(
+            remembered,
+            served,
+            num_workers=num_workers,
+            settings=settings,
+            cpus_per_worker=cpus_per_worker,
+            waits_for_nodes=waits_for_nodes,
+            report=progress.report,
+        )
+    show(output, asdict(added), models.added_line(added))
+
+
+@model.command("remove")
+@click.argument("name", metavar="NAME")
+@grace_option
+@cluster_option
+@output_option
+def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> None:
+    """Stop serving the model NAME, and end its workers.
+
+    New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. Requests that name no
+    model go to the next one from then. The last model cannot be removed."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    with StageProgress() as progress:
+        models.remove(remembered, name, grace_seconds=grace_seconds, report=progress.report)
+    show(output, {"removed": name}, f"{name} is not served any more")
+
+
+@model.command("list")
+@cluster_option
+@output_option
+def list_models(cluster: str, output: str) -> None:
+    """List the models of a cluster. Requests that name none go to the first one."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    found = models.list_models(remembered)
+    lines = (f"{one.id}: {one.serving} of {counted(len(one.workers), 'worker')} serve" for one in found)
+    show(output, [asdict(one) for one in found], "\n".join(lines))

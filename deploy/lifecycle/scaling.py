@@ -109,7 +109,7 @@ def check_room(
     raise ValueError(
         f"{counted(missing, 'more worker')} of {each} each will not fit: the Ray cluster has room for {room}, "
         "and running workers hold the rest. Add a node, have an autoscaler add it (--wait-for-nodes), or start "
-        f"the cluster with {_smaller_share(free, report, missing, share)}"
+        f"{_smaller_share(free, report, missing, share)}"
     )
 
 
@@ -122,15 +122,15 @@ def _smaller_share(
     """
     cpus_each, gpus_each = share
     if gpus_each:
-        return "fewer workers"
+        return "the cluster with fewer workers"
     shares = {*report.further_shares.values(), (report.cpus_per_worker, report.gpus_per_worker)}
     if len(free) != 1 or shares != {share}:
-        return "fewer CPUs for each (--cpus-per-worker)"
+        return "workers with fewer CPUs for each (--cpus-per-worker)"
     num_running = len(workers_of(report))
     num_workers = num_running + missing
     cpus = free[0].get("CPU", 0.0) + cpus_each * num_running
     smaller = cpus // num_workers or floor(100 * cpus / num_workers) / 100
-    return f"--cpus-per-worker {smaller:g}"
+    return f"the cluster with --cpus-per-worker {smaller:g}"
 
 
 def _fit(node: Mapping[str, float], needs: Mapping[str, float]) -> int:

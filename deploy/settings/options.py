@@ -144,3 +144,11 @@ def output_option(command: Command) -> Command:
         help="`json` is for programs.",
     )
     return add(command)
+
+
+waits_option = click.option(
+    "--wait-for-nodes",
+    "waits_for_nodes",
+    is_flag=True,
+    help="If there is no room, wait up to ten minutes for a person or an autoscaler to add nodes.",
+)

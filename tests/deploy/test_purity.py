@@ -81,7 +81,17 @@ def test_a_client_and_the_commands_that_call_a_cluster_need_the_base_packages_al
         "main(['up', '--model', 'demo'])\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.stdout.split() == ["serve", "up", "down", "restart", "size", "figures", "doctor", "config"]
+    assert told.stdout.split() == [
+        "serve",
+        "up",
+        "down",
+        "restart",
+        "model",
+        "size",
+        "figures",
+        "doctor",
+        "config",
+    ]
     assert told.returncode == 1
     assert told.stderr == (
         "Error: `blockyard up` needs the packages of a server: pip install '.[serve]' in a clone\n"

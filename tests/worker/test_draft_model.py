@@ -192,7 +192,12 @@ def test_the_setting_alone_makes_it_guess(checkpoint: Path) -> None:
     plain, drafted = engine_of(checkpoint), engine_of(checkpoint, checkpoint)
     # It is as slow as the served model, so by its measured time nothing would be tried.
     model_of(drafted)._times = RowTimes()
-    assert run(drafted, KINDS) == run(plain, KINDS)
+    expected = run(plain, KINDS)
+    # On a busy machine the measured steps may let it guess nothing for some time.
+    for _ in range(20):
+        assert run(drafted, KINDS) == expected
+        if drafted.load().drafted_tokens:
+            break
     assert model_of(drafted).num_failures == 0
     assert drafted.load().drafted_tokens > 0
 
