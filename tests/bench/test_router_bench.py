@@ -162,6 +162,7 @@ async def test_a_router_process_is_measured_under_streams(workers: Workers, tmp_
     assert all(0 <= stall.computing <= stall.late for stall in trial.stalls.values())
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_worker_alone_is_measured_over_either_protocol(workers: Workers) -> None:
     session = await one_stream(engine_session(workers, range(100)), num_requests=2, num_tokens=3)

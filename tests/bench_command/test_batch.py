@@ -53,6 +53,7 @@ def answers(path: Path) -> dict[str, dict[str, Any]]:
     return by_id
 
 
+@pytest.mark.ci
 def test_both_endpoints_are_answered_and_a_wrong_line_is_an_error_with_its_id(
     bench: Bench, files: tuple[Path, Path]
 ) -> None:

@@ -17,6 +17,7 @@ from .rig import running_router, worker_of_model
 SMALL = ("--groups", "2", "--followers", "3", "--prefix-tokens", "256", "--output-tokens", "4")
 
 
+@pytest.mark.ci
 def test_prompts_that_share_nothing_hit_nothing(bench: Bench) -> None:
     found = bench.results("random", "--num-requests", "12", "--input-tokens", "64", "--output-tokens", "3")
     assert (found["finished"], found["failed"], found["migrations"]) == (12, {}, 0)
@@ -108,6 +109,7 @@ def test_a_trace_is_played_at_its_times_and_shares_its_blocks(bench: Bench, tmp_
     assert found["hit_rate"] == pytest.approx(96 / 360)
 
 
+@pytest.mark.ci
 def test_an_open_loop_is_not_slowed_down_by_answers(bench: Bench) -> None:
     """Each answer takes 200 steps of 10 ms, and 30 requests come within a second or so."""
     found = bench.results(

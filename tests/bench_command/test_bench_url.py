@@ -42,6 +42,7 @@ def keys(value: Any) -> Any:
     return {name: keys(inner) for name, inner in value.items()} if isinstance(value, dict) else None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_both_endpoints_are_measured_by_the_servers_own_count(bench: Bench, endpoint: str) -> None:
     told = document("random", *SMALL, "--url", bench.url, "--endpoint", endpoint)

@@ -143,6 +143,7 @@ def test_a_connection_that_a_frozen_router_took_is_given_up_for_another_and_noth
     assert calls == [2 * NUM_CLIENTS, 0]
 
 
+@pytest.mark.ci
 def test_where_every_router_of_an_address_is_frozen_the_client_says_so_at_its_deadline(
     shared: Shared,
 ) -> None:

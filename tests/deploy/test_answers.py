@@ -112,6 +112,7 @@ def test_json_has_all_outputs(terminal: Terminal) -> None:
     assert (document["text"], document["request_id"]) == ("ab", "r")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", [("generate", "x", "--output", "json"), ("chat",)])
 def test_an_answer_that_is_late_is_said_to_be_beside_it_once_and_in_it_never(
     terminal: Terminal, command: tuple[str, ...]

@@ -23,6 +23,7 @@ def figures() -> Figures:
     return compute_figures()
 
 
+@pytest.mark.ci
 def test_the_command_prints_what_was_computed_as_json(
     figures: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:

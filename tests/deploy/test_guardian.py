@@ -169,6 +169,7 @@ def test_a_dashboard_that_died_is_started_again_and_the_raylet_left_alone(sessio
     assert after[RAYLET].process == before[RAYLET].process
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", [RAYLET, DASHBOARD])
 def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session: int, name: str) -> None:
     before = programs_of(impatient_session)
@@ -179,6 +180,7 @@ def test_a_part_that_stays_stopped_is_killed_and_started_again(impatient_session
     assert programs_of(impatient_session)[other].process == before[other].process
 
 
+@pytest.mark.ci
 def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
     silent_session: int, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_a_part_that_lives_and_answers_no_more_is_killed_and_started_again(
     assert programs_of(silent_session)[RAYLET].process == before[RAYLET].process
 
 
+@pytest.mark.ci
 def test_a_guardian_that_wakes_late_each_time_kills_no_part_for_its_silence(tmp_path: Path) -> None:
     """Every pause is too long for it."""
     settings = (

@@ -158,6 +158,7 @@ def test_a_download_counts_its_bytes_and_is_made_once(hub: Hub, tmp_path: Path) 
     assert "downloading" not in again.stdout
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "environment", "told"),
     [

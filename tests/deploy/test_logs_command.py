@@ -261,6 +261,7 @@ def _fields(cluster: state.ClusterState) -> dict[str, object]:
     return {name: getattr(cluster, name) for name in state.ClusterState.__dataclass_fields__}
 
 
+@pytest.mark.ci
 def test_following_shows_what_comes_and_new_processes_until_ctrl_c(folder: Path) -> None:
     command = [sys.executable, "-m", "blockyard.deploy.cli", "logs", "-f", "--cluster", "trial"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -68,6 +68,7 @@ def url(port: int, role: str) -> str:
     return f"redis://blockyard-{role}:{role}s-own@127.0.0.1:{port}/0"
 
 
+@pytest.mark.ci
 async def test_workers_write_the_index_and_routers_only_read_it(tmp_path: Path) -> None:
     record = WorkerRecord(
         worker_id=WorkerId("worker-0"),

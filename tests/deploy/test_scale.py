@@ -146,6 +146,7 @@ async def test_those_that_were_leaving_when_the_supervisor_died_go_on_to_leave()
     await second.leave()
 
 
+@pytest.mark.ci
 async def test_who_was_taken_out_stays_out_when_he_and_the_supervisor_have_died() -> None:
     left = Outlives()
     first = FakeIncarnations(left)

@@ -149,6 +149,7 @@ async def test_a_restart_that_fails_says_why_and_goes_on_trying(supervisor: Fake
     await until(lambda: len(supervisor.incarnations) == 2)
 
 
+@pytest.mark.ci
 async def test_a_worker_that_was_drained_and_dies_stays_out_until_it_is_asked_for(
     supervisor: FakeIncarnations,
 ) -> None:
@@ -177,6 +178,7 @@ async def test_a_death_has_its_time_and_an_end_that_was_asked_for_has_none(
     assert (await supervisor.report()).error_age_seconds(worker) is None
 
 
+@pytest.mark.ci
 async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(
     supervisor: FakeIncarnations,
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_program_of_a_document_compiles(block: Block) -> None:
     compile(block.text, str(block), "exec")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("block", [block for block in blocks("python") if block.is_run], ids=str)
 def test_a_program_of_a_document_runs(block: Block, router: str) -> None:
     program = (block.imports + block.text).replace(DEFAULT_ROUTER, router)

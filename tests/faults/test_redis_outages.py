@@ -45,6 +45,7 @@ async def test_a_paused_redis_holds_nobody_up(redis_cluster: RedisCluster, measu
     await survives(redis_cluster, measured, harm=lambda: redis.run("CLIENT", "PAUSE", 2500), hold_seconds=2.5)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(37)
 async def test_a_redis_that_is_cut_off_silently_holds_nobody_up(
     redis_cluster: RedisCluster, measured: dict[str, Any]

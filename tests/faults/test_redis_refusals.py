@@ -67,6 +67,7 @@ def _until_replicated(replica: RedisServer) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(40)
 @pytest.mark.parametrize(
     "denial",
@@ -97,6 +98,7 @@ async def test_a_redis_that_denies_is_counted_and_served_without(
     assert survived.index.failed_lookups > 0, "the router's own look-ups were refused too"
 
 
+@pytest.mark.ci
 @pytest.mark.fault(41)
 async def test_a_redis_20_ms_away_costs_one_round_trip_a_request(
     redis_cluster: RedisCluster, measured: dict[str, Any]

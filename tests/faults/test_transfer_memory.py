@@ -163,6 +163,7 @@ async def test_a_bit_that_flips_in_the_sources_host_memory_reaches_nobody(is_fli
         assert (report.end, report.num_blocks) == (end, 4 if is_flipped else BLOCKS)
 
 
+@pytest.mark.ci
 @pytest.mark.fault(65)
 async def test_a_request_that_expires_ends_its_pull_and_frees_its_slots(measured: dict[str, Any]) -> None:
     async with (

@@ -50,6 +50,7 @@ def is_closed_within(connection: socket.socket, seconds: float, drip: bytes = b"
     return False
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "first",
     [

@@ -224,6 +224,7 @@ def generate(house: House, request: dict[str, Any], *, streams: bool) -> Outcome
     return house.call(method, message, streams=streams)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("row", [*PROMPTS, *SAMPLINGS, *STRUCTURED, *IDS], ids=lambda row: row.name)
 def test_what_is_wrong_is_refused_by_field(house: House, row: Row) -> None:
     for streams in (False, True):
@@ -260,6 +261,7 @@ def test_every_violation_is_told_not_only_the_first(house: House) -> None:
     house.check()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("request_fields", [row[1] for row in TAKEN], ids=[row[0] for row in TAKEN])
 def test_what_is_only_odd_is_served(house: House, request_fields: dict[str, Any]) -> None:
     outcome = generate(house, request_fields, streams=False)
@@ -313,6 +315,7 @@ def test_a_stop_string_across_tokens_cuts_exactly(house: House) -> None:
     assert "".join(pieces) == whole[: whole.index(stop)]
 
 
+@pytest.mark.ci
 def test_a_victim_beside_hostile_requests_gets_the_same_tokens(house: House) -> None:
     reference = house.tokens(max_tokens=60)
     hostile = (

@@ -13,6 +13,7 @@ from blockyard.proto.metrics.readings import Source
 from .rig import until
 
 
+@pytest.mark.ci
 def test_silent_connections_are_few_and_end_and_then_it_is_scraped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

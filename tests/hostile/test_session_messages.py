@@ -86,6 +86,7 @@ def rejection(house: House, *messages: bytes) -> Any:
     return answer.rejected.reason if answer.HasField("rejected") else answer.step.failed_reasons[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "raw",
     [b"", b"\xff\xff", b"\x0a\x05\xff\xfe", b"\x0a\x04\x12\x02\xff\xfe", b"\x0a" * 300],
@@ -178,6 +179,7 @@ TOO_LARGE = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("changes", INVALID.values(), ids=INVALID.keys())
 def test_a_submit_that_no_router_sends_is_rejected(house: House, changes: dict[str, Any]) -> None:
     assert rejection(house, submit(**changes)) == RejectReason.REJECT_REASON_INVALID

@@ -159,6 +159,7 @@ async def go_back_in_time(process: RedisProcess, client: Redis) -> RedisProcess:
     return await restart(process, client)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("trouble", [flush, restart, go_back_in_time])
 async def test_the_index_is_degraded_then_exact_and_equals_the_truth(
     trouble: Callable[[RedisProcess, Redis], Awaitable[RedisProcess]], tmp_path: Path

@@ -100,6 +100,7 @@ def test_a_cache_that_cannot_be_written_is_told(
     assert "the C++ kernels cannot be kept or loaded" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_build_is_found_again_without_a_compiler(
     use_compiler: UseCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ FORMS: dict[str, Callable[[int, int, torch.dtype], QuantisedWeight]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("num_tokens", [1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

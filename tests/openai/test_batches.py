@@ -219,6 +219,7 @@ async def test_a_batch_that_has_ended_runs_no_second_time_by_an_older_list(
     assert len(await answers(batch_client, done.output_file_id)) == 2
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_batch_on_which_the_router_fails_keeps_its_answers(
     batch_client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch

@@ -122,6 +122,7 @@ async def all_ready(cluster: Processes, *workers: str) -> None:
             await until_ready(client, *workers)
 
 
+@pytest.mark.ci
 async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) -> None:
     await all_ready(cluster, "w0", "w1")
     one, other = cluster.routers.values()
@@ -139,6 +140,7 @@ async def test_every_full_block_of_an_answer_is_found_again(cluster: Processes) 
         (await plain.over_http(one)).check_reused_by(await plain.over_grpc(one))
 
 
+@pytest.mark.ci
 async def test_an_answer_that_moved_in_the_middle_is_found_again(cluster: Processes) -> None:
     """The first worker is drained while it generates. The other one fetches its blocks and continues."""
     await all_ready(cluster, "w0", "w1")
@@ -170,6 +172,7 @@ async def answer_that_moves(cluster: Processes, talk: Talk) -> None:
             await client.resume_worker(home)
 
 
+@pytest.mark.ci
 async def test_after_the_loss_of_a_worker_the_same_tokens_are_computed_once_more(cluster: Processes) -> None:
     """No worker has the blocks then. The second turn computes them, and the third finds all of them."""
     await all_ready(cluster, "w0", "w1")

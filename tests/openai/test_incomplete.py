@@ -30,6 +30,7 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CONTEXT = 512
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("goes_on", [False, True], ids=["stops", "a byte now and then"])
 @pytest.mark.parametrize("begins_with", [b"", VALID], ids=["first request", "second request"])
 async def test_a_head_that_never_ends_is_answered_when_its_time_is_over(

@@ -43,6 +43,7 @@ def answered(client: Anthropic, *, streams: bool, **asked: Any) -> anthropic.typ
         return stream.get_final_message()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_three_turns_of_calls_and_results_end_with_text(client: Anthropic, streams: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Read a file, then finish."}]

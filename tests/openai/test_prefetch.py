@@ -40,6 +40,7 @@ def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("length", [40, 41, 200, 333])
 def test_after_a_prefetch_every_full_block_of_the_prompt_is_cached_and_the_tokens_are_the_same(
     client: OpenAI, length: int

@@ -71,6 +71,7 @@ def called(client: OpenAI, messages: list[Any], choice: Any, *, streams: bool) -
     return list(answer.message.tool_calls)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("streams", [False, True])
 def test_three_turns_of_calls_and_results_end_with_text(client: OpenAI, streams: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Read a file, then finish."}]

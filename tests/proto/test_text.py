@@ -191,6 +191,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopChecker(["a", ""])
 
 
+@pytest.mark.ci
 def test_a_process_that_only_tokenises_loads_no_torch_says_nothing_of_it_and_may_load_it_later() -> None:
     code = (
         "import os, sys\n"

@@ -53,6 +53,7 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
+@pytest.mark.ci
 async def test_workers_are_learned_from_the_index_and_remembered(
     router: Router, index: tuple[str, RedisPrefixIndex]
 ) -> None:
@@ -158,6 +159,7 @@ async def _has_two(router: Router) -> bool:
     ]
 
 
+@pytest.mark.ci
 async def test_a_watch_tells_of_each_change(router: Router) -> None:
     watch = router.cluster.WatchWorkers(cluster_pb2.WatchWorkersRequest())
     messages = aiter(watch)

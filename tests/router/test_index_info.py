@@ -83,6 +83,7 @@ async def command(router: Router, *options: str) -> str:
     return result.stdout
 
 
+@pytest.mark.ci
 async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> None:
     redis = start_private_redis(tmp_path)
     try:

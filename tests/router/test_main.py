@@ -147,6 +147,7 @@ def test_the_last_port_and_addresses_of_ipv6_are_taken() -> None:
     assert (taken.port, taken.workers) == (65535, ("[::1]:65535",))
 
 
+@pytest.mark.ci
 async def test_two_routers_share_a_port_and_tell_how_late_their_loops_were() -> None:
     async with worker_of_model("a") as worker:
         command = (*ROUTER, "--model", str(MODEL), "--worker", worker.address, "--reuse-port")
@@ -179,6 +180,7 @@ async def test_two_routers_share_a_port_and_tell_how_late_their_loops_were() -> 
                     await process.wait()
 
 
+@pytest.mark.ci
 async def test_only_a_server_that_owns_its_process_sets_the_garbage_collector() -> None:
     for owns_process in (False, True):
         before = gc.get_threshold()

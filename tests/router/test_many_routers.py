@@ -13,6 +13,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_four_routers_place_as_well_as_one(seed: int, load: dict[str, Any]) -> None:

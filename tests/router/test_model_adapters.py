@@ -93,6 +93,7 @@ async def pair(both: tuple[Served, Served]) -> AsyncIterator[tuple[Served, Serve
             workers[model].load.Clear()
 
 
+@pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_adapter_is_added_to_the_named_model_alone_and_by_default_to_the_first(
     pair: tuple[Served, Served],

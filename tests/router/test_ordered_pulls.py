@@ -78,6 +78,7 @@ async def bytes_of(here: Cluster, worker: WorkerServer) -> list[bytes]:
     return await asyncio.wrap_future(worker._engine.call(read))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("named", [True, False])
 async def test_an_ordered_pull_brings_the_blocks_and_publishes_them(
     here: Cluster, source: str, named: bool
@@ -139,6 +140,7 @@ async def failure(call: Any) -> tuple[type[BlockyardError], str]:
     raise AssertionError("it was answered")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -93,6 +93,7 @@ async def burst(
     return [call for call, task in zip(calls, watched, strict=True) if not task.done()], errors
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("prompt_tokens", "limit"),
     [(10, MAX_ALONE), (50, (MAX_TOKENS - MAX_TOKENS // 16) // 50)],

@@ -31,6 +31,7 @@ async def test_a_request_is_placed_by_the_policy_that_it_names_and_the_next_by_t
         assert len(set(await homes())) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["", "Prefix", "random"])
 async def test_a_policy_that_does_not_exist_is_refused(name: str) -> None:
     async with running_router(no_worker_seconds=0.0) as router:

@@ -6,6 +6,7 @@ import signal
 from typing import Any
 
 import grpc
+import pytest
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -27,6 +28,7 @@ async def tokens_of(inference: Any, seed: int, begun: set[int]) -> list[int]:
     return tokens
 
 
+@pytest.mark.ci
 async def test_a_router_that_is_told_to_end_finishes_every_stream_takes_nothing_new_and_exits_0() -> None:
     async with worker_of_model("a") as one, worker_of_model("b") as other:
         for worker in (one, other):

@@ -161,6 +161,7 @@ async def test_a_long_text_holds_no_short_one_up(bomb_checkpoint: Path) -> None:
         bomb.cancel()
 
 
+@pytest.mark.ci
 async def test_a_long_text_is_encoded_like_a_short_one(
     service: TokenizerService, encoder: PromptEncoder
 ) -> None:
@@ -169,6 +170,7 @@ async def test_a_long_text_is_encoded_like_a_short_one(
     assert unpack_tokens(prepared.token_ids) == encoder.encode(prompt)
 
 
+@pytest.mark.ci
 async def test_a_loaded_process_follows_one_that_dies() -> None:
     async with TokenizerService(
         DEMO_CHECKPOINT, spare_delay_seconds=0.0, start_timeout_seconds=START_SECONDS
@@ -182,6 +184,7 @@ async def test_a_loaded_process_follows_one_that_dies() -> None:
         assert service.spare_pid not in (None, spare)
 
 
+@pytest.mark.ci
 async def test_a_frozen_process_costs_one_deadline_and_is_killed() -> None:
     async with TokenizerService(
         DEMO_CHECKPOINT, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS

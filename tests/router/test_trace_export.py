@@ -84,6 +84,7 @@ async def test_without_a_collector_the_console_shows_the_spans(
     assert '"name": "text_completion demo"' in capsys.readouterr().err
 
 
+@pytest.mark.ci
 async def test_a_dead_collector_costs_no_answer_and_bounds_the_routers_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

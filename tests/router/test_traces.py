@@ -191,6 +191,7 @@ async def die(worker: WorkerServer) -> None:
     await worker._server.stop(None)
 
 
+@pytest.mark.ci
 async def test_a_pull_is_a_span_of_the_worker_that_fetches_with_source_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -280,6 +281,7 @@ async def test_the_clients_choice_not_to_sample_is_kept_and_the_worker_reports_n
     assert [submit.wants_phases for submit in worker.submits] == [False, True]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "traceparent",
     [

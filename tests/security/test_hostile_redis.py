@@ -264,6 +264,7 @@ async def test_forged_records_neither_crowd_workers_out_nor_hold_up_the_loop(
     await client.aclose()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", ["leases", "berth:1"])
 async def test_a_worker_that_answers_is_kept_when_redis_tells_of_it_no_more(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, key: str

@@ -204,6 +204,7 @@ async def test_a_replaced_server_sends_no_client_to_another_host() -> None:
     assert not touched
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "item", [b":1\r\n", b"$5\r\nhello\r\n", b"*2\r\n:1\r\n:1\r\n", b"(" + b"9" * 4000 + b"\r\n"]
 )

@@ -262,6 +262,7 @@ def nowhere(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HTTPS_PROXY": closed, "HTTP_PROXY": closed, "XDG_CACHE_HOME": str(tmp_path)}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("arguments", "code"), [((), 0), (("--must-reach",), 1)])
 def test_a_registry_out_of_reach_is_told_and_stops_no_build(
     nowhere: dict[str, str], arguments: tuple[str, ...], code: int

@@ -158,6 +158,7 @@ def test_alone(checkpoint: Path) -> None:
     assert found["heuristic"] != found["never"] != found["first"] != found["heuristic"]
 
 
+@pytest.mark.quick_cases(1)
 def test_in_company(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, num_blocks=400)
     started = {}

@@ -102,6 +102,7 @@ def test_a_model_that_is_the_served_one_is_always_right_greedy_or_drawn(
     assert speculation.num_right >= 0.97 * speculation.num_drafted
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "settings",
     [

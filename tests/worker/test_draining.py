@@ -67,6 +67,7 @@ async def all_until_failed(session: Session, handle: int, begun: Callable[[], No
             return tokens
 
 
+@pytest.mark.ci
 async def test_routers_hear_of_a_drain_at_once_and_what_runs_finishes(worker: WorkerServer) -> None:
     async with Session(worker.address) as session, Session(worker.address) as other:
         await session.submit(1, max_tokens=400)

@@ -81,6 +81,7 @@ def test_every_number_is_read_exactly(family: str, name: str) -> None:
     assert_reads_exactly(*checkpoints(family, name))
 
 
+@pytest.mark.quick_cases(1)
 @BOTH
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("deterministic", [True, False])

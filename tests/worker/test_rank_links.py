@@ -79,6 +79,7 @@ def test_a_link_that_is_closed_before_its_watch_runs_is_lost(pair: tuple[Link, L
     assert losses == ["the connection is closed"]
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_silent_for_too_long_is_lost_and_one_that_sends_pulses_is_not(
     pair: tuple[Link, Link],
 ) -> None:

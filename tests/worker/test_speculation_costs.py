@@ -32,7 +32,7 @@ def always(share: float) -> Right:
     return lambda sequence, step: share
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
 def test_no_full_batch_is_slower_whatever_its_size_and_acceptance(costs: Costs) -> None:
     ratios = {
@@ -43,7 +43,7 @@ def test_no_full_batch_is_slower_whatever_its_size_and_acceptance(costs: Costs) 
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < LEAST} == {}
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("costs", QUIET_AND_NOISY, ids=str)
 def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) -> None:
     # Without speculation such a batch never has the sizes that are left when some end.
@@ -57,7 +57,7 @@ def test_nor_are_batches_of_requests_that_end_together_without_it(costs: Costs) 
     assert slower == {}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("a_pass", A_PASS)
 @pytest.mark.parametrize("noise", [{}, NOISY], ids=["quiet", "noisy"])
 def test_nor_is_one_whose_guesses_cost_the_time_of_a_draft_model(
@@ -74,7 +74,7 @@ def test_nor_is_one_whose_guesses_cost_the_time_of_a_draft_model(
     assert slower == {}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("a_pass", A_PASS)
 def test_nor_are_new_requests_whose_prompts_a_draft_model_must_compute(a_pass: float) -> None:
     slower = {}
@@ -87,6 +87,7 @@ def test_nor_are_new_requests_whose_prompts_a_draft_model_must_compute(a_pass: f
     assert slower == {}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("a_pass", "batch", "share", "least"),
     [(0.0, 1, 0.9, 4.0), (0.1, 1, 0.9, 2.5), (0.1, 1, 0.6, 1.3), (0.1, 8, 0.9, 1.5), (0.3, 1, 0.9, 1.5)],
@@ -156,7 +157,7 @@ def test_nor_is_a_batch_whose_sequences_differ(
     assert ratio >= LEAST
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("a_row", "batch", "share", "least"),
     [

@@ -29,6 +29,7 @@ NUM_TOKENS = 3
 MIN_GAP = 2.5e-4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["gptq-4-order", "int8", "fp8-blocks"])
 def test_greedy_tokens_are_those_of_the_plain_numbers(tmp_path: Path, name: str) -> None:
     source = shared_checkpoint("Qwen2ForCausalLM", intermediate_size=128, num_hidden_layers=1)
@@ -43,6 +44,7 @@ def test_greedy_tokens_are_those_of_the_plain_numbers(tmp_path: Path, name: str)
     assert greedy(runner) == expected.tokens
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["awq", "gptq-4-order", "int8", "fp8-blocks"])
 @pytest.mark.parametrize("family", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
 def test_greedy_tokens_of_quantised_experts_are_those_of_the_plain_numbers(
