@@ -6,8 +6,8 @@
 Two engines take turns in one process: one without slots, and one with eight. The second also runs the batch without
 adapters, which shows what slots alone cost. The adapters are random, of one rank, and change all linear layers. A
 decode rate is tokens a second of all sequences, once each has its first token. A prefill rate is prompt tokens a
-second. The ratios are medians over rounds of two runs that follow one another. The order in
-which the engines are loaded changes a ratio by up to 4 %, so both are measured. A ratio is the geometric mean of both.
+second. The ratios are medians over rounds of two runs that follow one another. The order in which the engines are
+loaded changes a ratio by up to 4 %, so both are measured. A ratio is the geometric mean of both.
 """
 
 import argparse

@@ -93,13 +93,12 @@ def add(
 
 def _check(plan: ModelPlan, cluster: state.ClusterState, report: Report) -> None:
     """Raise ValueError if workers of this plan cannot serve its model. The model's files must be on this machine."""
-    engine = plan.engine
     address = None if cluster.head is not None else cluster.ray_address
-    preflight.check_one_model(UpOptions(engine=engine, address=address), has_gpu=plan.num_gpus_per_worker > 0)
-    preflight.check_weights(engine)
-    if engine.draft_model is not None and (address is None or Path(engine.draft_model).is_dir()):
-        hub.download(engine.draft_model, report)
-        preflight.check_draft(engine)
+    draft = plan.engine.draft_model
+    if draft is not None and address is None:
+        preflight.of_draft(lambda: hub.download(draft, report))
+    options = UpOptions(engine=plan.engine, address=address)
+    preflight.check_one_model(options, has_gpu=plan.num_gpus_per_worker > 0, is_downloaded=True)
 
 
 def with_slots(config: ModelConfig, settings: Mapping[str, Any]) -> Mapping[str, Any]:

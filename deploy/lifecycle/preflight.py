@@ -138,10 +138,10 @@ def _draft_config(options: "UpOptions") -> ModelConfig | None:
     path = options.engine.draft_model
     if path is None or (options.address is not None and not Path(path).is_dir()):
         return None
-    return _of_draft(lambda: model_config(path))
+    return of_draft(lambda: model_config(path))
 
 
-def _of_draft(check: Callable[[], Checked]) -> Checked:
+def of_draft(check: Callable[[], Checked]) -> Checked:
     """Call a check of the draft model, and name the option where it raises ValueError."""
     try:
         return check()
@@ -197,10 +197,11 @@ def check_model(options: "UpOptions") -> None:
         _check_memory(options)
 
 
-def check_one_model(options: "UpOptions", *, has_gpu: bool) -> None:
+def check_one_model(options: "UpOptions", *, has_gpu: bool, is_downloaded: bool = False) -> None:
     """Raise ValueError if workers with these settings cannot serve the first model, as far as its files tell.
 
-    A joined cluster's nodes may have a model that this machine does not have: then nothing is checked.
+    A joined cluster's nodes may have a model that this machine does not have: then nothing is checked. Weights of a hub
+    model are checked only if `is_downloaded`, and so is its draft model.
     """
     engine = options.engine
     if options.address is not None and not Path(engine.model).is_dir():
@@ -209,9 +210,9 @@ def check_one_model(options: "UpOptions", *, has_gpu: bool) -> None:
     context = engine.max_model_len or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(f"max_model_len {context} is beyond the model's {config.max_position_embeddings}")
-    if Path(engine.model).is_dir():
+    if is_downloaded or Path(engine.model).is_dir():
         check_weights(engine)
-    if _draft_config(options) is not None and _are_here(engine):
+    if _draft_config(options) is not None and (is_downloaded or _are_here(engine)):
         check_draft(engine)
     divide(config, size=engine.tensor_parallel_size)  # raises ValueError
     pool = pool_of(options, config, has_gpu=has_gpu)
@@ -264,9 +265,9 @@ def check_draft(engine: EngineConfig) -> None:
     name = engine.draft_model
     if name is None:
         return
-    folder, served = _of_draft(lambda: resolve_model(name)), resolve_model(engine.model)
+    folder, served = of_draft(lambda: resolve_model(name)), resolve_model(engine.model)
     if engine.load_format == "auto":
-        _of_draft(lambda: check_shards(folder, load_config(folder)))
+        of_draft(lambda: check_shards(folder, load_config(folder)))
     check_fits(load_config(folder), load_config(served), folder, resolve_tokenizer(engine.tokenizer, served))
 
 

@@ -210,7 +210,8 @@ def field_setting(owner: Any, name: str, section: str, **special: Any) -> Callab
 def own_option(owner: Any, name: str, **special: Any) -> Callable[[Command], Command]:
     """Return a decorator that adds the option of one field to a command whose default is the cluster's setting.
 
-    It is None if it is not given. No variable or file gives it. A value out of bounds is a BadParameter.
+    It is None if it is not given. No variable or file gives it. A value out of bounds is a BadParameter. `special` has
+    further attributes of the option, and `parse` in place of the field's own.
     """
     member = setting_field(owner, name)
     parse = special.pop("parse", member.description.parse)
@@ -220,11 +221,14 @@ def own_option(owner: Any, name: str, **special: Any) -> Callable[[Command], Com
         member.check(parsed, "the value")
         return parsed
 
-    attributes = {name: value for name, value in _attributes(member).items() if name in ("type", "metavar")}
-    help = "As in `up`. Default: the cluster's."
-    return click.option(
-        member.flag, name, **{"help": help, **attributes, "callback": checked_by(check), **special}
-    )
+    of_field = _attributes(member)
+    attributes = {
+        "type": of_field.get("type"),
+        "metavar": of_field["metavar"],
+        "help": "As in `up`. Default: the cluster's.",
+        "callback": checked_by(check),
+    }
+    return click.option(member.flag, name, **{**attributes, **special})
 
 
 def taken(owner: type[Owner], values: dict[str, Any]) -> Owner:

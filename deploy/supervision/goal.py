@@ -113,13 +113,13 @@ class Goal:
         """
         own = {"draft_model": None, **(settings or {})}
         engine = replace(self._spec.worker.engine, model=model.model, tokenizer=model.tokenizer, **own)
-        num_times = engine.tensor_parallel_size / self._spec.num_ranks
+        factor = engine.tensor_parallel_size / self._spec.num_ranks
         plan = ModelPlan(
             served=replace(model, addition=secrets.token_hex(8)),
             engine=engine,
             num_workers=num_workers,
-            num_cpus_per_worker=cpus_per_worker or num_times * self._spec.num_cpus_per_worker,
-            num_gpus_per_worker=num_times * self._spec.num_gpus_per_worker,
+            num_cpus_per_worker=cpus_per_worker or factor * self._spec.num_cpus_per_worker,
+            num_gpus_per_worker=factor * self._spec.num_gpus_per_worker,
         )
         self.models.adding(plan)
         return plan

@@ -6,6 +6,8 @@ them. Changes nothing of them except how many workers a router reports as ready.
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 LOOK_SECONDS = 0.05
 """Pause between two checks while a caller waits for a restart."""
+REFUSED_SECONDS = 10.0
+"""Time for which a router must have refused a model before a caller gets an error. Between its first two attempts it
+pauses for 4 s."""
 MAX_FAILED_STARTS = 3
 """Failed starts in a row of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
 
@@ -36,7 +41,7 @@ class Joining:
         """Wait until a replica, which had started `num_starts` times, has started again and is in use.
 
         Raise RuntimeError if it does not start, leaves the cluster, takes longer than START_SECONDS, or if a router
-        cannot serve its model.
+        cannot serve its model for REFUSED_SECONDS.
         """
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -54,13 +59,17 @@ class Joining:
             raise failures.exceptions[0] from None
 
     async def _until_in_use(self, replica: Replica, num_starts: int) -> None:
+        refused_since = math.inf
         while replica.num_starts == num_starts or not await self.is_in_use(replica):
             if replica.num_starts == num_starts and replica.num_failures_in_a_row >= MAX_FAILED_STARTS:
                 again = " again" if num_starts else ""
                 raise RuntimeError(f"{replica.name} does not start{again}: {replica.error}")
             if replica not in self.replicas:
                 raise RuntimeError(f"{replica.name} was removed meanwhile, by `scale` or `model remove`")
-            if replica.phase == "serving" and (refusal := await self._refusal(replica)):
+            refusal = await self._refusal(replica) if replica.phase == "serving" else ""
+            now = time.monotonic()
+            refused_since = min(refused_since, now) if refusal else math.inf
+            if now - refused_since >= REFUSED_SECONDS:
                 raise RuntimeError(refusal)
             await asyncio.sleep(LOOK_SECONDS)
 

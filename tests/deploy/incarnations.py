@@ -102,6 +102,8 @@ class Router:
     num_kills: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     """Models that it cannot serve, and why."""
+    num_refusals_told: int = 0
+    """Number of answers in which it named such models."""
     adapters: frozenset[str] = frozenset()
     """Names of adapters that it knows."""
 
@@ -121,6 +123,7 @@ class Router:
         self.sent_models.append(tuple(model.id for model in models))
 
     async def _refused_models(self) -> dict[str, str]:
+        self.num_refusals_told += bool(self.refused)
         return self.refused
 
     async def _adapter_names(self) -> frozenset[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from blockyard.deploy.lifecycle.models import models_of
+from blockyard.deploy.supervision import joining
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
 from blockyard.deploy.supervision.goal import Goal
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
@@ -269,13 +270,26 @@ async def test_a_plan_changes_nothing_and_a_report_tells_the_share_of_each_model
     assert (report.share(OTHER.id), report.share("m")) == ((0.25, 0.0), (1.0, 0.0))
 
 
-async def test_an_addition_fails_at_once_where_a_router_cannot_serve_the_model_and_the_model_stays(
-    supervisor: FakeIncarnations,
+async def test_an_addition_fails_where_a_router_goes_on_refusing_the_model_and_the_model_stays(
+    supervisor: FakeIncarnations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(joining, "REFUSED_SECONDS", 0.2)
     supervisor.known = ()
     supervisor.router.refused = {OTHER.id: "no such folder"}
     with pytest.raises(RuntimeError, match=r"router-0 cannot serve hub/Other-1.5B.*no such folder"):
         await supervisor.serve_too(OTHER, 1)
+    assert OTHER.id in (await supervisor.report()).models
+
+
+async def test_an_addition_goes_on_where_a_router_refuses_the_model_once(
+    supervisor: FakeIncarnations,
+) -> None:
+    supervisor.known = ()
+    supervisor.router.refused = {OTHER.id: "out of time"}
+    adding = asyncio.create_task(supervisor.serve_too(OTHER, 1))
+    await until(lambda: supervisor.router.num_refusals_told >= 2)
+    supervisor.router.refused, supervisor.known = {}, None
+    await adding
     assert OTHER.id in (await supervisor.report()).models
 
 

@@ -224,7 +224,7 @@ def generate(house: House, request: dict[str, Any], *, streams: bool) -> Outcome
     return house.call(method, message, streams=streams)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(40)
 @pytest.mark.parametrize("row", [*PROMPTS, *SAMPLINGS, *STRUCTURED, *IDS], ids=lambda row: row.name)
 def test_what_is_wrong_is_refused_by_field(house: House, row: Row) -> None:
     for streams in (False, True):

@@ -179,7 +179,6 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("changes", INVALID.values(), ids=INVALID.keys())
 def test_a_submit_that_no_router_sends_is_rejected(house: House, changes: dict[str, Any]) -> None:
     assert rejection(house, submit(**changes)) == RejectReason.REJECT_REASON_INVALID

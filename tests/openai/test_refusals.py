@@ -21,7 +21,6 @@ for _ in range(200):
     DEEP = {"items": DEEP}
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
