@@ -151,16 +151,14 @@ def foreign_cores(before: CpuClock, after: CpuClock) -> float:
 
 
 def cpu_clock(measured: Iterable[int]) -> CpuClock:
+    """Read the clocks of this process's descendants, some of which are `measured` with all of theirs."""
+    seconds = {pid: seconds_of(pid) for pid in tree(os.getpid())}
     return CpuClock(
         now=time.monotonic(),
-        measured=sum(_tree_seconds(pid) for pid in measured),
-        ours=_tree_seconds(os.getpid()),
+        measured=sum(seconds.get(member, 0.0) for pid in measured for member in tree(pid)),
+        ours=sum(seconds.values()),
         machine=machine_seconds(),
     )
-
-
-def _tree_seconds(pid: int) -> float:
-    return sum(seconds_of(member) for member in tree(pid))
 
 
 def tree(pid: int) -> list[int]:
@@ -169,12 +167,13 @@ def tree(pid: int) -> list[int]:
 
 
 def seconds_of(pid: int) -> float:
-    """Sum the CPU seconds of a process's threads, which the kernel counts in ns. Usual figures have ticks of 10 ms."""
-    nanoseconds = 0
-    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):
-            nanoseconds += int(task.read_text(encoding="ascii").split()[0])
-    return nanoseconds / 1e9
+    """Return the CPU seconds of a process and of its ended threads. 0: it is gone.
+
+    Usual figures have ticks of 10 ms. The clock's number is Linux's, as clock_getcpuclockid(3) gives it.
+    """
+    with suppress(OSError):
+        return time.clock_gettime((~pid << 3) | 2)
+    return 0.0
 
 
 def _children(pid: int) -> list[int]:
