@@ -42,7 +42,7 @@ define run_tests
 	exit $$failed
 endef
 
-.PHONY: demo test test-ci test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
+.PHONY: demo test test-ci test-again test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
 	gpu-check gpu-check-kernels gpu-check-worker gpu-bench gpu-bench-kernels \
 	gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
@@ -56,6 +56,14 @@ test: install
 # What .ci/run runs: the same, what costs more, and more random examples.
 test-ci: install
 	$(call run_tests,$(LANDING))
+
+# Tries the failed tests of the last run once more, one after another, unless there are more than these.
+MOST_AGAIN := 3
+test-again: install
+	@failed=.pytest_cache/v/cache/lastfailed; count=$$(grep -c '": true' $$failed); \
+	if [ "$$count" -gt $(MOST_AGAIN) ]; then echo "$$count tests failed: none is tried again"; exit 1; fi; \
+	echo "Tried again, alone: $$count failed tests, each a defect even if it passes now"; cat $$failed; \
+	$(PYTEST) --last-failed --last-failed-no-failures none -rA -m "$(LANDING)"
 
 # The same and what takes long: more seeds, more of each fault, mutants of the simulation.
 test-all: install
