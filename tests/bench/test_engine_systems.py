@@ -92,7 +92,7 @@ async def test_a_peer_that_is_not_installed_is_absent_and_says_what_is_missing(t
 
 async def test_a_peer_that_takes_too_much_memory_is_ended(tmp_path: Path) -> None:
     greedy = script(tmp_path, "import time\nheld = bytearray(300 << 20)\ntime.sleep(60)\n")
-    async with running(greedy, tmp_path, 200 << 20) as started:
+    async with running(greedy, tmp_path, 290 << 20) as started:
         assert isinstance(started, str)
         assert "killed by the benchmark at 0.3 GiB" in started
 

@@ -31,6 +31,7 @@ from bench.router.systems import (
     over_http,
 )
 from bench.router.trials import LoadTrial, many_streams, one_stream, request_cost
+from tests.router.rig import waiting_for_redis
 
 STEP_SECONDS = 0.02
 MILLISECOND = 1_000_000
@@ -126,8 +127,9 @@ async def test_cpu_time_of_a_process_that_it_started_is_seen() -> None:
 
 async def test_the_placement_path_finds_a_holder_of_the_prefix() -> None:
     times = PlacementTimes()
-    async with placement_bench(seed=3) as bench:
-        await bench.measure(times, calls=20)
+    with waiting_for_redis():
+        async with placement_bench(seed=3) as bench:
+            await bench.measure(times, calls=20)
     assert times.hits == len(times.whole) == 20
     assert all(len(part) == 20 for part in times.parts.values())
 

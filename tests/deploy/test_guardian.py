@@ -231,7 +231,7 @@ def test_a_start_that_fails_is_tried_again(session: int, tmp_path: Path) -> None
     before = programs_of(session)
     (tmp_path / RAYLET).unlink()
     kill(before[RAYLET].process.pid)
-    until(lambda: (tmp_path / "log").read_text().count("raylet could not be started") == 2)
+    until(lambda: (tmp_path / "log").read_text().count("raylet could not be started") >= 2)
     (tmp_path / RAYLET).symlink_to(os.path.realpath(sys.executable))
     until(lambda: is_other(session, before[RAYLET]))
     kill(before[DASHBOARD].process.pid)

@@ -84,7 +84,8 @@ def each_ended_once(streams: Iterable[Stream]) -> None:
     """Check I3."""
     for stream in streams:
         assert stream.ended is not None, f"{stream.request_id} has not ended"
-        assert stream.ended <= stream.started + stream.timeout_seconds + LATE_SECONDS
+        allowed_seconds = stream.timeout_seconds + LATE_SECONDS + stream.own_pause_seconds
+        assert stream.ended <= stream.started + allowed_seconds
         assert stream.code is not grpc.StatusCode.UNKNOWN
 
 

@@ -17,6 +17,8 @@ from blockyard.router.client import AsyncClient
 from blockyard.router.client.errors import BlockyardError
 from blockyard.router.client.results import Finish
 
+from tests.pauses import Pauses, watched_pauses
+
 CANARY = "canary-7f3a"
 """Part of every prompt: a log that contains it contains a prompt."""
 TIMEOUT_SECONDS = 60.0
@@ -41,6 +43,8 @@ class Stream:
     finish: Finish | None = None
     """Finish of the output that ended last."""
     error: BlockyardError | None = None
+    pauses: Pauses = field(default_factory=Pauses)
+    """Pauses of this process meanwhile."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -55,6 +59,12 @@ class Stream:
     @property
     def reason(self) -> str:
         return "" if self.error is None else self.error.reason
+
+    @property
+    def own_pause_seconds(self) -> float:
+        """Time for which this process stood still while the call ran."""
+        assert self.ended is not None, "it has not ended"
+        return self.pauses.seconds(self.started, self.ended)
 
     def longest_gap(self, since: float) -> float:
         """Return the longest pause between two pieces of which the later came after `since`."""
@@ -95,14 +105,15 @@ class Stream:
 class Load:
     """Streams that run beside the test. Made by `load()`."""
 
-    def __init__(self, client: AsyncClient, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, client: AsyncClient, tasks: asyncio.TaskGroup, pauses: Pauses) -> None:
+        self.pauses = pauses
         self._client = client
         self._tasks = tasks
         self._runs: list[asyncio.Task[None]] = []
         self.streams: list[Stream] = []
 
     def start(self, stream: Stream) -> Stream:
-        stream.started = time.monotonic()
+        stream.started, stream.pauses = time.monotonic(), self.pauses
         self.streams.append(stream)
         self._runs.append(self._tasks.create_task(stream.run(self._client)))
         return stream
@@ -124,8 +135,8 @@ class Load:
 @asynccontextmanager
 async def load(client: AsyncClient, streams: Sequence[Stream] = ()) -> AsyncIterator[Load]:
     """Run streams beside the test. When the context ends, cancel those that still run."""
-    async with asyncio.TaskGroup() as tasks:
-        running = Load(client, tasks)
+    async with watched_pauses() as pauses, asyncio.TaskGroup() as tasks:
+        running = Load(client, tasks, pauses)
         for stream in streams:
             running.start(stream)
         try:

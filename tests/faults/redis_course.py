@@ -17,6 +17,8 @@ from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import AsyncClient
 from blockyard.router.client.errors import BlockyardError
 
+from tests.pauses import Pauses, watched_pauses
+
 from .invariants import blocks_are_free, nothing_is_told
 from .load import CANARY, until
 from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs
@@ -24,9 +26,6 @@ from .redis_rig import DEGRADED, NUM_WORKERS, RedisCluster, num_resyncs
 NUM_GROUPS = 6
 NUM_LOOPS = 6
 CALM_SECONDS = 1.5
-TICK_SECONDS = 0.005
-LATE_SECONDS = 0.02
-"""A tick of this process's event loop that takes longer counts as a pause."""
 ADDED_SECONDS = 0.05
 """Bound on the time that a fault of Redis adds to a placement. Tests allow ten times it."""
 
@@ -45,8 +44,8 @@ class Traffic:
     """Start times of the ExplainPlacement calls that went without the index."""
     tokenizations: list[tuple[float, float]] = field(default_factory=list)
     """Start time and duration of each Tokenize call. It takes the same way and asks no index."""
-    pauses: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each time in which this process's own event loop stood still. It then measures nothing."""
+    pauses: Pauses = field(default_factory=Pauses)
+    """Pauses of this process."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_over: bool = False
@@ -62,26 +61,23 @@ class Traffic:
             for at, took in self.placements
             if begin <= at < end
             and took
-            > bound_seconds + 2 * self._slowest_beside(at, at + took) + self._paused_seconds(at, at + took)
+            > bound_seconds + 2 * self._slowest_beside(at, at + took) + self.pauses.seconds(at, at + took)
         ]
 
     def _slowest_beside(self, begin: float, end: float) -> float:
         return max((took for at, took in self.tokenizations if at < end and at + took > begin), default=0.0)
 
-    def _paused_seconds(self, begin: float, end: float) -> float:
-        return sum(max(0.0, min(end, ended) - max(begin, began)) for began, ended in self.pauses)
-
 
 @asynccontextmanager
 async def running_traffic(client: AsyncClient) -> AsyncIterator[Traffic]:
     """Run loops of requests that share prefixes, and one loop of ExplainPlacement calls, until the context ends."""
-    traffic, numbers = Traffic(), count()
-    async with asyncio.TaskGroup() as tasks:
+    numbers = count()
+    async with watched_pauses() as pauses, asyncio.TaskGroup() as tasks:
+        traffic = Traffic(pauses=pauses)
         for _ in range(NUM_LOOPS):
             tasks.create_task(_ask_again_and_again(client, traffic, numbers))
         tasks.create_task(_measure_placement(client, traffic))
         tasks.create_task(_measure_tokenization(client, traffic))
-        tasks.create_task(_measure_pauses(traffic))
         try:
             yield traffic
         finally:
@@ -130,15 +126,6 @@ async def _measure_tokenization(client: AsyncClient, traffic: Traffic) -> None:
         await client.tokenize(prompt(next(numbers)))
         traffic.tokenizations.append((began, time.monotonic() - began))
         await asyncio.sleep(0.015)
-
-
-async def _measure_pauses(traffic: Traffic) -> None:
-    last = time.monotonic()
-    while not traffic.is_over:
-        await asyncio.sleep(TICK_SECONDS)
-        began, last = last, time.monotonic()
-        if last - began > LATE_SECONDS:
-            traffic.pauses.append((began, last))
 
 
 @dataclass(slots=True, kw_only=True)

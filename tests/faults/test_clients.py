@@ -29,10 +29,10 @@ from .rig import error_info, raw_inference, whole
 pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 
 FREE_SECONDS = 3.0
-"""Bound, with the delays of a busy machine. Blocks are free within a step, 0.1 s at most."""
-PREFILL_RATE = 4000
+"""Bound, with the delays of a busy machine. Blocks are free within a step, 0.5 s at most."""
+PREFILL_RATE = 300
 LONG_PROMPT_TOKENS = 1900
-"""Half a second of prefill."""
+"""More than six seconds of prefill."""
 NUM_PLACES = 4
 MAX_REQUESTS = 24
 """Requests that one client may hold. The router keeps one in sixteen of its permits for other clients."""
@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     options = (
         *SIMULATED,
         *("--simulated-step-seconds", "0.02", "--simulated-prefill-tokens-per-second", str(PREFILL_RATE)),
-        *("--max-num-seqs", str(NUM_PLACES), "--max-num-batched-tokens", "256"),
+        *("--max-num-seqs", str(NUM_PLACES), "--max-num-batched-tokens", "128"),
     )
     with processes(tmp_path_factory.mktemp("clients")) as cluster:
         worker = cluster.add_worker("w0", *options)
@@ -103,7 +103,7 @@ async def test_a_request_cancelled_in_the_queue_is_never_scheduled(
 ) -> None:
     async with whole(cluster) as client:
         baseline = Baseline.of(cluster)
-        async with load(client, streams(NUM_PLACES, max_tokens=200)) as running:
+        async with load(client, streams(NUM_PLACES, max_tokens=400)) as running:
             await running.until_tokens(1)
             before = (await pool_of(cluster.workers["w0"])).load.prompt_tokens
             async with load(
@@ -163,7 +163,9 @@ async def test_cancelling_at_the_very_end_ends_each_request_once(
     """Cancel each request a little later than the one before, across the moment of the last token."""
     outcomes: list[str] = []
     async with undisturbed(cluster) as (client, _):
-        for number in range(20):
+        for number in range(100):
+            if number >= 20 and outcomes[-1] == "finished":
+                break
             (stream,) = streams(1, prefix=f"end{number}", max_tokens=4)
             async with load(client) as running:
                 running.start(stream)
@@ -240,7 +242,7 @@ async def test_a_deadline_in_decode_ends_the_call_and_the_work(
 ) -> None:
     async with undisturbed(cluster) as (client, _):
         (stream,) = streams(1, prefix="late", max_tokens=1500)
-        stream.timeout_seconds = 0.5
+        stream.timeout_seconds = 4.0
         await answers(client, [stream])
         freed = await _ends(cluster, client)
     measured.update(failed=0, migrated=0, recovery_seconds=freed)
@@ -252,7 +254,7 @@ async def test_a_deadline_in_decode_ends_the_call_and_the_work(
 
 @pytest.mark.fault(8)
 async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured: dict[str, Any]) -> None:
-    """Its prompt takes half a second to compute; its deadline is a fifth of a second.
+    """Its prompt takes six seconds to compute; its deadline is one second.
 
     No request of the last seconds had this prompt: one that was cancelled would count as an arrival.
     """
@@ -263,12 +265,12 @@ async def test_a_hopeless_deadline_costs_no_prefill(cluster: Processes, measured
         before = (await pool_of(cluster.workers["w0"])).cached_blocks
         started = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await stub.Generate(_request(prompt=list(range(1999, 99, -1)), max_tokens=1), timeout=0.2)
+            await stub.Generate(_request(prompt=list(range(1999, 99, -1)), max_tokens=1), timeout=1.0)
         took = time.monotonic() - started
         await blocks_are_free(cluster.workers["w0"])
         # A computed chunk would have left its blocks in the cache.
         after = (await pool_of(cluster.workers["w0"])).cached_blocks
-        measured.update(recovery_seconds=took, note="told so after that; its deadline was 0.2 s")
+        measured.update(recovery_seconds=took, note="told so after that; its deadline was 1 s")
         assert failure.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert after == before
         assert error_info(failure.value).reason == "DEADLINE_UNREACHABLE"

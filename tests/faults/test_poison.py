@@ -53,7 +53,8 @@ async def test_a_step_that_raises_ends_the_failing_request_alone(
 ) -> None:
     options = (*SIMULATED, "--simulated-step-seconds", "0.02", "--simulated-fault", f"{MARKER_TOKEN}:raise")
     workers = [cluster.add_worker(f"raises{number}", *options) for number in range(2)]
-    router = cluster.add_router("r25", workers=[worker.address for worker in workers])
+    patient = ("--suspect-seconds", "60", "--lost-seconds", "90")
+    router = cluster.add_router("r25", *patient, workers=[worker.address for worker in workers])
     with cluster.extra(*workers, router):
         async with AsyncClient(router.address, retries=0) as client:
             await until_ready(client, *(worker.name for worker in workers))

@@ -89,6 +89,7 @@ def test_silence_and_a_byte_now_and_then_end_with_the_handshake_and_leave_no_fil
 
 def test_a_flood_of_pings_is_told_to_calm_down(house: House) -> None:
     with connect(house, PREFACE + SETTINGS) as connection:
+        connection.settimeout(20.0)
         answers = b""
         try:
             for _ in range(2_000):

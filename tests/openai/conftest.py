@@ -12,7 +12,7 @@ from .rig import FakeWorker, Gateway, running_gateway, until, worker_of_model
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    async with running_gateway(max_requests=8, slow_reader_seconds=1.0) as running:
+    async with running_gateway(max_requests=8, slow_reader_seconds=10.0) as running:
         yield running
 
 

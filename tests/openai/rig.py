@@ -20,6 +20,7 @@ from ..router.rig import Router, running_router  # noqa: TID252
 from ..router.rig import config as config  # noqa: TID252
 from ..router.rig import is_idle as is_idle  # noqa: TID252
 from ..router.rig import until as until  # noqa: TID252
+from ..router.rig import waiting_for_redis as waiting_for_redis  # noqa: TID252
 from ..router.rig import worker_of_model as worker_of_model  # noqa: TID252
 from ..security.certificates import Authority as Authority  # noqa: TID252
 from ..security.conftest import Tokens as Tokens  # noqa: TID252

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from blockyard.deploy.machine.redis_server import start_private_redis
+from blockyard.router import sealed_records
 from blockyard.router.admission.ledger import AdmissionLedger
 from blockyard.router.admission.rate_limits import RateLimit
 from blockyard.router.admission.token_entries import new_token
@@ -49,6 +50,7 @@ async def test_a_response_that_is_refused_reads_no_earlier_one(
         return await get(self, name)
 
     monkeypatch.setattr(SealedRecords, "get", noted)
+    monkeypatch.setattr(sealed_records, "TIMEOUT_SECONDS", 20.0)
     few, entry = new_token("few", "user", None, limit=RateLimit(requests_per_minute=3))
     tokens = tmp_path / "tokens.json"
     tokens.touch(mode=0o600)

@@ -82,8 +82,17 @@ async def test_all_prompts_of_a_call_end_with_its_client(gateway: Gateway, worke
     await until(lambda: is_idle(gateway.router))
 
 
-async def test_a_client_that_does_not_read_is_cut_off(gateway: Gateway, worker: FakeWorker) -> None:
-    worker.script = lambda submit: Script(step_seconds=0.001)
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with (
+        running_gateway(slow_reader_seconds=1.0) as gateway,
+        gateway.router.workers(worker_of_model("a", script=lambda submit: Script(step_seconds=0.001))) as (
+            worker,
+        ),
+    ):
+        await _does_not_read(gateway, worker)
+
+
+async def _does_not_read(gateway: Gateway, worker: FakeWorker) -> None:
     wanted = {
         "messages": HELLO,
         "max_tokens": 480,

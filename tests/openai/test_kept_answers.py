@@ -15,7 +15,16 @@ from blockyard.proto.text import load_tokenizer
 from blockyard.proto.v1 import inference_pb2
 
 from ..parsing.families import other_tokens  # noqa: TID252
-from .rig import MODEL, FakeWorker, Gateway, Script, running_gateway, until, worker_of_model
+from .rig import (
+    MODEL,
+    FakeWorker,
+    Gateway,
+    Script,
+    running_gateway,
+    until,
+    waiting_for_redis,
+    worker_of_model,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = load_tokenizer(MODEL)
@@ -40,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateways(server: RedisProcess) -> AsyncIterator[tuple[Gateway, Gateway]]:
     async with AsyncExitStack() as stack:
+        stack.enter_context(waiting_for_redis())
         settings: dict[str, Any] = {"redis_url": server.url, "discovers_workers": False}
         one = await stack.enter_async_context(running_gateway(**settings))
         other = await stack.enter_async_context(running_gateway(**settings))

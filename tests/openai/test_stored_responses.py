@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import redis
 from blockyard.deploy.machine.redis_server import RedisProcess, redis_user, start_private_redis
+from blockyard.router import sealed_records
 from openai import AsyncOpenAI
 
 from .rig import FakeWorker, Gateway, Tokens, running_gateway, served_by, worker_of_model
@@ -40,6 +41,12 @@ class House:
     def keys(self) -> list[bytes]:
         with redis.Redis.from_url(self.redis.url) as admin:
             return list(admin.scan_iter("*:records:*"))
+
+
+@pytest.fixture(autouse=True)
+def waiting_for_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine Redis may take longer than the half second that routers wait."""
+    monkeypatch.setattr(sealed_records, "TIMEOUT_SECONDS", 20.0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

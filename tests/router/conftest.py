@@ -18,7 +18,7 @@ def tokenizer() -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router() -> AsyncIterator[Router]:
-    async with running_router(max_requests=8, slow_reader_seconds=1.0) as running:
+    async with running_router(max_requests=8, slow_reader_seconds=10.0) as running:
         yield running
 
 

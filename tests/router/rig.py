@@ -1,9 +1,10 @@
 """A whole router on a real port, with the demo model's tokenizer and scripted workers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from blockyard.proto.v1 import cluster_pb2, inference_pb2
 from blockyard.proto.v1.cluster_pb2_grpc import ClusterServiceStub
 from blockyard.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from blockyard.router.config import RouterConfig
+from blockyard.router.dispatch import prefix_lookup
+from blockyard.router.generation import answer_store
 from blockyard.router.server import RouterServer
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -39,6 +42,16 @@ def config(**settings: Any) -> RouterConfig:
             **settings,
         }
     )
+
+
+@contextmanager
+def waiting_for_redis() -> Iterator[None]:
+    """Let what is made meanwhile wait five seconds for Redis, which on a busy machine may take more than 40 ms."""
+    patient = partial(prefix_lookup.PrefixLookupConfig, timeout_seconds=5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (prefix_lookup, answer_store):
+            patch.setattr(module, "PrefixLookupConfig", patient)
+        yield
 
 
 def worker_of_model(worker_id: str, **settings: Any) -> FakeWorker:

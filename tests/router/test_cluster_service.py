@@ -14,7 +14,16 @@ from blockyard.proto.naming.block_hash import split_names
 from blockyard.proto.v1 import cluster_pb2
 
 from .fake_worker import FakeWorker, signed
-from .rig import Router, fields_of, reason_of, request, running_router, until, worker_of_model
+from .rig import (
+    Router,
+    fields_of,
+    reason_of,
+    request,
+    running_router,
+    until,
+    waiting_for_redis,
+    worker_of_model,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = "import os\n" * 80
@@ -32,8 +41,9 @@ async def index(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def router(index: tuple[str, RedisPrefixIndex]) -> AsyncIterator[Router]:
-    async with running_router(redis_url=index[0], policy="prefix") as running:
-        yield running
+    with waiting_for_redis():
+        async with running_router(redis_url=index[0], policy="prefix") as running:
+            yield running
 
 
 async def register(index: RedisPrefixIndex, worker: FakeWorker, worker_id: str) -> Any:

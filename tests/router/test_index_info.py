@@ -92,6 +92,7 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             await until(lambda: is_in_state(router, EXACT))
             await router.inference.Generate(request(PROMPT))
             await until(lambda: all_is_told(router))
+            await until(lambda: is_held(router))
             found = await router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=PROMPT))
             (holder,) = found.holders
             assert holder.cached_blocks > STRIDE_BLOCKS
@@ -127,6 +128,12 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             assert (await index_info(router)).workers[0].index.resyncs == 1
     finally:
         redis.stop()
+
+
+async def is_held(router: Router) -> bool:
+    """Return whether a look-up finds the prompt. Redis may answer too late for one."""
+    found = await router.cluster.LookupPrefix(cluster_pb2.LookupPrefixRequest(prompt=PROMPT))
+    return bool(found.holders)
 
 
 async def has_reason(router: Router, reason: str) -> bool:

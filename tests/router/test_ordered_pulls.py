@@ -83,7 +83,9 @@ async def bytes_of(here: Cluster, worker: WorkerServer) -> list[bytes]:
 async def test_an_ordered_pull_brings_the_blocks_and_publishes_them(
     here: Cluster, source: str, named: bool
 ) -> None:
+    await here.drain(1)
     expected = await ask(here.client, 1, prompt_token_ids=PROMPT, session_id="a")
+    await here.client.resume_worker("worker-1")
     wanted = source if named else None
     pulled = await here.client.pull_prefix("worker-1", prompt_token_ids=PROMPT, source_id=wanted)
     assert (pulled.source_id, pulled.prompt_blocks, pulled.blocks_before) == (source, BLOCKS, 0)

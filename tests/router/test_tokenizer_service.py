@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from blockyard.deploy.machine.processes import identify
 from blockyard.proto.naming.block_hash import chain, unpack_tokens
+from blockyard.router.loop_watch import LoopWatch
 from blockyard.router.tokenizing.encoder import PromptEncoder
 from blockyard.router.tokenizing.service import (
     LONG_TEXT_CHARACTERS,
@@ -96,7 +97,7 @@ async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: P
     bomb = ChatPrompt([ChatMessage("user", "bomb")])
     good = ChatPrompt([ChatMessage("user", "good")])
     async with TokenizerService(
-        bomb_checkpoint, timeout_seconds=0.5, start_timeout_seconds=START_SECONDS
+        bomb_checkpoint, timeout_seconds=2.0, start_timeout_seconds=START_SECONDS
     ) as service:
         first = child_pid(service)
         refused, served = await asyncio.gather(
@@ -115,7 +116,7 @@ async def test_a_template_bomb_costs_its_deadline_and_no_more(bomb_checkpoint: P
 
 async def test_a_cancelled_bomb_does_not_fail_the_next_call(bomb_checkpoint: Path) -> None:
     async with TokenizerService(
-        bomb_checkpoint, timeout_seconds=1.0, start_timeout_seconds=START_SECONDS
+        bomb_checkpoint, timeout_seconds=2.0, start_timeout_seconds=START_SECONDS
     ) as service:
         bomb = asyncio.create_task(
             service.prepare(ChatPrompt([ChatMessage("user", "bomb")]), root=None, block_size=BLOCK_SIZE)
@@ -314,24 +315,13 @@ def process_lives(pid: int) -> bool:
 
 async def test_the_event_loop_stays_free_while_long_prompts_tokenise(service: TokenizerService) -> None:
     long_text = "def f(x):\n    return x + 1\n" * 2000
-    lags: list[float] = []
-
-    async def measure_lag() -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.005)
-            lags.append(time.monotonic() - before - 0.005)
-
-    probe = asyncio.create_task(measure_lag())
+    watch = LoopWatch(0.005)
+    watching = asyncio.create_task(watch.run())
     begun = time.monotonic()
     async with asyncio.TaskGroup() as group:
         for _ in range(20):
             group.create_task(service.prepare(chat("s", long_text), root=ROOT, block_size=BLOCK_SIZE))
     wall_seconds = time.monotonic() - begun
-    probe.cancel()
-    lags.sort()
-    print(
-        f"20 prompts of {len(long_text)} characters in {wall_seconds:.2f} s: event loop lag "
-        f"p50 {lags[len(lags) // 2] * 1000:.1f} ms, max {lags[-1] * 1000:.1f} ms"
-    )
-    assert lags[-1] < 0.5
+    watching.cancel()
+    print(f"20 prompts of {len(long_text)} characters in {wall_seconds:.2f} s: {watch.seen}")
+    assert watch.seen.worst_computing_seconds < 0.5

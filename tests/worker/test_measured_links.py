@@ -14,6 +14,7 @@ from blockyard.proto.v1.session_pb2 import MeasureLink, PullEnd, PullRefusal, Pu
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.engine import Engine
 from blockyard.worker.engine_types import EngineLoad
+from blockyard.worker.scheduling import pulls
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.server import WorkerServer
 from blockyard.worker.transfer import lender, receiver
@@ -30,6 +31,7 @@ PATIENCE_SECONDS = 20
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give trials the time that they need on a busy machine."""
     for_all_trials(monkeypatch, PATIENCE_SECONDS)
+    monkeypatch.setattr(pulls, "LATE_SECONDS", 20.0)
 
 
 def for_all_trials(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
