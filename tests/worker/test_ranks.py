@@ -9,15 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hypothesis.extra.numpy as arrays_of
 import numpy as np
 import pytest
+import torch.distributed as dist
 from blockyard.kernels.cpu.extension import load_extension
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.security.peer_sockets import peer_contexts
+from blockyard.worker import ranks
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.llm import LLM
 from blockyard.worker.parallel.collective import RanksLost
@@ -25,6 +28,7 @@ from blockyard.worker.parallel.exchange import Exchange
 from blockyard.worker.parallel.link import DEAD_SECONDS, Kind, Link, LinkClosed, connected
 from blockyard.worker.parallel.messages import pack, unpack
 from blockyard.worker.parallel.step_arrays import StepArrays
+from blockyard.worker.parallel.torch_collective import GlooCollective
 from blockyard.worker.ranks import RankLeader, run_rank
 from blockyard.worker.sequences.sampling_params import SamplingParams
 from hypothesis import given
@@ -49,8 +53,11 @@ def expected() -> list[tuple[int, ...]]:
 
 
 def tokens(adapters: Sequence[str | None] = (), **changes: Any) -> list[tuple[int, ...]]:
-    llm = LLM(str(DEMO), **settings(**changes))
-    return [tuple(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY, adapters=adapters)]
+    with pytest.MonkeyPatch.context() as patch:
+        # On a crowded machine a rank's process may stand still for seconds.
+        patch.setattr(ranks, "FROZEN_SECONDS", 30.0)
+        llm = LLM(str(DEMO), **settings(**changes))
+        return [tuple(answer.token_ids) for answer in llm.generate(PROMPTS, GREEDY, adapters=adapters)]
 
 
 int32s = st.integers(-(2**31), 2**31 - 1)
@@ -391,3 +398,30 @@ def test_ranks_of_torch_exchange_the_same_and_a_failed_step_is_told(tmp_path: Pa
     ]
     for process in processes:
         assert process.communicate(timeout=300)[0] == "as expected\n"
+
+
+class LateWork(dist.Work):
+    """An operation that ends right after a wait for it has timed out."""
+
+    def __init__(self, failure: str | None) -> None:
+        super().__init__()
+        self._failure = failure
+        self._has_ended = False
+
+    def is_completed(self) -> bool:
+        return self._has_ended
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._has_ended:
+            self._has_ended = True
+            raise RuntimeError("Operation timed out!")
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        return True
+
+
+def test_an_operation_that_ends_as_a_wait_for_it_times_out_counts_as_it_ended() -> None:
+    ranks = GlooCollective(None, rank=0, size=2)
+    ranks._wait(LateWork(None))
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        ranks._wait(LateWork("connection closed by peer"))

@@ -79,8 +79,10 @@ class GlooCollective(TorchCollective):
                 work.wait(POLL)
                 return
             except RuntimeError:
+                # It has failed, or it was not done in time. It may have ended since.
                 if work.is_completed():
-                    raise
+                    work.wait()
+                    return
         raise RanksLost("another rank has ended")
 
 
