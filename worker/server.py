@@ -73,10 +73,11 @@ QUIET_SECONDS = 0.25
 """Time without such a fetch after which no more are expected."""
 NO_CHANGES = CacheChanges(stored=(), removed=())
 SERVER_OPTIONS = (
+    # A router that stands still for up to five seconds keeps its requests.
     ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     # The other option sets TCP's own time-out, which a frozen peer's kernel never trips. Without this one it is 60 s.
-    ("grpc.http2.ping_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A connection takes some kilobytes before its handshake, and a peer without the secret never ends the handshake.

@@ -28,6 +28,8 @@ from google.protobuf.message import Message
 logger = logging.getLogger(__name__)
 
 PING_SECONDS = 0.5
+PAUSE_SECONDS = 0.1
+"""A timer that is later than this tells of a pause of the whole process."""
 LEAST_SLEEP_SECONDS = 0.001
 """Lower bound of a sleep. With a shorter one, the loop of `_watch` could spin without the clock advancing."""
 HELLO_SECONDS = 5.0
@@ -337,12 +339,18 @@ class EngineLink:
             await asyncio.sleep(min(PING_SECONDS, self._lost_seconds / 4))
 
     async def _watch(self) -> None:
-        """Raise NoDeath as soon as the worker has been silent for `lost_seconds`."""
+        """Raise NoDeath as soon as the worker has been silent for `lost_seconds`.
+
+        After a pause of this process, first give the messages that came meanwhile the time to be read.
+        """
         while True:
-            left_seconds = self._last_heard + self._lost_seconds - self._clock()
+            now = self._clock()
+            left_seconds = self._last_heard + self._lost_seconds - now
             if left_seconds <= 0:
                 raise NoDeath(f"silent for {self._lost_seconds:g} s")
             await asyncio.sleep(max(left_seconds, LEAST_SLEEP_SECONDS))
+            if self._clock() - now - left_seconds > PAUSE_SECONDS:
+                await asyncio.sleep(PING_SECONDS)
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), session_pb2.ToRouter):

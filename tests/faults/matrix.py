@@ -152,4 +152,5 @@ MATRIX = (
     _fault(82, "all workers are full", "nothing wanders: a request moves at most four times, then stays"),
     _fault(83, "router SIGKILL within a batch", "started again, it goes on: each line is answered once"),
     _fault(84, "as 83, with another router of its folder", "the other one goes on within seconds"),
+    _fault(85, "router SIGSTOP for seconds, then SIGCONT", "its streams go on where they were; none moves"),
 )

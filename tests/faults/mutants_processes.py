@@ -1,4 +1,4 @@
-"""Mutants of rows 44 to 49, 83 and 84: routers, and what the machine does to processes."""
+"""Mutants of rows 44 to 49 and 83 to 85: routers, and what the machine does to processes."""
 
 from .mutant import mutant
 
@@ -88,5 +88,11 @@ MUTANTS = (
         "two routers run the batches of a folder",
         "batches.py::test_another_router_of_the_folder_goes_on_with_a_batch",
         ("router:Store.become_owner", "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
+    ),
+    mutant(
+        85,
+        "a router takes its own pause for the workers' silence",
+        "routers.py::test_a_router_that_stands_still_for_seconds_moves_no_request",
+        ("router:EngineLink._watch", "self._clock() - now - left_seconds > PAUSE_SECONDS", "False"),
     ),
 )

@@ -1,6 +1,7 @@
-"""Routers that die, shut down in order, or receive the same request twice."""
+"""Routers that die, stand still, shut down in order, or receive the same request twice."""
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,8 +21,9 @@ pytestmark = [pytest.mark.ci, pytest.mark.cluster]
 NUM_STREAMS = 8
 LONG_PROMPT = "one two three " * 100
 STEP = ("--simulated-step-seconds", "0.02")
+FROZEN_SECONDS = 3.0
 ORPHAN_SECONDS = 30.0
-"""Ten times the bound of 3 s, and less than the 38 s in which the orphans would end by themselves."""
+"""Much more than the bound of 7 s, and less than the 38 s in which the orphans would end by themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +120,8 @@ async def test_a_router_told_to_end_finishes_its_streams_first(
 ) -> None:
     router = cluster.routers["r0"]
     async with whole(cluster, router) as client:
-        reference = await answers(client, streams(NUM_STREAMS, max_tokens=100))
-        async with load(client, streams(NUM_STREAMS, max_tokens=100)) as running:
+        reference = await answers(client, streams(NUM_STREAMS, max_tokens=300))
+        async with load(client, streams(NUM_STREAMS, max_tokens=300)) as running:
             await running.until_tokens(5)
             assert router.popen is not None
             router.popen.terminate()
@@ -136,6 +138,33 @@ async def test_a_router_told_to_end_finishes_its_streams_first(
     assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "ROUTER_DRAINING")
     assert code == 0
     cluster.start(router)
+
+
+@pytest.mark.fault(85)
+async def test_a_router_that_stands_still_for_seconds_moves_no_request(
+    cluster: Processes, measured: dict[str, Any]
+) -> None:
+    """A worker that is silent for as long is lost, and a router that is silent for five seconds is."""
+    router = cluster.routers["r0"]
+    async with whole(cluster, router) as client:
+        reference = await answers(client, streams(NUM_STREAMS, max_tokens=300))
+        async with load(client, streams(NUM_STREAMS, max_tokens=300)) as running:
+            await running.until_tokens(5)
+            at = time.monotonic()
+            router.signal(signal.SIGSTOP)
+            await asyncio.sleep(FROZEN_SECONDS)
+            router.signal(signal.SIGCONT)
+            finished = await running.finished()
+    same_tokens(finished, reference)
+    each_ended_once(finished)
+    moves = sum(stream.finish.migrations for stream in finished if stream.finish is not None)
+    measured.update(
+        failed=0,
+        migrated=moves,
+        recovery_seconds=max(stream.longest_gap(at) for stream in finished) - FROZEN_SECONDS,
+        note=f"after {FROZEN_SECONDS:g} s",
+    )
+    assert moves == 0
 
 
 @asynccontextmanager
@@ -165,11 +194,11 @@ async def test_one_id_twice_is_refused_by_one_router_and_never_mixed_by_two(
         whole(cluster, second) as other,
         _all_on_one_worker(cluster, client, other),
     ):
-        reference = await answers(client, streams(2, max_tokens=80))
+        reference = await answers(client, streams(2, max_tokens=300))
         baseline = Baseline.of(cluster)
-        one, two = streams(2, max_tokens=80)
+        one, two = streams(2, max_tokens=300)
         two.request_id = one.request_id
-        (again,) = streams(1, max_tokens=80)
+        (again,) = streams(1, max_tokens=300)
         again.request_id = one.request_id
         async with load(client, [one]) as running, load(other, [two]) as elsewhere:
             await running.until_tokens(1)

@@ -12,7 +12,7 @@ from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.events import Event, Tokens
 from blockyard.router.cluster.link import CHANNEL_OPTIONS, ROWS_PER_TICK, EngineLink, LinkEvents
 
-from simulation.virtual_time import VirtualLoop
+from simulation.virtual_time import Process, VirtualLoop, bury
 
 from .fake_worker import FakeWorker, open_session
 from .rig import until
@@ -150,7 +150,8 @@ class SilentChannel:
     """
 
     def __init__(self) -> None:
-        self._words = [session_pb2.ToRouter(hello=session_pb2.Hello())]
+        self.words: asyncio.Queue[session_pb2.ToRouter] = asyncio.Queue()
+        self.words.put_nowait(session_pb2.ToRouter(hello=session_pb2.Hello()))
 
     def stream_stream(self, method: str, **_: object) -> Any:
         return lambda **_: self
@@ -161,9 +162,7 @@ class SilentChannel:
     unary_stream = unary_unary
 
     async def read(self) -> session_pb2.ToRouter:
-        if not self._words:
-            await asyncio.get_running_loop().create_future()
-        return self._words.pop()
+        return await self.words.get()
 
     async def write(self, message: session_pb2.ToWorker) -> None:
         pass
@@ -172,27 +171,55 @@ class SilentChannel:
         pass
 
 
-def test_a_silent_worker_is_given_up_when_its_time_is_over_and_not_at_the_next_ping() -> None:
-    loop = VirtualLoop()
+def losses(*, talks: bool, is_frozen: bool) -> list[tuple[float, str]]:
+    """Return when and why a link ends within three seconds, or six of which its process is frozen for four.
+
+    A worker that talks says something every half second.
+    """
+    loop, channel = VirtualLoop(), SilentChannel()
     began, lost = loop.time(), []
+    router = Process("router", loop)
 
     class Losing(Accepting):
         def disconnected(self, address: str, reason: str) -> None:
             lost.append((loop.time() - began, reason))
 
     @asynccontextmanager
-    async def open_silent(address: str) -> AsyncIterator[Any]:
-        yield SilentChannel()
+    async def open_channel(address: str) -> AsyncIterator[Any]:
+        yield channel
+
+    async def talk() -> None:
+        while talks:
+            await asyncio.sleep(0.5)
+            channel.words.put_nowait(session_pb2.ToRouter(pong=session_pb2.Pong()))
 
     async def run() -> None:
-        link = EngineLink("a", Losing(), lost_seconds=2.2, clock=loop.time, open_channel=open_silent)
-        running = asyncio.create_task(link.run())
-        await asyncio.sleep(3)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        link = EngineLink("a", Losing(), lost_seconds=2.2, clock=loop.time, open_channel=open_channel)
+        router.start(link.run())
+        talking = asyncio.create_task(talk())
+        await asyncio.sleep(1)
+        if is_frozen:
+            router.freeze()
+            await asyncio.sleep(4)
+            router.thaw()
+            await asyncio.sleep(1)
+        else:
+            await asyncio.sleep(2)
+        talking.cancel()
 
     try:
         loop.run_until_complete(run())
     finally:
+        bury(loop, [router])
         loop.close()
-    assert lost == [(pytest.approx(2.2, abs=0.01), "silent for 2.2 s")]
+    assert router.failures == []
+    return lost
+
+
+def test_a_silent_worker_is_given_up_when_its_time_is_over_and_not_at_the_next_ping() -> None:
+    assert losses(talks=False, is_frozen=False) == [(pytest.approx(2.2, abs=0.01), "silent for 2.2 s")]
+
+
+def test_a_router_that_stood_still_gives_up_those_alone_that_said_nothing_meanwhile() -> None:
+    assert losses(talks=True, is_frozen=True) == []
+    assert losses(talks=False, is_frozen=True) == [(pytest.approx(5.5, abs=0.01), "silent for 2.2 s")]
