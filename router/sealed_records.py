@@ -21,7 +21,7 @@ from blockyard.proto.index.redis import error_kind
 from blockyard.proto.index.schema import key_prefix
 from blockyard.proto.index.shards import shard_of
 from blockyard.proto.security.cluster_identity import records_key
-from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig
+from blockyard.router.dispatch.prefix_lookup import CircuitBreaker, PrefixLookupConfig, patient_timeout
 from blockyard.router.errors import StoreUnavailable
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -213,7 +213,7 @@ class SealedRecords:
         if not breaker.admits(self._clock()):
             raise StoreUnavailable("Redis, which keeps responses, does not answer")
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS), self._turns:
+            async with patient_timeout(TIMEOUT_SECONDS), self._turns:
                 reply = await call()
         except asyncio.CancelledError:
             breaker.abandoned()
