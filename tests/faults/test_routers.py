@@ -144,7 +144,7 @@ async def test_a_router_told_to_end_finishes_its_streams_first(
 async def test_a_router_that_stands_still_for_seconds_moves_no_request(
     cluster: Processes, measured: dict[str, Any]
 ) -> None:
-    """A worker that is silent for as long is lost, and a router that is silent for five seconds is."""
+    """Workers keep the requests of a router that is silent for up to five seconds."""
     router = cluster.routers["r0"]
     async with whole(cluster, router) as client:
         reference = await answers(client, streams(NUM_STREAMS, max_tokens=300))

@@ -146,7 +146,7 @@ class Proxy:
     harm: Callable[[bytes, int], bytes | None]
     """Takes bytes of the worker and their offset in the connection. Returns what to pass on, None to end it."""
     delay_seconds: float = 0.0
-    prompt_bytes: int = 0
+    undelayed_bytes: int = 0
     """Bytes of a connection that pass without the delay."""
     _tasks: set["asyncio.Task[Any]"] = field(default_factory=set)
 
@@ -155,7 +155,7 @@ class Proxy:
         self._tasks.add(forth := asyncio.create_task(self._copy(reader, up_writer)))
         offset = 0
         while data := await up_reader.read(1000):
-            await asyncio.sleep(self.delay_seconds if offset >= self.prompt_bytes else 0.0)
+            await asyncio.sleep(self.delay_seconds if offset >= self.undelayed_bytes else 0.0)
             passed = self.harm(data, offset)
             offset += len(data)
             if passed is None:
@@ -177,10 +177,10 @@ async def harmed(
     harm: Callable[[bytes, int], bytes | None],
     *,
     delay_seconds: float = 0.0,
-    prompt_bytes: int = 0,
+    undelayed_bytes: int = 0,
 ) -> AsyncIterator[str]:
     """Yield the address of a proxy before the worker's transfer port."""
-    proxy = Proxy(await transfer_port(worker, ""), harm, delay_seconds, prompt_bytes)
+    proxy = Proxy(await transfer_port(worker, ""), harm, delay_seconds, undelayed_bytes)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -254,7 +254,7 @@ async def test_a_slow_source_delays_a_request_no_longer_than_its_pull_may_take()
         async with Router(destination, "") as router:
             first_block = 6 + FRAME_BYTES
             async with harmed(
-                source, lambda data, _: data, delay_seconds=0.02, prompt_bytes=first_block
+                source, lambda data, _: data, delay_seconds=0.02, undelayed_bytes=first_block
             ) as address:
                 # Each later block takes 0.26 s at least, so not all of them can arrive.
                 pull = await pull_from(source, "", address=address, seconds=2.0)
