@@ -233,7 +233,7 @@ async def test_a_deadline_ends_a_silent_stream(
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     with pytest.raises(TimedOutError):
         await connect(address).call("generate", "x", timeout_seconds=2.0)
-    await asyncio.wait_for(router.cancelled.wait(), 5)
+    await asyncio.wait_for(router.cancelled.wait(), 60)
 
 
 async def test_closing_a_stream_cancels_it_on_the_server(
@@ -242,7 +242,7 @@ async def test_closing_a_stream_cancels_it_on_the_server(
     router.scripts = [(GOOD_SCRIPT[0], Hang())]
     first = await connect(address).take_one_and_close(prompt="x")
     assert first.text == "Hel"
-    await asyncio.wait_for(router.cancelled.wait(), 5)
+    await asyncio.wait_for(router.cancelled.wait(), 60)
 
 
 async def test_cancelling_the_task_cancels_the_request(router: ScriptedRouter, address: str) -> None:

@@ -27,7 +27,7 @@ NODE, PID = "another-node", 4711
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing wakes who waits for a value
             await asyncio.sleep(0.01)
 

@@ -11,7 +11,7 @@ from tests.pauses import watched_pauses
 
 from .chaos_proxy import ChaosProxy, ChaosProxyThread
 
-SECONDS = 5.0
+SECONDS = 60.0
 SILENCE_SECONDS = 0.15
 
 

@@ -170,7 +170,7 @@ class _HeldIndex(TwinPrefixIndex):
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             if holds():
                 return

@@ -30,7 +30,7 @@ TOKENS = 8
 
 async def readings_once(router: Router, requests: dict[str, int]) -> Readings:
     """Wait until the readings count these requests by outcome, and return them."""
-    await until(lambda: router.server.readings.get("requests") == requests, seconds=10.0)
+    await until(lambda: router.server.readings.get("requests") == requests)
     return router.server.readings
 
 

@@ -105,8 +105,8 @@ async def running_router(*, tracer_provider: Any = None, **settings: Any) -> Asy
         await server.stop(1.0)
 
 
-async def until(holds: Callable[[], Any], seconds: float = 5.0) -> None:
-    """Waits for a condition, awaitable or not."""
+async def until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait for a condition, awaitable or not. The bound ends a test that hangs; a machine may pause for seconds."""
     async with asyncio.timeout(seconds):
         while True:
             result = holds()

@@ -65,7 +65,7 @@ async def test_a_preempted_sequence_moves_with_its_blocks() -> None:
         answers = await crowded(here, asked)
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
         assert {answer.finish.migrations for answer in answers} == {0}, "no worker was lost"
-        await until(lambda: has_moved(here), 10.0)
+        await until(lambda: has_moved(here))
         assert {answer.finish.worker_id for answer in answers} == {"worker-0", "worker-1"}
         reports = here.starts[1].reports
         assert reports
@@ -89,7 +89,7 @@ async def test_a_sequence_moves_whatever_it_asked_for() -> None:
             expected = await undisturbed(here, both)
             answers = await crowded(here, both)
             assert [outputs(answer) for answer in answers] == [outputs(answer) for answer in expected]
-            await until(lambda: is_more(here, before), 10.0)  # noqa: B023
+            await until(lambda: is_more(here, before))  # noqa: B023
 
 
 async def test_a_beam_search_stays_where_it_is() -> None:

@@ -96,7 +96,7 @@ async def test_somebody_who_comes_and_changes_the_turns_wakes_the_one_whose_turn
                 await line.next_change(ticket)
             served.append(ticket)
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for ticket in (small, other):
             tasks.create_task(stand(ticket))
             await asyncio.sleep(0.01)

@@ -40,7 +40,7 @@ DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
 SECRET = "the ranks' secret"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Queue:\n    " * 20]
-END_SECONDS = 30.0
+END_SECONDS = 60.0
 
 
 def settings(**changes: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from .checkpoints import shared_checkpoint
 
 SECRET = "hush"
 ROOT = root_name(cluster_secret="hush", model_fingerprint="m", block_size=16, kv_dtype="float32")
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from blockyard.worker.simulated.runner import SimulatedRunner
 from .test_session import SECRET, Session
 
 DEMO = Path(__file__).parents[2] / "deploy/demo_model/checkpoint"
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 60
 
 
 class Compiler:
