@@ -1,5 +1,7 @@
 """Owners of asyncio tasks: no task is garbage-collected while it runs, fails unseen, or outlives its owner.
 
+`in_own_thread` is for work that blocks and must not wait behind other such work.
+
 `running` is for work beside one block. `BackgroundTasks` is for tasks whose lifetime spans several calls. Where all
 tasks end inside one block and a failure must end the block at once, use `asyncio.TaskGroup`.
 """
@@ -7,7 +9,9 @@ tasks end inside one block and a failure must end the block at once, use `asynci
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from threading import Thread
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -89,6 +93,32 @@ async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_own_thread(work: Callable[[], T], *, name: str) -> asyncio.Future[T]:
+    """Run `work` in a daemon thread of its own, and return the future of its result.
+
+    It waits for no other work, as it would in the threads of `asyncio.to_thread`, and nothing waits for its end.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.done():
+            outcome()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            outcome = partial(future.set_exception, error)
+        else:
+            outcome = partial(future.set_result, result)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, outcome)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _failure(task: asyncio.Task[Any]) -> BaseException | None:

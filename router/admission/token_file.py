@@ -9,10 +9,10 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from blockyard.proto.runtime.tasks import BackgroundTasks
+from blockyard.proto.runtime.tasks import in_own_thread
 from blockyard.proto.security.secret_files import read_secret_file
 from blockyard.router.admission.auth import TokenTable
 from blockyard.router.admission.token_entries import no_tokens, parse_tokens
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 GRACE_SECONDS = 10.0
 """Time from the first check that finds a bad file to the end of the tokens known before."""
+
+STILL_SECONDS = 1.0
+"""A wait that ends later than this has found the router itself late, not the file."""
 
 _Version = tuple[int, ...]
 """Attributes that change with the file's contents or permissions: inode, size, mode, owner, and times of change."""
@@ -50,19 +53,24 @@ class TokenFile:
         """When the file was first found bad. None while it is good."""
 
     async def follow(self) -> None:
-        """Check the file at intervals until cancelled. A check that hangs, for example on a lost file server, counts as
-        a bad file."""
-        check: asyncio.Task[TokenTable | str | None] | None = None
-        async with BackgroundTasks(on_failure=None) as tasks:
-            while True:
-                await asyncio.sleep(POLL_SECONDS)
-                check = check or tasks.start(asyncio.to_thread(self._look), name="auth file")
-                await asyncio.wait({check}, timeout=POLL_SECONDS)
-                if check.done():
-                    self._take(check.result())
-                    check = None
-                else:
-                    self._take(f"auth file {self._path} cannot be read: it takes too long")
+        """Check the file at intervals until cancelled.
+
+        A check that hangs, for example on a lost file server, counts as a bad file. Time in which the router itself
+        stands still counts for nothing: the check may have stood still too.
+        """
+        check: asyncio.Future[TokenTable | str | None] | None = None
+        while True:
+            late_seconds = await _lateness(asyncio.sleep(POLL_SECONDS))
+            # Of its own, so that nothing that clients make the router read or write keeps it waiting.
+            check = check or in_own_thread(self._look, name="auth file")
+            late_seconds += await _lateness(asyncio.wait({check}, timeout=POLL_SECONDS))
+            if self._bad_since is not None and late_seconds:
+                self._bad_since += late_seconds
+            if check.done():
+                self._take(check.result())
+                check = None
+            elif not late_seconds:
+                self._take(f"auth file {self._path} cannot be read: it takes too long")
 
     def refresh(self) -> None:
         """Check the file once, and use its new tokens or note that it is bad."""
@@ -102,6 +110,16 @@ class TokenFile:
         self._complaint = message
         if not has_grace:
             self.tokens = no_tokens(self._page_token_sha256)
+
+
+async def _lateness(wait: Awaitable[object]) -> float:
+    """Wait, for POLL_SECONDS at most. Return how long the event loop stood still meanwhile, 0 for less than
+    STILL_SECONDS."""
+    loop = asyncio.get_running_loop()
+    due = loop.time() + POLL_SECONDS
+    await wait
+    late_seconds = loop.time() - due
+    return late_seconds if late_seconds >= STILL_SECONDS else 0.0
 
 
 def _read(path: Path, page_token_sha256: str | None) -> tuple[TokenTable, _Version]:

@@ -373,6 +373,59 @@ async def test_a_look_that_hangs_is_a_file_that_cannot_be_read(
         following.cancel()
 
 
+async def test_a_router_that_stands_still_takes_no_good_token_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, loop, still_seconds, num_looks = tmp_path / "tokens.json", asyncio.get_running_loop(), 0.0, 0
+    token, made = new_token("ann", "user")
+    write(path, made)
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + still_seconds)
+    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.01)
+    file = TokenFile(path, clock=loop.time)
+    look = file._look
+
+    def counted() -> TokenTable | str | None:
+        nonlocal num_looks
+        num_looks += 1
+        return look()
+
+    monkeypatch.setattr(file, "_look", counted)
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(file.follow())
+        # An editor that has the file away for a moment, in which the router stands still.
+        away = path.rename(tmp_path / "away")
+        await until(lambda: file._bad_since is not None, seconds=30)
+        still_seconds += 10 * GRACE_SECONDS
+        looks = num_looks
+        await until(lambda: num_looks > looks + 1, seconds=30)
+        assert file.tokens.find(token) is not None
+        away.rename(path)
+        await until(lambda: file._bad_since is None, seconds=30)
+        assert file.tokens.find(token) is not None
+        following.cancel()
+
+
+async def test_the_auth_file_is_checked_while_all_threads_of_the_loop_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, go_on = tmp_path / "tokens.json", threading.Event()
+    (_, first), (added, second) = new_token("ann", "user"), new_token("bob", "user")
+    write(path, first)
+    file = TokenFile(path)
+    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.01)
+    async with asyncio.TaskGroup() as tasks:
+        try:
+            for _ in range(64):
+                tasks.create_task(asyncio.to_thread(go_on.wait, 60))
+            following = tasks.create_task(file.follow())
+            write(path, first, second)
+            await until(lambda: file.tokens.find(added) is not None, seconds=30)
+        finally:
+            go_on.set()
+        following.cancel()
+
+
 def test_a_change_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     (ann, first), (bob, second) = new_token("ann", "user"), new_token("bob", "user")
