@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from blockyard.router.openai.batches import handlers, runner, store, upload
-from blockyard.router.openai.batches.records import BatchRecord, Owner, page
+from blockyard.router.openai.batches.records import BatchRecord, Owner, Query
 from openai import AsyncOpenAI
 
 from .rig import (
@@ -89,12 +89,11 @@ async def test_an_upload_that_is_none_is_refused(
 
 @pytest.mark.parametrize("newest_first", [True, False])
 def test_a_list_goes_on_behind_an_object_that_was_deleted(newest_first: bool) -> None:
-    shown = [{"id": f"file-{number:032x}", "created_at": number} for number in range(6)]
-    expected = sorted((one["id"] for one in shown), reverse=newest_first)
+    ids = [f"file-{number:032x}" for number in range(6)]
+    expected = sorted(ids, reverse=newest_first)
     for at, deleted in enumerate(expected):
-        left = [one for one in shown if one["id"] != deleted]
-        found = page(left, after=deleted, limit=10, newest_first=newest_first)
-        assert [one["id"] for one in found.shown] == expected[at + 1 :]
+        query = Query(after=deleted, newest_first=newest_first)
+        assert query.in_order(one for one in ids if one != deleted) == expected[at + 1 :]
 
 
 def test_a_record_that_cannot_be_read_hides_no_other_and_is_logged_once(

@@ -6,7 +6,8 @@ file is written again.
 
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -16,9 +17,18 @@ from typing import Self
 class Answers:
     """The two answer files of a batch: of good answers, and of errors. Threads may share it."""
 
-    def __init__(self, output: Path, errors: Path) -> None:
-        """Open both files and cut off unfinished lines. Raises OSError."""
+    def __init__(
+        self,
+        output: Path,
+        errors: Path,
+        writing: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Open both files and cut off unfinished lines. `writing` takes room for the bytes that its context writes.
+
+        Raises OSError.
+        """
         self._lock = Lock()
+        self._writing = writing
         with ExitStack() as opening:
             self._good = opening.enter_context(_AnswerFile(output))
             self._bad = opening.enter_context(_AnswerFile(errors))
@@ -37,13 +47,14 @@ class Answers:
         return len(self._bad.custom_ids)
 
     def append(self, custom_id: str, line: bytes, *, is_good: bool) -> None:
-        """Write the answer of a request, unless the request has one. Raises OSError.
+        """Write the answer of a request, unless the request has one. Raises OSError, or what `writing` raises.
 
         The thread of a cancelled task may come late: then the request has an answer, or will get one from the next run.
         """
         with self._lock:
             if custom_id not in self and not self._is_closed:
-                (self._good if is_good else self._bad).append(custom_id, line)
+                with self._writing(len(line)):
+                    (self._good if is_good else self._bad).append(custom_id, line)
 
     def sync(self) -> None:
         """Make the lines survive a loss of power too. Raises OSError."""

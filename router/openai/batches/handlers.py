@@ -7,13 +7,16 @@ out (../routes.py).
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from aiohttp.web import BaseRequest, Response, StreamResponse
 from blockyard.router.admission.auth import PRINCIPAL
+from blockyard.router.admission.disk_turns import DiskTurns
 from blockyard.router.calls.bounds import Caller
 from blockyard.router.calls.generating import Calls
 from blockyard.router.calls.intake import Intake
@@ -21,10 +24,16 @@ from blockyard.router.errors import Forbidden, InvalidRequest
 from blockyard.router.openai.batches.fields import CREATE_FIELDS, checked_metadata
 from blockyard.router.openai.batches.line_calls import LineCalls
 from blockyard.router.openai.batches.paths import BATCHES, FILES
-from blockyard.router.openai.batches.records import BatchRecord, FileRecord, Owner, page
+from blockyard.router.openai.batches.records import (
+    BatchRecord,
+    FileRecord,
+    Owner,
+    Query,
+    page_document,
+)
+from blockyard.router.openai.batches.room import LimitPassed
 from blockyard.router.openai.batches.runner import Runner
 from blockyard.router.openai.batches.store import (
-    LimitPassed,
     Store,
     TenantStore,
     drawn_batch_id,
@@ -46,6 +55,25 @@ LIMIT = re.compile(r"[0-9]{1,4}")
 CONTENT_BYTES = 256 * 1024
 
 Headed = Callable[[StreamResponse, BaseRequest, CallNotes], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """What the tenant of a call has, and the caller's turns on the disk."""
+
+    store: TenantStore
+    caller: Caller
+    turns: DiskTurns
+
+    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work in a thread. A caller that is cancelled drops the work unless it has begun."""
+        return await self.begun(work, *args, **kwargs)
+
+    def begun(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Return the future of work that runs in a thread, whether or not anybody awaits it."""
+        return asyncio.wrap_future(self.turns.submit(self.caller.client, work, *args, **kwargs))
 
 
 class BatchRoutes:
@@ -54,7 +82,7 @@ class BatchRoutes:
     def __init__(self, folder: Path, calls: Calls, line_calls: LineCalls, intake: Intake) -> None:
         self._store = Store(folder)
         self._calls, self._intake, self._endpoints = calls, intake, line_calls.endpoints
-        self._uploads = Uploads()
+        self._turns, self._uploads = DiskTurns(), Uploads()
         self.runner = Runner(self._store, calls, line_calls)
 
     # Files
@@ -62,31 +90,36 @@ class BatchRoutes:
     async def files(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if request.method == "POST":
             return await self._upload(request)
-        async with self._admitted(request) as store:
-            shown = [record.shown() for record in await asyncio.to_thread(store.files)]
-        purpose = request.query.get("purpose")
-        return _listed([one for one in shown if purpose in (None, one["purpose"])], request, FILES)
+        query, limit = _query(request, FILES)
+        async with self._admitted(request) as desk:
+            records = await desk.run(desk.store.files, query)
+        return _page([record.shown() for record in records], limit)
 
     async def file(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
-        store, record = await self._found_file(request)
-        if request.method == "GET":
-            return json_response(record.shown())
-        used = await asyncio.to_thread(store.batches)
-        if any(record.id == batch.input_file_id and not batch.has_ended for batch in used):
-            raise Conflict("a batch that has not ended reads this file")
-        await asyncio.to_thread(store.remove_file, record.id)
+        async with self._admitted(request) as desk:
+            record = await _found_file(desk, request)
+            if request.method == "GET":
+                return json_response(record.shown())
+            if await desk.run(desk.store.reads, record.id):
+                raise Conflict("a batch that has not ended reads this file")
+            await desk.run(desk.store.remove_file, record.id)
         return json_response({"id": record.id, "object": "file", "deleted": True})
 
     async def content(self, request: BaseRequest, notes: CallNotes, headed: Headed) -> StreamResponse:
         """Stream the lines of a file. Cut off a client that does not read."""
-        store, record = await self._found_file(request)
+        async with self._admitted(request) as desk:
+            record = await _found_file(desk, request)
         response = StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         response.content_length = record.num_bytes
-        headed(response, request, notes)
-        with await asyncio.to_thread(store.path(record.id).open, "rb") as file:
+        # Counted apart from other calls, which a tenant with slow readers can still make.
+        with (
+            self._turns.call(f"{desk.caller.client}\0content"),
+            await desk.run(_opened, desk.store.path(record.id)) as file,
+        ):
+            headed(response, request, notes)
             try:
                 await self._read_by_client(response.prepare(request))
-                while piece := await asyncio.to_thread(file.read, CONTENT_BYTES):
+                while piece := await desk.run(_piece, file):
                     await self._read_by_client(response.write(piece))
                 await self._read_by_client(response.write_eof())
             except TimeoutError:
@@ -102,58 +135,51 @@ class BatchRoutes:
         if "Origin" in request.headers:
             # A browser sends such a body without asking the server first.
             raise Forbidden("web pages may not upload files")
-        store, _ = self._tenant(request)
-        file_id = drawn_file_id()
-        async with self._uploads.turn():
-            upload = store.upload(file_id)
+        desk, file_id = self._desk(request), drawn_file_id()
+        async with self._uploads.turn(desk.caller.client):
+            upload = desk.store.upload(file_id)
             try:
-                target = await asyncio.to_thread(upload.__enter__)
+                await desk.run(upload.begin)
+                filename, num_bytes = await receive(request, partial(desk.run, upload.write))
+                record = FileRecord(
+                    id=file_id,
+                    filename=filename,
+                    purpose="batch",
+                    num_bytes=num_bytes,
+                    created_at=int(time.time()),
+                )
+                # To its end, so that no file stays without a record, which nobody could see or delete.
+                await asyncio.shield(desk.begun(upload.keep, record))
             except LimitPassed as error:
                 raise BatchLimit(str(error)) from None
-            try:
-                filename, num_bytes = await receive(request, target)
-            except BaseException as error:
-                upload.__exit__(type(error), error, error.__traceback__)
-                raise
-            record = FileRecord(
-                id=file_id,
-                filename=filename,
-                purpose="batch",
-                num_bytes=num_bytes,
-                created_at=int(time.time()),
-            )
-            await asyncio.to_thread(_keep, upload, store, record)
+            finally:
+                # Nobody waits for it: the client may be gone.
+                desk.begun(upload.discard)
         return json_response(record.shown())
-
-    async def _found_file(self, request: BaseRequest) -> tuple[TenantStore, FileRecord]:
-        async with self._admitted(request) as store:
-            record = await asyncio.to_thread(store.file, _id_in(request))
-        if record is None:
-            raise NoSuchFile("no such file")
-        return store, record
 
     # Batches
 
     async def batches(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         if request.method == "POST":
             return await self._create(request)
-        async with self._admitted(request) as store:
-            shown = await asyncio.to_thread(_shown_batches, store)
-        return _listed(shown, request, BATCHES)
+        query, limit = _query(request, BATCHES)
+        async with self._admitted(request) as desk:
+            shown = await desk.run(_shown_batches, desk.store, query)
+        return _page(shown, limit)
 
     async def batch(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
-        async with self._admitted(request) as store:
-            return await self._shown(store, await self._found_batch(store, request))
+        async with self._admitted(request) as desk:
+            return await _shown(desk, await _found_batch(desk, request))
 
     async def cancel(self, request: BaseRequest, notes: CallNotes) -> StreamResponse:
         # Not admitted first: a router that is full should hear of work that is not wanted any more.
-        store, _ = self._tenant(request)
-        record = await self._found_batch(store, request)
+        desk = self._desk(request)
+        record = await _found_batch(desk, request)
         if record.has_ended:
             raise Conflict(f"the batch has ended: it is {record.status}")
-        await asyncio.to_thread(store.cancel, record.id)
+        await desk.run(desk.store.cancel, record.id)
         self.runner.look()
-        return await self._shown(store, record)
+        return await _shown(desk, record)
 
     async def _create(self, request: BaseRequest) -> Response:
         call = http_call(request, default_timeout_seconds=self._calls.bounds.default_timeout_seconds)
@@ -165,57 +191,67 @@ class BatchRoutes:
                 raise InvalidRequest.of(name, f"must be {' or '.join(allowed)}")
         input_file_id = text("input_file_id", body.get("input_file_id"))
         metadata = checked_metadata(given(body, "metadata", CREATE_FIELDS["metadata"]))
-        store, caller = self._tenant(request)
-        async with self._admitted(request):
-            source = await asyncio.to_thread(store.file, input_file_id)
-        if source is None or source.purpose != "batch":
-            raise InvalidRequest.of("input_file_id", "must be a file with the purpose batch")
-        now = int(time.time())
-        record = BatchRecord(
-            id=drawn_batch_id(),
-            owner=_owner(caller),
-            endpoint=body["endpoint"],
-            input_file_id=input_file_id,
-            completion_window=WINDOW,
-            created_at=now,
-            expires_at=now + WINDOW_SECONDS,
-            output_file_id=drawn_file_id(),
-            error_file_id=drawn_file_id(),
-            metadata=metadata,
-        )
-        try:
-            await asyncio.to_thread(store.create, record)
-        except LimitPassed as error:
-            raise BatchLimit(str(error)) from None
+        async with self._admitted(request) as desk:
+            source = await desk.run(desk.store.file, input_file_id)
+            if source is None or source.purpose != "batch":
+                raise InvalidRequest.of("input_file_id", "must be a file with the purpose batch")
+            now = int(time.time())
+            record = BatchRecord(
+                id=drawn_batch_id(),
+                owner=_owner(desk.caller),
+                endpoint=body["endpoint"],
+                input_file_id=input_file_id,
+                completion_window=WINDOW,
+                created_at=now,
+                expires_at=now + WINDOW_SECONDS,
+                output_file_id=drawn_file_id(),
+                error_file_id=drawn_file_id(),
+                metadata=metadata,
+            )
+            try:
+                await desk.run(desk.store.create, record)
+            except LimitPassed as error:
+                raise BatchLimit(str(error)) from None
         self.runner.look()
         return json_response(record.shown(is_cancelled=False))
 
-    async def _found_batch(self, store: TenantStore, request: BaseRequest) -> BatchRecord:
-        record = await asyncio.to_thread(store.batch, _id_in(request))
-        if record is None:
-            raise NoSuchBatch("no such batch")
-        return record
-
-    async def _shown(self, store: TenantStore, record: BatchRecord) -> Response:
-        is_cancelled = await asyncio.to_thread(store.is_cancelled, record.id)
-        return json_response(record.shown(is_cancelled=is_cancelled))
-
     @asynccontextmanager
-    async def _admitted(self, request: BaseRequest) -> AsyncIterator[TenantStore]:
+    async def _admitted(self, request: BaseRequest) -> AsyncIterator[_Desk]:
         """Admit a call before it reads records, and yield what its tenant has.
 
-        Limits per minute do not apply: the tenant's own batch may use them up, and its state must stay visible.
+        Limits per minute do not apply: the tenant's own batch may use them up, and its state must stay visible. Instead
+        a caller makes few such calls at once.
         """
-        calls = self._calls
+        calls, desk = self._calls, self._desk(request)
         call = http_call(request, default_timeout_seconds=calls.bounds.default_timeout_seconds)
         ledger = calls.groups.default.parts.ledger
-        async with calls.bounds.admitted_to_read(call, ledger, is_limited=False) as tenant:
-            yield self._store.of(tenant)
+        with self._turns.call(desk.caller.client):
+            async with calls.bounds.admitted_to_read(call, ledger, is_limited=False):
+                yield desk
 
-    def _tenant(self, request: BaseRequest) -> tuple[TenantStore, Caller]:
-        """Return what the caller's tenant has. Raises InvalidRequest or Forbidden."""
+    def _desk(self, request: BaseRequest) -> _Desk:
+        """Return the desk of a caller. Raises InvalidRequest or Forbidden."""
         caller = self._calls.bounds.caller(http_call(request, default_timeout_seconds=1.0))
-        return self._store.of(caller.tenant), caller
+        return _Desk(self._store.of(caller.tenant), caller, self._turns)
+
+
+async def _found_file(desk: _Desk, request: BaseRequest) -> FileRecord:
+    record = await desk.run(desk.store.file, _id_in(request))
+    if record is None:
+        raise NoSuchFile("no such file")
+    return record
+
+
+async def _found_batch(desk: _Desk, request: BaseRequest) -> BatchRecord:
+    record = await desk.run(desk.store.batch, _id_in(request))
+    if record is None:
+        raise NoSuchBatch("no such batch")
+    return record
+
+
+async def _shown(desk: _Desk, record: BatchRecord) -> Response:
+    is_cancelled = await desk.run(desk.store.is_cancelled, record.id)
+    return json_response(record.shown(is_cancelled=is_cancelled))
 
 
 def _owner(caller: Caller) -> Owner:
@@ -231,17 +267,16 @@ def _owner(caller: Caller) -> Owner:
     )
 
 
-def _keep(upload: AbstractContextManager[BinaryIO], store: TenantStore, record: FileRecord) -> None:
-    """End an upload. A client that goes meanwhile ends only the waiting for this thread.
-
-    So no file stays without a record, which nobody could see or delete.
-    """
-    upload.__exit__(None, None, None)
-    store.add_file(record)
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
-def _shown_batches(store: TenantStore) -> list[dict[str, Any]]:
-    return [record.shown(is_cancelled=store.is_cancelled(record.id)) for record in store.batches()]
+def _piece(file: BinaryIO) -> bytes:
+    return file.read(CONTENT_BYTES)
+
+
+def _shown_batches(store: TenantStore, query: Query) -> list[dict[str, Any]]:
+    return [record.shown(is_cancelled=store.is_cancelled(record.id)) for record in store.batches(query)]
 
 
 def _id_in(request: BaseRequest) -> str:
@@ -249,16 +284,26 @@ def _id_in(request: BaseRequest) -> str:
     return request.path.split("/")[3]
 
 
-def _listed(shown: list[dict[str, Any]], request: BaseRequest, path: str) -> Response:
-    query = request.query
-    limit = query.get("limit", str(DEFAULT_LIMITS[path]))
+def _query(request: BaseRequest, path: str) -> tuple[Query, int]:
+    """Return what a call asks of a list, with one object more than its page may have, and the limit of the page.
+
+    Raises InvalidRequest.
+    """
+    asked = request.query
+    limit = asked.get("limit", str(DEFAULT_LIMITS[path]))
     if not (LIMIT.fullmatch(limit) and 1 <= int(limit) <= MAX_PAGE):
         raise InvalidRequest.of("limit", f"must be from 1 to {MAX_PAGE}")
-    order = query.get("order", "desc")
+    order = asked.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest.of("order", "must be asc or desc")
-    after = query.get("after")
+    after = asked.get("after")
     if after is not None and not is_id_here(after):
         raise InvalidRequest.of("after", "must be the id of a file or a batch")
-    listed = page(shown, after=after, limit=int(limit), newest_first=order == "desc")
-    return json_response(listed.document())
+    query = Query(
+        limit=int(limit) + 1, after=after, newest_first=order == "desc", purpose=asked.get("purpose")
+    )
+    return query, int(limit)
+
+
+def _page(shown: Sequence[dict[str, Any]], limit: int) -> Response:
+    return json_response(page_document(shown, limit))

@@ -1,7 +1,7 @@
 """Records of files and batches: what the folder keeps of them, and what clients see. Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Literal[
@@ -135,32 +135,39 @@ def batch_record(document: Mapping[str, Any]) -> BatchRecord:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class Page:
-    """One page of a list, newest first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """What a client asks of a list."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    has_more: bool = False
+    limit: int | None = None
+    """Most records that are read and returned. None: all."""
+    after: str | None = None
+    """Id behind which the page begins. Its object may have been deleted."""
+    newest_first: bool = True
+    purpose: str | None = None
 
-    def document(self) -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": self.shown,
-            "first_id": self.shown[0]["id"] if self.shown else None,
-            "last_id": self.shown[-1]["id"] if self.shown else None,
-            "has_more": self.has_more,
-        }
+    def in_order(self, ids: Iterable[str]) -> list[str]:
+        """Return the ids behind `after`, in order. Ids begin with the time of their creation."""
+        after, newest_first = self.after, self.newest_first
+        behind = (
+            ids if after is None else (one for one in ids if one != after and (one < after) == newest_first)
+        )
+        return sorted(behind, reverse=newest_first)
+
+    def takes(self, purpose: str) -> bool:
+        return self.purpose in (None, purpose)
 
 
-def page(shown: list[dict[str, Any]], *, after: str | None, limit: int, newest_first: bool = True) -> Page:
-    """Return the page of at most `limit` objects behind the one with the id `after`, which may have been deleted."""
-    ordered = sorted(shown, key=lambda one: (one["created_at"], one["id"]), reverse=newest_first)
-    begin = _begin([one["id"] for one in ordered], after, newest_first) if after is not None else 0
-    return Page(shown=ordered[begin : begin + limit], has_more=len(ordered) > begin + limit)
+EVERYTHING = Query()
 
 
-def _begin(ids: list[str], after: str, newest_first: bool) -> int:
-    if after in ids:
-        return ids.index(after) + 1
-    # Ids begin with the time.
-    return next((at for at, one in enumerate(ids) if (one < after) == newest_first), len(ids))
+def page_document(shown: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Return a page of at most `limit` objects, as OpenAI's list. One object more means that another page follows."""
+    listed = shown[:limit]
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": listed[0]["id"] if listed else None,
+        "last_id": listed[-1]["id"] if listed else None,
+        "has_more": len(shown) > limit,
+    }

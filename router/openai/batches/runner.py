@@ -8,11 +8,13 @@ stages of a batch. Does not own how many lines run at once (lane.py), the format
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+from blockyard.router.admission.disk_turns import DiskTurns
 from blockyard.router.calls.generating import Calls
 from blockyard.router.openai.batches.answer_file import Answers
 from blockyard.router.openai.batches.lane import Lane
@@ -26,6 +28,7 @@ from blockyard.router.openai.batches.lines import (
     unanswered_line,
 )
 from blockyard.router.openai.batches.records import BatchRecord, FileRecord, LineError, Status
+from blockyard.router.openai.batches.room import LimitPassed
 from blockyard.router.openai.batches.store import Store, TenantStore
 from blockyard.router.openai.http.body import max_body_bytes, max_values
 
@@ -49,6 +52,11 @@ UNANSWERED: Mapping[Status, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
 }
 """Code and message for each line that has no answer at the end of its batch."""
+NUM_THREADS = 8
+FOLDER = "@folder"
+"""Stands for a tenant in the turns of what is done for all tenants. No tenant has such a name."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -58,7 +66,8 @@ class _Job:
     record: BatchRecord
     store: TenantStore
     stops: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a client has cancelled the batch."""
+    """Set when a client has cancelled the batch, or there is no room for its answers."""
+    no_room: LimitPassed | None = None
 
 
 class Runner:
@@ -69,6 +78,8 @@ class Runner:
         self._most_bytes = max_body_bytes(most_tokens) + LINE_BYTES
         self._most_values = max_values(most_tokens)
         self._lane = Lane(calls)
+        # Of its own: calls of clients may fill theirs.
+        self._turns = DiskTurns(NUM_THREADS)
         self._jobs: dict[str, _Job] = {}
         self._checking = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -92,19 +103,19 @@ class Runner:
             self._store.release()
 
     async def _begin_new(self, tasks: asyncio.TaskGroup) -> None:
-        if self._calls.groups.registry.is_draining or not await asyncio.to_thread(self._store.become_owner):
+        if self._calls.groups.registry.is_draining or not await self._run(FOLDER, self._store.become_owner):
             return
-        for record in await asyncio.to_thread(self._store.unfinished):
+        for record in await self._run(FOLDER, self._store.unfinished):
             job = self._jobs.get(record.id)
             if job is None:
                 store = self._store.of(record.owner.tenant)
                 # The list may be older than the end of the batch, which must not run again.
-                latest = await asyncio.to_thread(store.batch, record.id)
+                latest = await self._run(FOLDER, store.batch, record.id)
                 if latest is None or latest.has_ended:
                     continue
                 job = self._jobs[record.id] = _Job(latest, store)
                 tasks.create_task(self._carry_out(job))
-            if await asyncio.to_thread(job.store.is_cancelled, record.id):
+            if await self._run(FOLDER, job.store.is_cancelled, record.id):
                 job.stops.set()
 
     async def _carry_out(self, job: _Job) -> None:
@@ -121,7 +132,7 @@ class Runner:
             logger.error("batch %s has failed: %s", job.record.id, _names(error))
             try:
                 # The answers so far are worth having.
-                await asyncio.to_thread(_publish, job.record, job.store)
+                await self._of(job, _publish, job.record, job.store)
                 failure = LineError(code="internal", message="the router has failed on this batch")
                 await self._save(
                     job, replace(job.record, status="failed", failed_at=_now(), errors=(failure,))
@@ -151,8 +162,15 @@ class Runner:
             for other in self._jobs.values()
         )
 
+    async def _of(self, job: _Job, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work of a batch in a thread, after earlier work of its tenant."""
+        return await self._run(job.record.owner.tenant, work, *args, **kwargs)
+
+    async def _run(self, tenant: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._turns.submit(tenant, work, *args, **kwargs))
+
     async def _save(self, job: _Job, record: BatchRecord) -> None:
-        await asyncio.to_thread(job.store.save, record)
+        await self._of(job, job.store.save, record)
         job.record = record
 
     # Checking
@@ -198,11 +216,11 @@ class Runner:
     async def _lines(self, job: _Job) -> AsyncIterator[tuple[int, bytes]]:
         """Yield the lines of the input with their numbers, without blank ones. A line that is far too long is cut."""
         path = job.store.path(job.record.input_file_id)
-        if not await asyncio.to_thread(path.exists):
+        if not await self._of(job, path.exists):
             raise LookupError("the input file is gone")
         number = 0
-        with await asyncio.to_thread(path.open, "rb") as file:
-            while pieces := await asyncio.to_thread(_whole_lines, file, self._most_bytes + 1):
+        with await self._of(job, _opened, path) as file:
+            while pieces := await self._of(job, _whole_lines, file, self._most_bytes + 1):
                 for raw in pieces:
                     number += 1
                     if raw.strip():
@@ -211,10 +229,13 @@ class Runner:
     # Answering
 
     async def _answer_all(self, job: _Job) -> None:
-        """Send each line that has no answer yet, and write the answers, until the batch is cancelled or expires."""
+        """Send each line that has no answer yet, and write the answers.
+
+        The batch ends earlier if it is cancelled or expires, or if there is no room for its answers.
+        """
         record = job.record
         paths = job.store.path(record.output_file_id), job.store.path(record.error_file_id)
-        answers = await asyncio.to_thread(Answers, *paths)
+        answers = await self._of(job, Answers, *paths, job.store.writing)
         try:
             async with asyncio.TaskGroup() as tasks:
                 is_over = asyncio.Event()
@@ -228,13 +249,17 @@ class Runner:
                 sending.cancel()
                 stopping.cancel()
             outcome: Status = "completed" if is_whole else "cancelled" if job.stops.is_set() else "expired"
-            if outcome != "completed":
+            if job.no_room is not None:
+                outcome = "failed"
+            elif outcome != "completed":
                 await self._give_up_others(job, answers, *UNANSWERED[outcome])
-            await asyncio.to_thread(answers.sync)
+            await self._of(job, answers.sync)
             ending = replace(record, status="finalizing", finalizing_at=_now(), outcome=outcome)
+            if job.no_room is not None:
+                ending = replace(ending, errors=(_lack_of_room(job.no_room),))
             await self._save(job, _counted(ending, answers))
         finally:
-            await asyncio.to_thread(answers.close)
+            await self._of(job, answers.close)
 
     async def _send_all(self, job: _Job, answers: Answers) -> None:
         """Send lines while there is room for them, and return when all are answered."""
@@ -245,10 +270,10 @@ class Runner:
                 if line.custom_id not in answers:
                     await permits.acquire()
                     sending.create_task(
-                        self._answer(self._line_calls.call(line, job.record), answers, permits)
+                        self._answer(job, self._line_calls.call(line, job.record), answers, permits)
                     )
 
-    async def _answer(self, call: LineCall, answers: Answers, permits: asyncio.Semaphore) -> None:
+    async def _answer(self, job: _Job, call: LineCall, answers: Answers, permits: asyncio.Semaphore) -> None:
         """Answer a line, however often its call must be tried again."""
         while True:
             async with self._lane.turn(call.num_sequences):
@@ -257,16 +282,29 @@ class Runner:
                 break
             await asyncio.sleep(outcome)
         is_good, line = outcome
-        await asyncio.to_thread(answers.append, call.custom_id, line, is_good=is_good)
+        await self._append(job, answers, call.custom_id, line, is_good=is_good)
         permits.release()
 
+    async def _append(
+        self, job: _Job, answers: Answers, custom_id: str, line: bytes, *, is_good: bool
+    ) -> None:
+        """Write an answer. If there is no room for it, the batch writes nothing more."""
+        try:
+            if job.no_room is None:
+                await self._of(job, answers.append, custom_id, line, is_good=is_good)
+        except LimitPassed as error:
+            job.no_room = error
+            job.stops.set()
+
     async def _give_up_others(self, job: _Job, answers: Answers, code: str, message: str) -> None:
-        """Write an error for each line without an answer."""
+        """Write an error for each line without an answer, while there is room."""
         async for number, raw in self._lines(job):
+            if job.no_room is not None:
+                return
             custom_id = self._parsed(job, raw).custom_id
             if custom_id not in answers:
                 line = unanswered_line(custom_id, code=code, message=message)
-                await asyncio.to_thread(answers.append, custom_id, line, is_good=False)
+                await self._append(job, answers, custom_id, line, is_good=False)
             elif number % CHECKS_A_TICK == 0:
                 await asyncio.sleep(CHECK_PAUSE_SECONDS)
 
@@ -276,11 +314,11 @@ class Runner:
             await _within(is_over, SYNC_SECONDS)
             counted = _counted(job.record, answers)
             if counted != job.record:
-                await asyncio.to_thread(answers.sync)
+                await self._of(job, answers.sync)
                 await self._save(job, counted)
 
     async def _end(self, job: _Job) -> None:
-        await asyncio.to_thread(_publish, job.record, job.store)
+        await self._of(job, _publish, job.record, job.store)
         times: dict[str, Any] = {f"{job.record.outcome}_at": _now()}
         if job.record.outcome == "cancelled":
             times["cancelling_at"] = job.record.finalizing_at or _now()
@@ -305,9 +343,18 @@ def _publish(record: BatchRecord, store: TenantStore) -> None:
                     filename=f"{record.id}_{kind}.jsonl",
                     purpose="batch_output",
                     num_bytes=num_bytes,
-                    created_at=_now(),
+                    # In the order of its id, which was drawn with the batch.
+                    created_at=record.created_at,
                 )
             )
+
+
+def _lack_of_room(reason: LimitPassed) -> LineError:
+    return LineError(code=reason.code, message=f"{reason}; the lines in neither file have no answer")
+
+
+def _opened(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def _whole_lines(file: BinaryIO, longest: int) -> list[bytes]:

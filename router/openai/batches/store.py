@@ -8,8 +8,8 @@
 
 TENANT is a hash of the tenant's name, so no name is a path, and nobody finds what another tenant has. Ids are drawn
 here, and another text is no id. Records are replaced as a whole. Every call blocks for the disk, so callers use
-threads. Every call may raise OSError. Several routers may use one folder. Only the owner changes a batch after its
-creation.
+threads (../../admission/disk_turns.py). Every call may raise OSError. Several routers may use one folder. Only the
+owner changes a batch after its creation.
 """
 
 import fcntl
@@ -18,36 +18,42 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from hashlib import sha256
+from io import FileIO
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from blockyard.router.openai.batches.records import BatchRecord, FileRecord, batch_record
+from blockyard.router.openai.batches.records import (
+    EVERYTHING,
+    BatchRecord,
+    FileRecord,
+    Query,
+    batch_record,
+)
+from blockyard.router.openai.batches.room import Disk, LimitPassed, Room, sizes
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 200_000_000
 MAX_TENANT_FILES = 1000
+"""Files of a tenant, those of answers included that its unfinished batches will have."""
 MAX_TENANT_BYTES = 4_000_000_000
-"""Limit on the bytes of all files of a tenant, beyond which it uploads nothing more. Answers are still written."""
+"""Limit on the bytes of all files of a tenant, those of answers included."""
 MAX_UNFINISHED = 100
 MAX_BATCHES = 1000
 """Batches of a tenant that are remembered. Beyond it, the oldest that have ended are forgotten."""
 LEAST_FREE_BYTES = 2**30
-"""Space that uploads leave free on the disk."""
+"""Space that uploads and answers leave free on the disk."""
 UPLOAD_SECONDS = 3600
 """An upload that is older than this was interrupted."""
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
-
-
-class LimitPassed(Exception):
-    """The tenant or the disk has no room for another file or batch."""
 
 
 def drawn_file_id() -> str:
@@ -66,9 +72,9 @@ def _drawn() -> str:
 class TenantStore:
     """Files and batches of one tenant. An id that is unknown here, or is no id, has no record."""
 
-    def __init__(self, folder: Path, records: "_Records") -> None:
+    def __init__(self, folder: Path, records: "_Records", disk: Disk, room: Room) -> None:
         self._files, self._batches = folder / "files", folder / "batches"
-        self._records = records
+        self._records, self._disk, self._room = records, disk, room
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's lines. Raises ValueError for a text that is no id."""
@@ -80,8 +86,10 @@ class TenantStore:
         path = self._files / f"{file_id}.json"
         return self._records.read(path, _file_record) if is_id_here(file_id) else None
 
-    def files(self) -> list[FileRecord]:
-        return self._records.read_all(self._files, _file_record)
+    def files(self, query: Query = EVERYTHING) -> list[FileRecord]:
+        """Return the files that a query asks for. No other records are read, unless it asks for a purpose."""
+        found = self._records.read_all(self._files, query.in_order(_ids(self._files)), _file_record)
+        return list(islice((file for file in found if query.takes(file.purpose)), query.limit))
 
     def add_file(self, record: FileRecord) -> None:
         _write(self._files / f"{_checked(record.id)}.json", asdict(record))
@@ -90,29 +98,34 @@ class TenantStore:
         for path in (self._files / f"{_checked(file_id)}.json", self.path(file_id)):
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def upload(self, file_id: str) -> Iterator[BinaryIO]:
-        """Yield a file to write the lines to. It is kept if the context ends without an error. Raises LimitPassed."""
-        self._check_room()
-        part = self.path(file_id).with_suffix(".part")
-        try:
-            with _created(part).open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path(file_id))
-        finally:
-            part.unlink(missing_ok=True)
+    def upload(self, file_id: str) -> "Upload":
+        return Upload(self, self.path(file_id))
 
-    def _check_room(self) -> None:
-        files = self.files()
-        if len(files) >= MAX_TENANT_FILES:
-            raise LimitPassed(f"there are {MAX_TENANT_FILES} files already: delete some")
-        if sum(record.num_bytes for record in files) >= MAX_TENANT_BYTES:
-            raise LimitPassed(f"the files have {MAX_TENANT_BYTES} bytes already: delete some")
-        self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if shutil.disk_usage(self._files).free < LEAST_FREE_BYTES + MAX_FILE_BYTES:
+    def check_upload(self) -> None:
+        """Raise LimitPassed if there is no room for one more file, which may have the largest size."""
+        _remove_interrupted_uploads(self._files)
+        self._check_files(1)
+        if self._disk.free_bytes() < LEAST_FREE_BYTES + MAX_FILE_BYTES:
             raise LimitPassed("the disk of the server is full")
+
+    def writing(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Take room for bytes that the context writes to a file of the tenant. Raises LimitPassed at its start."""
+        return self._room.writing(num_bytes, most_bytes=MAX_TENANT_BYTES, least_free_bytes=LEAST_FREE_BYTES)
+
+    def check_share(self, num_bytes: int) -> None:
+        """Raise LimitPassed if bytes that the tenant uploads leave less to all others than the tenant has."""
+        self._room.check_share(num_bytes, most_bytes=MAX_TENANT_BYTES, least_free_bytes=LEAST_FREE_BYTES)
+
+    def _check_files(self, num_new: int) -> None:
+        """Raise LimitPassed if there is no room for `num_new` files and a byte in them."""
+        self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+        to_come = {id for batch in self.unfinished() for id in (batch.output_file_id, batch.error_file_id)}
+        if len(to_come.union(name for name, _ in sizes(self._files))) + num_new > MAX_TENANT_FILES:
+            raise LimitPassed(
+                f"there are {MAX_TENANT_FILES} files already, with those of answers to come: delete some"
+            )
+        with self.writing(0):
+            pass
 
     # Batches
 
@@ -120,18 +133,29 @@ class TenantStore:
         path = self._batches / f"{batch_id}.json"
         return self._records.read(path, batch_record) if is_id_here(batch_id) else None
 
-    def batches(self) -> list[BatchRecord]:
-        return self._records.read_all(self._batches, batch_record)
+    def batches(self, query: Query = EVERYTHING) -> list[BatchRecord]:
+        """Return the batches that a query asks for. No other records are read."""
+        found = self._records.read_all(self._batches, query.in_order(_ids(self._batches)), batch_record)
+        return list(islice(found, query.limit))
+
+    def unfinished(self) -> list[BatchRecord]:
+        """Return the batches that have not ended."""
+        return self._records.unfinished(self._batches)
+
+    def reads(self, file_id: str) -> bool:
+        """Return whether a batch that has not ended reads this file."""
+        return any(batch.input_file_id == file_id for batch in self.unfinished())
 
     def create(self, record: BatchRecord) -> None:
         """Add a new batch, and forget the oldest that have ended if there are too many. Raises LimitPassed."""
-        batches = sorted(self.batches(), key=lambda batch: batch.created_at)
-        ended = [batch for batch in batches if batch.has_ended]
-        if len(batches) - len(ended) >= MAX_UNFINISHED:
+        unfinished = {batch.id for batch in self.unfinished()}
+        if len(unfinished) >= MAX_UNFINISHED:
             raise LimitPassed(f"{MAX_UNFINISHED} batches have not ended yet")
-        for batch in ended[: max(len(batches) + 1 - MAX_BATCHES, 0)]:
+        self._check_files(2)
+        ids = _ids(self._batches)
+        for batch_id in sorted(ids - unfinished)[: max(len(ids) + 1 - MAX_BATCHES, 0)]:
             for suffix in ("json", "cancel"):
-                (self._batches / f"{batch.id}.{suffix}").unlink(missing_ok=True)
+                (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
         self.save(record)
 
     def save(self, record: BatchRecord) -> None:
@@ -144,6 +168,41 @@ class TenantStore:
         return (self._batches / f"{_checked(batch_id)}.cancel").exists()
 
 
+class Upload:
+    """A file that a client is sending. `discard` follows whatever ends it, and may follow at any time."""
+
+    def __init__(self, store: TenantStore, path: Path) -> None:
+        self._store, self._path, self._part = store, path, path.with_suffix(".part")
+        self._file: FileIO | None = None
+
+    def begin(self) -> None:
+        """Raises LimitPassed."""
+        self._store.check_upload()
+        self._file = FileIO(self._part, "wb")
+
+    def write(self, piece: bytes) -> None:
+        """Append a piece. Raises LimitPassed."""
+        assert self._file is not None
+        self._store.check_share(len(piece))
+        with self._store.writing(len(piece)):
+            left = memoryview(piece)
+            while left:
+                left = left[self._file.write(left) :]
+
+    def keep(self, record: FileRecord) -> None:
+        """Make it a file of the tenant."""
+        assert self._file is not None
+        os.fsync(self._file.fileno())
+        self._part.replace(self._path)
+        self._store.add_file(record)
+
+    def discard(self) -> None:
+        """Remove what is not kept."""
+        if self._file is not None:
+            self._file.close()
+            self._part.unlink(missing_ok=True)
+
+
 class Store:
     """All tenants' files and batches."""
 
@@ -151,11 +210,15 @@ class Store:
         self._folder = folder
         self._lock: int | None = None
         self._records = _Records()
-        self._ended: set[Path] = set()
-        """Records of batches that have ended or cannot be read, which are not read again."""
+        self._disk = Disk(folder)
+        self._rooms: WeakValueDictionary[Path, Room] = WeakValueDictionary()
 
     def of(self, tenant: str) -> TenantStore:
-        return TenantStore(self._folder / sha256(tenant.encode()).hexdigest()[:32], self._records)
+        """Return what a tenant has. Called on one thread."""
+        folder = self._folder / sha256(tenant.encode()).hexdigest()[:32]
+        room = self._rooms.get(folder) or Room(folder / "files", self._disk)
+        self._rooms[folder] = room
+        return TenantStore(folder, self._records, self._disk, room)
 
     def become_owner(self) -> bool:
         """Return whether this process is the one that runs the folder's batches, from now to its end."""
@@ -168,7 +231,8 @@ class Store:
                 os.close(descriptor)
                 return False
             self._lock = descriptor
-            self._remove_interrupted_uploads()
+            for files in self._folder.glob("*/files"):
+                _remove_interrupted_uploads(files)
         return True
 
     def release(self) -> None:
@@ -178,22 +242,9 @@ class Store:
 
     def unfinished(self) -> list[BatchRecord]:
         """Return the batches that have not ended, the oldest first."""
-        found = []
-        paths = set(self._folder.glob("*/batches/*.json"))
-        self._ended &= paths
-        for path in paths - self._ended:
-            record = self._records.read(path, batch_record)
-            if record is not None and not record.has_ended:
-                found.append(record)
-            elif path.exists():
-                self._ended.add(path)
+        folders = self._folder.glob("*/batches")
+        found = [record for folder in folders for record in self._records.unfinished(folder)]
         return sorted(found, key=lambda record: (record.created_at, record.id))
-
-    def _remove_interrupted_uploads(self) -> None:
-        for path in self._folder.glob("*/files/*.part"):
-            with suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - UPLOAD_SECONDS:
-                    path.unlink()
 
 
 def is_id_here(text: str) -> bool:
@@ -205,6 +256,23 @@ def _checked(name: str) -> str:
     if not is_id_here(name):
         raise ValueError("not an id of ours")
     return name
+
+
+def _ids(folder: Path) -> set[str]:
+    """Return the ids of the records in a folder, without reading them."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [os.path.splitext(entry.name) for entry in entries]
+    except FileNotFoundError:
+        return set()
+    return {name for name, suffix in names if suffix == ".json" and is_id_here(name)}
+
+
+def _remove_interrupted_uploads(files: Path) -> None:
+    for path in files.glob("*.part"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - UPLOAD_SECONDS:
+                path.unlink()
 
 
 def _created(path: Path) -> Path:
@@ -231,6 +299,8 @@ class _Records:
 
     def __init__(self) -> None:
         self._told: set[Path] = set()
+        self._ended: dict[Path, set[str]] = {}
+        """Batches by folder that have ended or cannot be read, which are not read again."""
 
     def read(self, path: Path, parsed: Callable[[dict[str, Any]], R]) -> R | None:
         """Return a record, or None where there is none that can be read."""
@@ -245,6 +315,25 @@ class _Records:
                 logger.error("a record cannot be read: %s", path)
             return None
 
-    def read_all(self, folder: Path, parsed: Callable[[dict[str, Any]], R]) -> list[R]:
-        records = (self.read(path, parsed) for path in folder.glob("*.json"))
-        return [record for record in records if record is not None]
+    def read_all(
+        self, folder: Path, ids: Iterable[str], parsed: Callable[[dict[str, Any]], R]
+    ) -> Iterator[R]:
+        """Yield the records of these ids that can be read, each read as it is asked for."""
+        records = (self.read(folder / f"{record_id}.json", parsed) for record_id in ids)
+        return (record for record in records if record is not None)
+
+    def unfinished(self, folder: Path) -> list[BatchRecord]:
+        """Return the batches in a folder that have not ended."""
+        ids = _ids(folder)
+        ended = self._ended.get(folder, set()) & ids
+        found = []
+        for batch_id in sorted(ids - ended):
+            path = folder / f"{batch_id}.json"
+            record = self.read(path, batch_record)
+            if record is not None and not record.has_ended:
+                found.append(record)
+            elif path.exists():
+                ended.add(batch_id)
+        if ended or folder in self._ended:
+            self._ended[folder] = ended
+        return found

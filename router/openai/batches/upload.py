@@ -5,9 +5,10 @@ Owns the bounds of its size, its time and the number of uploads at once. Does no
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from aiohttp import BodyPartReader, ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
@@ -19,6 +20,7 @@ from blockyard.router.openai.http.body import BODY_SECONDS
 from blockyard.router.openai.http.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
 
 MAX_UPLOADS = 8
+MAX_OF_A_CLIENT = 4
 RETRY_SECONDS = 5.0
 UPLOAD_SECONDS = 600.0
 """Deadline of a whole upload."""
@@ -27,34 +29,39 @@ MAX_PARTS = 8
 MAX_VALUE_BYTES = 1024
 MAX_NAME_CHARACTERS = 255
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[object]]
 
 
 class Uploads:
     """Uploads that one gateway is receiving."""
 
     def __init__(self) -> None:
-        self._num_running = 0
+        self._running: Counter[str] = Counter()
+        """Number of uploads by client."""
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def turn(self, client: str) -> AsyncIterator[None]:
         """Raises Overloaded while too many others are running, and BodyTooSlow for one that takes too long."""
-        if self._num_running >= MAX_UPLOADS:
-            message = "too many files are being received"
+        if self._running[client] >= MAX_OF_A_CLIENT or self._running.total() >= MAX_UPLOADS:
+            whose = " of this client" if self._running[client] >= MAX_OF_A_CLIENT else ""
+            message = f"too many files{whose} are being received"
             raise Overloaded(message, retry_after_seconds=RETRY_SECONDS)
-        self._num_running += 1
+        self._running[client] += 1
         try:
             async with asyncio.timeout(UPLOAD_SECONDS):
                 yield
         except TimeoutError:
             raise BodyTooSlow("the file did not arrive in time") from None
         finally:
-            self._num_running -= 1
+            self._running[client] -= 1
+            if not self._running[client]:
+                del self._running[client]
 
 
-async def receive(request: BaseRequest, target: BinaryIO) -> tuple[str, int]:
-    """Write the body's field `file` to `target`. Return its name and its bytes.
+async def receive(request: BaseRequest, write: Write) -> tuple[str, int]:
+    """Pass the body's field `file` to `write` in pieces. Return its name and its bytes.
 
-    Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedMediaType or OSError.
+    Raises InvalidRequest, BodyTooLarge, BodyTooSlow, UnsupportedMediaType or what `write` raises.
     """
     media_type = request.headers.get("Content-Type", "")
     if not media_type.lower().startswith("multipart/form-data;"):
@@ -65,13 +72,13 @@ async def receive(request: BaseRequest, target: BinaryIO) -> tuple[str, int]:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     try:
-        return await _receive(request, target)
+        return await _receive(request, write)
     except (ClientPayloadError, HTTPException, HttpProcessingError, ValueError, LookupError, AssertionError):
         # aiohttp's parser checks some of what clients send by assertions.
         raise InvalidRequest("the body must be valid multipart/form-data") from None
 
 
-async def _receive(request: BaseRequest, target: BinaryIO) -> tuple[str, int]:
+async def _receive(request: BaseRequest, write: Write) -> tuple[str, int]:
     reader = await request.multipart()
     purpose: str | None = None
     received: tuple[str, int] | None = None
@@ -85,7 +92,7 @@ async def _receive(request: BaseRequest, target: BinaryIO) -> tuple[str, int]:
         if name == "purpose":
             purpose = (await _timely(part.read_chunk(MAX_VALUE_BYTES))).decode()
         else:
-            received = (part.filename or "file")[:MAX_NAME_CHARACTERS], await _written(part, target)
+            received = (part.filename or "file")[:MAX_NAME_CHARACTERS], await _written(part, write)
     if purpose != "batch":
         raise InvalidRequest.of("purpose", "must be batch")
     if received is None:
@@ -93,7 +100,7 @@ async def _receive(request: BaseRequest, target: BinaryIO) -> tuple[str, int]:
     return received
 
 
-async def _written(part: BodyPartReader, target: BinaryIO) -> int:
+async def _written(part: BodyPartReader, write: Write) -> int:
     num_bytes = 0
     waiting = bytearray()
     while chunk := await _timely(part.read_chunk(WRITE_BYTES)):
@@ -102,9 +109,9 @@ async def _written(part: BodyPartReader, target: BinaryIO) -> int:
             raise BodyTooLarge(f"a file must have at most {MAX_FILE_BYTES} bytes")
         waiting += chunk
         if len(waiting) >= WRITE_BYTES:
-            await asyncio.to_thread(target.write, bytes(waiting))
+            await write(bytes(waiting))
             waiting.clear()
-    await asyncio.to_thread(target.write, bytes(waiting))
+    await write(bytes(waiting))
     return num_bytes
 
 
