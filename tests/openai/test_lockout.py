@@ -1,4 +1,4 @@
-"""What one caller stores, lists or uploads takes no thread, disk or token from another: bounds of files and batches."""
+"""Files and batches of one caller take no thread, disk or token from another."""
 
 import asyncio
 import shutil

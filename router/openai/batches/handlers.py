@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """What the tenant of a call has, and the caller's turns on the disk."""
+    """Store of a call's tenant, and the caller's turns on the disk."""
 
     store: TenantStore
     caller: Caller

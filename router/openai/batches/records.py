@@ -137,7 +137,7 @@ def batch_record(document: Mapping[str, Any]) -> BatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What a client asks of a list."""
+    """Question of a client to a list."""
 
     limit: int | None = None
     """Most records that are read and returned. None: all."""
