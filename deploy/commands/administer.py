@@ -191,9 +191,9 @@ def add(
 ) -> None:
     """Let requests use the adapter in the folder PATH as NAME, with its model.
 
-    PATH lies within the adapter folder of each worker (--adapter-dir). All workers of the model read it at once. If
-    NAME exists, new requests get the new content, and those that run keep the old one. No model has NAME, and no
-    adapter of another model."""
+    PATH lies within the adapter folder of each worker (--adapter-dir). One worker of the model reads it first, and all
+    others only if it can be served. If NAME exists, new requests get the new content, and those that run keep the old
+    one. No model has NAME, and no adapter of another model."""
     with connected(cluster, routers, READ_SECONDS) as client:
         adapter = client.add_adapter(name, path, tenant=tenant, model=model)
     show(output, as_dict(adapter), f"added {adapter_line(adapter)}")

@@ -86,6 +86,8 @@ class AdapterKeeper:
     async def add(self, name: str, path: str, tenant: str, timeout_seconds: float) -> RegisteredAdapter:
         """Have all workers read an adapter, and give it a name. A name that exists stands for the new content.
 
+        One worker reads it first. The others do so only if it can be served, so a spoilt folder costs one worker alone.
+
         Raises InvalidRequest for a folder that cannot be served, Unsupported without slots, WorkerUnreachable,
         DeadlinePassed or StoreUnavailable. The name is then as before.
         """
@@ -94,8 +96,14 @@ class AdapterKeeper:
             raise Unsupported.of(
                 "name", "needs a connected worker of the model with slots for adapters (--max-loras)"
             )
-        asked = [_read_by(link, name, path, min(timeout_seconds, READ_SECONDS)) for link in links]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        first, *others = links
+        due = asyncio.get_running_loop().time() + min(timeout_seconds, READ_SECONDS)
+        found: list[admin_pb2.Adapter | BaseException] = [
+            await _read_by(first, name, path, min(timeout_seconds, READ_SECONDS))
+        ]
+        seconds_left = due - asyncio.get_running_loop().time()
+        asked = [_read_by(link, name, path, seconds_left) for link in others]
+        found += await asyncio.gather(*asked, return_exceptions=True)
         failures = [answer for answer in found if isinstance(answer, BaseException)]
         if failures:
             raise failures[0]

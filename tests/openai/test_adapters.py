@@ -275,6 +275,18 @@ async def test_folders_that_differ_are_refused(gateway: Gateway, admin: AsyncCli
         assert await admin.list_adapters() == []
 
 
+async def test_a_folder_that_one_worker_refuses_is_read_by_no_other(
+    gateway: Gateway, admin: AsyncClient
+) -> None:
+    workers = [able(name) for name in "abc"]
+    async with gateway.router.workers(*workers):
+        with pytest.raises(InvalidRequestError):
+            await admin.add_adapter("spoilt", "spoilt")
+        assert sum(len(worker.admin_calls) for worker in workers) == 1
+        await admin.add_adapter("sql", "sql")
+        assert [worker.adapters for worker in workers] == [{"sql": FOLDERS["sql"]}] * 3
+
+
 async def test_a_worker_that_comes_later_reads_the_adapter_when_a_request_needs_it(
     gateway: Gateway, admin: AsyncClient, sql: str
 ) -> None:

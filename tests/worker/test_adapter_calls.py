@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import torch
 from blockyard.proto.v1.admin_pb2 import AddAdapterRequest, ListAdaptersRequest, RemoveAdapterRequest
 from blockyard.proto.v1.session_pb2 import RejectReason
 from blockyard.worker.config import EngineConfig, WorkerConfig
 from blockyard.worker.server import WorkerServer
+from safetensors.torch import save_file
 
 from .adapters import make_adapter
 from .checkpoints import shared_checkpoint
@@ -120,6 +122,13 @@ async def test_bad_calls_name_their_fault(worker: WorkerServer, folder: Path) ->
         assert await code_of(call) is grpc.StatusCode.NOT_FOUND
         call = session.stub.RemoveAdapter(RemoveAdapterRequest(name="a"))
         assert await code_of(call) is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_refusal_that_quotes_a_long_name_arrives(worker: WorkerServer, folder: Path) -> None:
+    save_file({"x" * 60_000: torch.zeros(1)}, folder / "first" / "adapter_model.safetensors")
+    async with Session(worker.address) as session:
+        call = session.stub.AddAdapter(AddAdapterRequest(name="a", path="first"))
+        assert await code_of(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_worker_without_slots_serves_no_adapters() -> None:

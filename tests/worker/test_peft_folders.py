@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blockyard.worker.config import EngineConfig
-from blockyard.worker.lora import peft
+from blockyard.worker.lora import peft, stored
 from blockyard.worker.lora.catalogue import AdapterCatalogue
 from blockyard.worker.lora.layout import slot_bytes
 from blockyard.worker.lora.peft import AdapterMissing, AdapterReader
@@ -140,6 +140,69 @@ def test_a_header_that_claims_too_much_allocates_nothing(folder: Path) -> None:
         (folder / "a" / "adapter_config.json").write_text(text)
         with pytest.raises(ValueError, match=r"adapter_config\.json"):
             reader(folder).read("a")
+
+
+def header_of(*names: str, **entry: Any) -> bytes:
+    """Return a safetensors file of tensors without data, or as `entry` says."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} | entry
+    header = json.dumps(dict.fromkeys(names, entry)).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+@pytest.mark.parametrize(("num_names", "most_parsed"), [(500, 43), (200_000, 0)])
+def test_no_more_names_are_read_than_the_model_has_places_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_names: int, most_parsed: int
+) -> None:
+    file = folder / "a" / "adapter_model.safetensors"
+    names = [Q_NAME, *(f"x{number}" for number in range(num_names))]
+    file.write_bytes(header_of(*names, shape=[4, 64]))
+    parsed: list[Any] = []
+    entry = stored._entry
+    monkeypatch.setattr(stored, "_entry", lambda one: parsed.append(one) or entry(one))
+    with pytest.raises(ValueError, match=r"header has more than \d+ bytes|'x0' is none of this model's"):
+        reader(folder).read("a")
+    assert len(parsed) <= most_parsed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header_of(Q_NAME, shape=[4, 64], data_offsets=[0, 1024]),
+        header_of(Q_NAME, shape=[4, 64], data_offsets=[0, 1023]) + bytes(1023),
+        header_of(Q_NAME, shape=[4, 64], data_offsets=[1, 1025]) + bytes(1025),
+        header_of(Q_NAME, Q_NAME.replace("lora_A", "lora_B"), shape=[4, 64], data_offsets=[0, 1024])
+        + bytes(1024),
+        header_of(Q_NAME, shape=[4, 64], data_offsets=[-1024, 0]) + bytes(1024),
+        header_of(Q_NAME, shape=[4, 64], data_offsets=[0, 10**400]) + bytes(1024),
+        header_of(Q_NAME, shape=[[4], 64]),
+        header_of(Q_NAME, shape="ab"),
+        header_of(Q_NAME, dtype=["F32"]),
+        header_of(Q_NAME, data_offsets=[0]),
+        header_of(Q_NAME, shape=[1] * 5000),
+        (2).to_bytes(8, "little") + b"[]",
+        (3).to_bytes(8, "little") + b"\xff\xff\xff",
+        (9000).to_bytes(8, "little") + b"[" * 9000,
+    ],
+    ids=range(14),
+)
+def test_a_header_that_lies_about_its_data_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "a" / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"is not a readable|data do not|has shape|one half"):
+        reader(folder).read("a")
+
+
+def test_data_behind_the_last_tensor_are_refused_and_not_read(folder: Path) -> None:
+    file = folder / "a" / "adapter_model.safetensors"
+    os.truncate(file, 1 << 42)
+    with pytest.raises(ValueError, match="do not end where the file does"):
+        reader(folder).read("a")
+
+
+def test_a_file_that_becomes_a_pipe_or_a_device_blocks_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="is no regular file"):
+            stored.open_regular(path)
 
 
 def test_no_path_leaves_the_adapter_folder(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """PEFT folders: reads a LoRA adapter from adapter_config.json and adapter_model.safetensors.
 
 Owns what is served and what is refused, by name. An option that changes the result and is not known here is refused, so
-that no adapter is computed wrong. Names, shapes and types come from the file's header, and are checked before anything
-is allocated. A path never leaves the adapter folder of the worker, whatever links lie in it.
+that no adapter is computed wrong. Names, shapes and types come from the file's header (stored.py), and are checked
+before anything is allocated. A path never leaves the adapter folder of the worker, whatever links lie in it.
 
 Shapes: as in layout.py.
 """
@@ -13,19 +13,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 from blockyard.worker.lora.layout import AdapterWeights, LinearWeights, linear_shapes
+from blockyard.worker.lora.stored import DTYPES, StoredTensors, open_regular
 from blockyard.worker.model.config import ModelConfig
 from blockyard.worker.model.families.table import FAMILIES
 from blockyard.worker.sequences.adapter import Adapter
-from safetensors import SafetensorError, safe_open
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 18
 MAX_ALPHA = 1 << 20
 """Far beyond any adapter's. A larger number may have no place among floats."""
 SCHEME = "blockyard-adapter/1"
@@ -67,7 +68,6 @@ _TENSOR = re.compile(
     r"\.(?P<module>(?:self_attn|mlp)\.\w+)\.lora_(?P<side>[AB])\.weight"
 )
 """The second and third forms are those of models that also read images."""
-_DTYPES = ("F32", "BF16", "F16")
 FileState = tuple[tuple[int, int, int], ...]
 """Size, time of change and number of each file of an adapter."""
 Key = tuple[int, str, str]
@@ -138,23 +138,25 @@ class AdapterReader:
         return real
 
     def _read_weights(self, file: Path, config: PeftConfig) -> Adapter:
-        try:
-            with safe_open(file, framework="pt") as stored:
-                names = self._names(stored, config)
-                digest = sha256(f"{SCHEME} {config.rank} {config.scale!r}\n".encode())
-                changed = {part for _, module, _ in names for part in _parts(self.model, module)}
-                weights = self._allocate(config.rank, changed)
-                for key, name in sorted(names.items()):
-                    tensor = stored.get_tensor(name)
-                    digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-                    placed = self._place(weights, key, tensor, config.scale)
-                    if not all(part.isfinite().all() for part in placed):
-                        raise ValueError(
-                            f"tensor {name!r} is not finite, or its scale takes it out of {self.dtype}"
-                        )
-        except SafetensorError as error:
-            raise ValueError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
+        with open_regular(file) as opened:
+            try:
+                stored = StoredTensors(opened, self._max_tensors(config.rank))
+            except ValueError as error:
+                raise ValueError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
+            names = self._names(stored, config)
+            stored.check_data()
+            digest = sha256(f"{SCHEME} {config.rank} {config.scale!r}\n".encode())
+            changed = {part for _, module, _ in names for part in _parts(self.model, module)}
+            weights = self._allocate(config.rank, changed)
+            for key, name in sorted(names.items()):
+                tensor = stored.read(name)
+                digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                digest.update(tensor.view(torch.uint8).numpy().data)
+                placed = self._place(weights, key, tensor, config.scale)
+                if not all(part.isfinite().all() for part in placed):
+                    raise ValueError(
+                        f"tensor {name!r} is not finite, or its scale takes it out of {self.dtype}"
+                    )
         tensors = [tensor for linear in weights.values() for tensor in (linear.a_LPRI, linear.b_LRO)]
         return Adapter(
             fingerprint=digest.hexdigest()[:FINGERPRINT_DIGITS],
@@ -163,24 +165,27 @@ class AdapterReader:
             weights=weights,
         )
 
-    def _names(self, stored: Any, config: PeftConfig) -> dict[Key, str]:
+    def _max_tensors(self, rank: int) -> int:
+        """Return how many tensors an adapter of the model may have: A and B of each module of each layer."""
+        return self.model.num_layers * len(_module_shapes(self.model, rank)) * 2
+
+    def _names(self, stored: StoredTensors, config: PeftConfig) -> dict[Key, str]:
         """Return the file's tensors by what they are, with names, shapes and types checked by the header alone."""
         shapes = _module_shapes(self.model, config.rank)
         names: dict[Key, str] = {}
         owners: dict[Key, str] = {}
         """The tensor of each module, those included that are parts of one."""
-        for name in stored.keys():  # noqa: SIM118, the reader is no mapping
+        for name, tensor in stored.tensors.items():
             match = _TENSOR.fullmatch(name)
             index = int(match["index"]) if match and len(match["index"]) < 6 else self.model.num_layers
             if match is None or match["module"] not in shapes or index >= self.model.num_layers:
                 known = ", ".join(module.rpartition(".")[2] for module in shapes)
                 raise ValueError(f"tensor {name!r} is none of this model's {known}")
-            part = stored.get_slice(name)
             wanted = shapes[match["module"]][match["side"]]
-            if tuple(part.get_shape()) != wanted:
-                raise ValueError(f"tensor {name!r} has shape {tuple(part.get_shape())}, not {wanted}")
-            if part.get_dtype() not in _DTYPES:
-                raise ValueError(f"tensor {name!r} is {part.get_dtype()}, not one of {', '.join(_DTYPES)}")
+            if tensor.shape != wanted:
+                raise ValueError(f"tensor {name!r} has shape {tensor.shape}, not {wanted}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"tensor {name!r} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
             for module in {match["module"], *_parts(self.model, match["module"])}:
                 if (other := owners.setdefault((index, module, match["side"]), name)) != name:
                     raise ValueError(f"tensors {other!r} and {name!r} are for the same layer")
@@ -284,8 +289,8 @@ def check_serves_adapters(model: ModelConfig, folder: Path) -> None:
 
 def read_config(file: Path, max_rank: int) -> PeftConfig:
     """Return what an adapter's config says. Raises ValueError, naming the option, for what is not served."""
-    with file.open("rb") as opened:
-        data = opened.read(MAX_CONFIG_BYTES + 1)
+    with open_regular(file) as opened, BufferedReader(opened) as reader:
+        data = reader.read(MAX_CONFIG_BYTES + 1)
     if len(data) > MAX_CONFIG_BYTES:
         raise ValueError(f"{CONFIG_FILE} has more than {MAX_CONFIG_BYTES} bytes")
     try:

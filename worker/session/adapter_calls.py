@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from blockyard.worker.sequences.adapter import Adapter
     from google.protobuf.message import Message
 
+MAX_DETAIL_CHARS = 500
+"""An error may quote a name of the folder's author, and a longer status than some kB is lost on its way."""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -61,16 +63,16 @@ class AdapterCalls:
         try:
             named = await self._whole(self._added(adapters, request.name, request.path))
         except AdapterMissing as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            await context.abort(grpc.StatusCode.NOT_FOUND, _said(error))
         except (CatalogueFull, MemoryError) as error:
             await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, str(error) or "no host memory for the adapter"
+                grpc.StatusCode.RESOURCE_EXHAUSTED, _said(error) or "no host memory for the adapter"
             )
         except OSError as error:
             # Its text has the path on this machine.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.strerror or "cannot be read")
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _said(error))
         logger.info("adapter %s: %s, rank %d", named.name, named.adapter.fingerprint, named.adapter.rank)
         return admin_pb2.AddAdapterResponse(adapter=_message(named))
 
@@ -106,6 +108,10 @@ class AdapterCalls:
         async with self._changing:
             unnamed = await asyncio.to_thread(adapters.remove, name)
             await asyncio.wrap_future(self._engine.call(partial(_serve, None, unnamed)))
+
+
+def _said(error: Exception) -> str:
+    return str(error)[:MAX_DETAIL_CHARS]
 
 
 def _serve(added: Adapter | None, removed: str, engine: Engine) -> None:
