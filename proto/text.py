@@ -43,9 +43,8 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
     folder = Path(path)
     if folder.is_dir() and not any(file for pattern in _FILES for file in folder.glob(pattern)):
         raise ValueError(f"{path} has no tokenizer: name a folder or a model that has one (--tokenizer)")
-    # Imported here: transformers takes seconds to import, and checking stop strings does not need it.
-    with _torch_out_of_sight():
-        from transformers import AutoTokenizer
+    import_tokenizers()
+    from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -59,6 +58,12 @@ def load_tokenizer(path: str | Path, chat_template: str | None = None) -> PreTra
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def import_tokenizers() -> None:
+    """Import what loading a tokenizer needs, which takes seconds. Checking stop strings does not need it."""
+    with _torch_out_of_sight():
+        from transformers import AutoTokenizer  # noqa: F401
 
 
 @contextmanager

@@ -90,13 +90,16 @@ async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitS
             num_processes=config.tokenizer_processes,
         )
     )
-    facts = read_facts(
+    # In threads: other models are served meanwhile.
+    facts = await asyncio.to_thread(
+        read_facts,
         folder,
         names=model.names,
         tokenizer=tokenizing.tokenizer,
         generation_config=config.generation_config,
     )
-    fleet = _fleet(config, tokenizer_fingerprint(tokenizer_folder), model)
+    fingerprint = await asyncio.to_thread(tokenizer_fingerprint, tokenizer_folder)
+    fleet = _fleet(config, fingerprint, model)
     shards = _index(config, shared.placement_clients, model)
     placer = _placer(config, fleet, PrefixLookup(*shards) if shards else None)
     adapters = AdapterKeeper(fleet, adapter_log(shared, model))

@@ -3,15 +3,17 @@
 Owns the names of models: a folder, or a repository on the hub with a revision after `@`. Does not own what the files
 say.
 
-A folder must hold regular files only: a FIFO, a socket or a device would block the start for ever. No file may ask for
-code of its own. `auto_map` names Python code in the checkpoint. That code is never run, and without it the model may
-behave differently.
+A folder must hold regular files only: a FIFO, a socket or a device would block the start for ever. Files but the
+weights have a largest size, because their readers hold the interpreter lock, and a router that adds a model serves
+others meanwhile. No file may ask for code of its own. `auto_map` names Python code in the checkpoint. That code is
+never run, and without it the model may behave differently.
 """
 
 import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,17 @@ TEXT_CONFIG = "text_config"
 NAMES_CODE = ("config.json", "tokenizer_config.json")
 FILE_SUFFIXES = (".json", ".safetensors", ".model", ".jinja", ".txt")
 """Suffixes of a model's files. A folder with such a suffix is refused."""
+MAX_FILES = 10_000
+MAX_VOCABULARY_BYTES = 64 * 2**20
+"""Limit of any file of FILE_SUFFIXES but weights. The largest tokenizer.json known has 35 MB."""
+MAX_CONFIG_BYTES = 8 * 2**20
+"""Limit of files that say how to use a model. tokenizer_config.json has 1 MB where it lists thousands of tokens."""
+_CONFIGS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "modules.json"),
+)
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Folder within a model's, of which transformers reads each template."""
 _INSTEAD = "name a folder, or a repository on the hub, with config.json and safetensors files"
 OTHER_FORMATS = {
     ".gguf": f"GGUF weights only, a format that is not read: {_INSTEAD}, such as the model that they were made from",
@@ -146,23 +159,44 @@ def refuse_other_formats(folder: Path) -> None:
 
 
 def check_model_files(folder: Path) -> Path:
-    """Return the folder if its files are safe to read. Raises ValueError that names a file which is no regular file, or
-    which names code of its own."""
-    for file in sorted(folder.iterdir()):
-        _check_kind(file)
+    """Return the folder if its files are safe to read. Raises ValueError that names a file which is no regular file, is
+    too large, or names code of its own."""
+    for place in (folder, folder / TEMPLATES_FOLDER):
+        for file in _files(place) if place.is_dir() else ():
+            _check_file(file)
     for name in NAMES_CODE:
         _check_runs_no_code(folder / name)
     return folder
 
 
-def _check_kind(file: Path) -> None:
+def _files(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in islice(entries, MAX_FILES + 1)]
+    if len(names) > MAX_FILES:
+        raise ValueError(f"{folder} holds more than {MAX_FILES} files, so it is no model folder")
+    return [folder / name for name in sorted(names)]
+
+
+def _check_file(file: Path) -> None:
     try:
-        mode = file.stat().st_mode
+        status = file.stat()
     except OSError:
         return  # a link to nothing: the code that needs the file reports it
+    mode = status.st_mode
     is_fine = stat.S_ISDIR(mode) and file.suffix not in FILE_SUFFIXES
     if not (is_fine or stat.S_ISREG(mode)):
         raise ValueError(f"{file} is no regular file: a model folder holds files and folders only")
+    most_bytes = _most_bytes(file)
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ValueError(f"{file} has {status.st_size} bytes, and may have {most_bytes}")
+
+
+def _most_bytes(file: Path) -> int | None:
+    """Return the largest size of a file, or None for weights and files that are not read."""
+    if file.name in _CONFIGS or file.suffix == ".jinja":
+        return MAX_CONFIG_BYTES
+    is_read = file.suffix in FILE_SUFFIXES or file.name.startswith(("tokenizer", "vocab."))
+    return MAX_VOCABULARY_BYTES if is_read and file.suffix != ".safetensors" else None
 
 
 def _check_runs_no_code(file: Path) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from blockyard.proto.text import load_tokenizer
+from blockyard.proto.text import import_tokenizers, load_tokenizer
 from blockyard.router.admission.fair_queue import TenantQueues, Ticket
 from blockyard.router.tokenizing.process import Prepared, ProcessDied, TokenizerProcess, TokenizingError
 from blockyard.router.tokenizing.prompts import (
@@ -113,9 +113,12 @@ class TokenizerService:
         """Load the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
         for seat in self._seats:
             seat.open()
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
+        await asyncio.to_thread(import_tokenizers)
         for seat in self._seats:
             await seat.ready()
+        # Only what the processes could load: loading holds the interpreter lock, and a folder that hangs would hold it.
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._path, self._chat_template)
+        for seat in self._seats:
             self._fast_lane.give(seat)
         self._spare.begin()
 

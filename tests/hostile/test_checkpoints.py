@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from blockyard.proto.naming import model_files
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.worker.config import EngineConfig
@@ -237,6 +238,41 @@ def test_what_is_no_regular_file_is_refused_by_name_before_it_is_opened(
     (folder / name).unlink(missing_ok=True)
     MAKE_UNREADABLE[kind](folder / name)
     with pytest.raises(ValueError, match=rf"{re.escape(name)} is no regular file"):
+        resolve_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "most_bytes"),
+    [
+        ("tokenizer.json", model_files.MAX_VOCABULARY_BYTES),
+        ("tokenizer.model", model_files.MAX_VOCABULARY_BYTES),
+        ("merges.txt", model_files.MAX_VOCABULARY_BYTES),
+        (INDEX, model_files.MAX_VOCABULARY_BYTES),
+        ("config.json", model_files.MAX_CONFIG_BYTES),
+        ("tokenizer_config.json", model_files.MAX_CONFIG_BYTES),
+        ("chat_template.jinja", model_files.MAX_CONFIG_BYTES),
+        (f"{model_files.TEMPLATES_FOLDER}/tool.jinja", model_files.MAX_CONFIG_BYTES),
+    ],
+)
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(
+    folder: Path, name: str, most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    os.truncate(folder / name, most_bytes + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: pytest.fail("a file is read"))
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} has {most_bytes + 1} bytes"):
+            resolve_model(str(folder))
+    os.truncate(folder / name, most_bytes)
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_of_many_files_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "MAX_FILES", len(list(folder.iterdir())))
+    assert resolve_model(str(folder)) == folder
+    (folder / "more").touch()
+    with pytest.raises(ValueError, match="so it is no model folder"):
         resolve_model(str(folder))
 
 

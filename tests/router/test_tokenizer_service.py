@@ -52,6 +52,16 @@ def bomb_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+async def test_a_router_loads_no_tokenizer_that_its_process_cannot_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    load = "blockyard.router.tokenizing.service.load_tokenizer"
+    monkeypatch.setattr(load, lambda *_: pytest.fail("it is loaded in the router"))
+    with pytest.raises((OSError, ValueError)):
+        await TokenizerService(tmp_path, start_timeout_seconds=START_SECONDS).__aenter__()
+
+
 @pytest.fixture
 async def service() -> AsyncIterator[TokenizerService]:
     async with TokenizerService(DEMO_CHECKPOINT, start_timeout_seconds=START_SECONDS) as service:
