@@ -12,9 +12,12 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from blockyard.proto.index.contract import ErrorKind
 from blockyard.proto.index.redis import error_kind
@@ -36,6 +39,8 @@ MAX_KEPT_BYTES = 256 * 1024 * 1024
 TIMEOUT_SECONDS = 0.5
 CALLS_AT_ONCE = 8
 """Calls of Redis at once, each of which has a connection."""
+CALLS_OF_A_TENANT = 4
+"""Calls at once for one tenant, so that others find a turn whatever it asks for."""
 NONCE_BYTES = 12
 _SEAL_BYTES = 32
 _NAME_BYTES = 16
@@ -155,6 +160,8 @@ class SealedRecords:
         self._kept = kept or KeptRecords(MAX_KEPT_BYTES, KEEP_SECONDS)
         self._clock = clock
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._turns_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """Turns of each tenant that has or awaits one."""
         self._has_warned = False
 
     async def put(self, name: RecordName, value: bytes) -> bool:
@@ -174,9 +181,9 @@ class SealedRecords:
             return bool(replies[-1] == len(sealed))
 
         try:
-            is_kept = await self._call(place, write)
+            is_kept = await self._call(place, write, name.tenant)
             surplus = self._kept.add(name, len(sealed), self._clock()) if is_kept else []
-            await self._delete_all(surplus)
+            await self._delete_all(surplus, name.tenant)
         except StoreUnavailable:
             return False
         return is_kept
@@ -184,15 +191,16 @@ class SealedRecords:
     async def get(self, name: RecordName) -> bytes | None:
         """Return a record, or None if there is none. Raises StoreUnavailable."""
         place = self._place(name)
-        sealed = await self._call(place, lambda: self._clients[place.shard].getex(place.key))
+        read = partial(self._clients[place.shard].getex, place.key)
+        sealed = await self._call(place, read, name.tenant)
         return place.opened(sealed) if isinstance(sealed, bytes) else None
 
     async def delete(self, name: RecordName) -> None:
         """Delete a record, if there is one. Raises StoreUnavailable."""
-        await self._delete_all([name])
+        await self._delete_all([name], name.tenant)
 
-    async def _delete_all(self, names: Sequence[RecordName]) -> None:
-        """Delete records, with one call of each server that has some. Raises StoreUnavailable."""
+    async def _delete_all(self, names: Sequence[RecordName], tenant: str) -> None:
+        """Delete records for a call of a tenant, at once on each server that has some. Raises StoreUnavailable."""
         at_shard: dict[int, list[Place]] = {}
         for name in names:
             place = self._place(name)
@@ -202,18 +210,31 @@ class SealedRecords:
                 for place in places:
                     # A time that has passed deletes at once.
                     pipe.getex(place.key, exat=1)
-                await self._call(places[0], pipe.execute)
+                await self._call(places[0], pipe.execute, tenant)
 
     def _place(self, name: RecordName) -> Place:
         message = "\0".join((name.kind, name.tenant, name.record_id)).encode()
         return Place.of(message, secret=self._secret, prefix=self._prefix, num_shards=len(self._clients))
 
-    async def _call(self, place: Place, call: Callable[[], Awaitable[T]]) -> T:
+    @asynccontextmanager
+    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+        own = self._turns_of.get(tenant)
+        if own is None:
+            own = self._turns_of[tenant] = asyncio.Semaphore(CALLS_OF_A_TENANT)
+        async with own, self._turns:
+            yield
+
+    async def _call(self, place: Place, call: Callable[[], Awaitable[T]], tenant: str) -> T:
+        # Waiting for a turn says nothing about Redis, so no timeout counts it.
+        async with self._turn(tenant):
+            return await self._asked(place, call)
+
+    async def _asked(self, place: Place, call: Callable[[], Awaitable[T]]) -> T:
         breaker = self._breakers[place.shard]
         if not breaker.admits(self._clock()):
             raise StoreUnavailable("Redis, which keeps responses, does not answer")
         try:
-            async with patient_timeout(TIMEOUT_SECONDS), self._turns:
+            async with patient_timeout(TIMEOUT_SECONDS):
                 reply = await call()
         except asyncio.CancelledError:
             breaker.abandoned()

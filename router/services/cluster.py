@@ -5,6 +5,7 @@ and opaque here.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -39,6 +40,7 @@ WATCH_SECONDS = 0.25
 """Least time between two messages of WatchWorkers."""
 MAX_WATCHES = 64
 """Most watches at once on one router."""
+MAX_WATCHES_OF_A_CLIENT = 32
 WATCH_RETRY_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         self._cluster = cluster
         self._version = version
         self._policy = policy
-        self._num_watches = 0
+        self._watches: Counter[str] = Counter()
 
     async def GetClusterInfo(
         self, request: cluster_pb2.GetClusterInfoRequest, context: Context
@@ -104,19 +106,28 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return workers_message(self._fleets)
 
     async def WatchWorkers(self, request: cluster_pb2.WatchWorkersRequest, context: Context) -> None:
-        with self._watching():
+        with self._watching(self._bounds.caller(context).client):
             await self._watch_workers(context)
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Count one watch for the life of the context. Raises Overloaded beyond MAX_WATCHES."""
-        if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(f"{MAX_WATCHES} watches run already", retry_after_seconds=WATCH_RETRY_SECONDS)
-        self._num_watches += 1
+    def _watching(self, client: str) -> Iterator[None]:
+        """Count a watch of a client for the life of the context. Raises Overloaded beyond the limits."""
+        for is_full, limit in (
+            (
+                self._watches[client] >= MAX_WATCHES_OF_A_CLIENT,
+                f"{MAX_WATCHES_OF_A_CLIENT} watches of this client",
+            ),
+            (self._watches.total() >= MAX_WATCHES, f"{MAX_WATCHES} watches"),
+        ):
+            if is_full:
+                raise Overloaded(f"{limit} run already", retry_after_seconds=WATCH_RETRY_SECONDS)
+        self._watches[client] += 1
         try:
             yield
         finally:
-            self._num_watches -= 1
+            self._watches[client] -= 1
+            if not self._watches[client]:
+                del self._watches[client]
 
     async def _watch_workers(self, context: Context) -> None:
         sent: cluster_pb2.ListWorkersResponse | None = None

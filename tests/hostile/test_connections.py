@@ -12,8 +12,9 @@ from itertools import islice
 
 import grpc
 import pytest
+from blockyard.proto.naming.headers import TENANT
 from blockyard.proto.v1 import cluster_pb2, inference_pb2
-from blockyard.router.services.cluster import MAX_WATCHES
+from blockyard.router.services.cluster import MAX_WATCHES_OF_A_CLIENT
 from blockyard.router.services.options import HANDSHAKE_SECONDS
 
 from .rig import CANARY, CHANNEL_OPTIONS, GREEDY, House, assert_discreet, outcome_of, until
@@ -184,11 +185,15 @@ def test_watches_beyond_the_limit_are_refused_and_the_others_go_on(house: House)
     raw = cluster_pb2.WatchWorkersRequest().SerializeToString()
     with grpc.insecure_channel(house.router.address, options=CHANNEL_OPTIONS) as channel:
         watch = channel.unary_stream("/blockyard.v1.ClusterService/WatchWorkers")
-        taken = [watch(raw, timeout=120) for _ in range(MAX_WATCHES)]
-        assert all(next(call) for call in taken)
-        with pytest.raises(grpc.RpcError) as caught:
-            next(watch(raw, timeout=120))
-        assert outcome_of(caught.value).reason == "OVERLOADED"
+        taken = []
+        for name in ("one", "other", "third"):
+            named = ((TENANT, name),)
+            if name != "third":
+                taken += [watch(raw, timeout=120, metadata=named) for _ in range(MAX_WATCHES_OF_A_CLIENT)]
+                assert all(next(call) for call in taken[-MAX_WATCHES_OF_A_CLIENT:]), "whatever others hold"
+            with pytest.raises(grpc.RpcError) as caught:
+                next(watch(raw, timeout=120, metadata=named))
+            assert outcome_of(caught.value).reason == "OVERLOADED"
         assert all(call.is_active() for call in taken)
         for call in taken:
             call.cancel()

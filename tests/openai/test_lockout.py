@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from blockyard.router import sealed_records
 from blockyard.router.admission import token_file
 from blockyard.router.admission.disk_turns import MAX_CALLS, DiskTurns
 from blockyard.router.admission.token_entries import new_token
@@ -19,6 +20,7 @@ from blockyard.router.openai.batches import store, upload
 from blockyard.router.openai.batches.records import BatchRecord, FileRecord, Owner
 from blockyard.router.openai.batches.room import LimitPassed
 from blockyard.router.openai.batches.store import Store, TenantStore
+from blockyard.router.sealed_records import CALLS_OF_A_TENANT, RecordName, SealedRecords
 
 from .rig import CHAT, Answer, Gateway, Tokens, running_gateway, served_by, until, worker_of_model
 from .test_batches import answers, ended, jsonl, line, started, uploaded
@@ -292,3 +294,32 @@ async def test_a_tenant_leaves_as_much_of_the_disk_as_it_takes(
 
     for name, num_bytes in (("a", 500), ("b", 250), ("c", 125)):
         fill(name, num_bytes)
+
+
+async def test_a_tenant_that_waits_for_its_responses_takes_no_turn_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sealed_records, "TIMEOUT_SECONDS", 60.0)
+    is_asked, go_on = asyncio.Queue[None](), asyncio.Event()
+
+    class SlowRedis:
+        async def getex(self, *_: Any, **__: Any) -> None:
+            is_asked.put_nowait(None)
+            await go_on.wait()
+
+    client: Any = SlowRedis()
+    records = SealedRecords([client], cluster="c", secret="of-the-cluster")
+    async with asyncio.TaskGroup() as tasks:
+
+        def read(tenant: str) -> asyncio.Task[bytes | None]:
+            return tasks.create_task(records.get(RecordName(kind="k", tenant=tenant, record_id="r")))
+
+        of_one = [read("one") for _ in range(300)]
+        for _ in range(CALLS_OF_A_TENANT):
+            await is_asked.get()
+        other = read("other")
+        await asyncio.wait_for(is_asked.get(), 60)
+        assert is_asked.empty()
+        go_on.set()
+        assert await other is None
+        assert await asyncio.gather(*of_one) == [None] * 300, "waiting for a turn is no failure of Redis"

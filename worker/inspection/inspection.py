@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -39,6 +41,8 @@ class Inspection:
         self._hello = hello
         self._request_ids = request_ids
         self._engine: EngineThread
+        # Of its own, so that compiling grammars never waits for those who look at blocks.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inspection")
 
     def attach(self, engine: EngineThread) -> None:
         self._engine = engine
@@ -59,9 +63,8 @@ class Inspection:
         """Return the pool as it is between two steps."""
         hello = self._hello
         snapshot = await asyncio.wrap_future(self._engine.call(take_snapshot))
-        return await asyncio.to_thread(
-            pool_message, snapshot, worker_id=hello.worker_id, incarnation=hello.incarnation
-        )
+        message = partial(pool_message, snapshot, worker_id=hello.worker_id, incarnation=hello.incarnation)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, message)
 
     async def _get_block_pool(self, data: bytes, context: Context) -> cluster_pb2.BlockPool:
         await parse(cluster_pb2.GetBlockPoolRequest, data, context)

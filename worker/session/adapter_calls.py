@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +39,8 @@ class AdapterCalls:
     def __init__(self, engine: EngineThread, adapters: AdapterCatalogue | None) -> None:
         self._engine = engine
         self._adapters = adapters
+        # Of its own, so that compiling grammars never waits for a folder that is slow to read.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._changing = asyncio.Lock()
         """Held from a change of the catalogue until the engine knows of it."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -88,8 +91,11 @@ class AdapterCalls:
     async def _list(self, data: bytes, context: Context) -> admin_pb2.ListAdaptersResponse:
         await parse(admin_pb2.ListAdaptersRequest, data, context)
         adapters = await self._catalogue(context)
-        found = await asyncio.to_thread(adapters.all)
+        found = await self._threaded(adapters.all)
         return admin_pb2.ListAdaptersResponse(adapters=[_message(named) for named in found])
+
+    async def _threaded(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
         """Run a change to its end, also where its call is cancelled meanwhile: catalogue and engine stay alike."""
@@ -100,13 +106,13 @@ class AdapterCalls:
 
     async def _added(self, adapters: AdapterCatalogue, name: str, path: str) -> NamedAdapter:
         async with self._changing:
-            named, unnamed = await asyncio.to_thread(adapters.add, name, path)
+            named, unnamed = await self._threaded(partial(adapters.add, name, path))
             await asyncio.wrap_future(self._engine.call(partial(_serve, named.adapter, unnamed)))
             return named
 
     async def _removed(self, adapters: AdapterCatalogue, name: str) -> None:
         async with self._changing:
-            unnamed = await asyncio.to_thread(adapters.remove, name)
+            unnamed = await self._threaded(partial(adapters.remove, name))
             await asyncio.wrap_future(self._engine.call(partial(_serve, None, unnamed)))
 
 

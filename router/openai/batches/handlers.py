@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
@@ -140,7 +139,7 @@ class BatchRoutes:
             upload = desk.store.upload(file_id)
             try:
                 await desk.run(upload.begin)
-                filename, num_bytes = await receive(request, partial(desk.run, upload.write))
+                filename, num_bytes = await receive(request, lambda piece: desk.run(upload.write, piece))
                 record = FileRecord(
                     id=file_id,
                     filename=filename,
