@@ -14,7 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from blockyard.router.errors import Overloaded
 
-NUM_THREADS = 16
+NUM_THREADS = 8
+"""Few, because each one that computes delays the event loop by some milliseconds."""
 MAX_CALLS = 16
 """Calls of one client at once that read or write files."""
 RETRY_SECONDS = 1.0

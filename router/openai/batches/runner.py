@@ -52,7 +52,7 @@ UNANSWERED: Mapping[Status, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
 }
 """Code and message for each line that has no answer at the end of its batch."""
-NUM_THREADS = 8
+NUM_THREADS = 4
 FOLDER = "@folder"
 """Stands for a tenant in the turns of what is done for all tenants. No tenant has such a name."""
 P = ParamSpec("P")
