@@ -1,6 +1,7 @@
 """Files and batches of one caller take no thread, disk or token from another."""
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ async def test_a_tenant_whose_calls_hang_on_the_disk_locks_nobody_out(
         return read(self, *args)
 
     monkeypatch.setattr(TenantStore, "files", blocked)
-    monkeypatch.setattr(token_file, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(token_file, "POLL_SECONDS", 0.1)
     async with running_gateway(batch_dir=str(tmp_path), auth_file=str(tokens.path)) as gateway:
         calls = [asyncio.create_task(listed(gateway, tokens.of["ann"])) for _ in range(MAX_CALLS + 8)]
         try:
@@ -192,6 +193,7 @@ class FakeUsage:
         return shutil._ntuple_diskusage(self.size, self.size - free, free)  # type: ignore[attr-defined]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("limit", ["storage_limit", "disk_full"])
 async def test_answers_keep_the_promised_room_and_the_batch_says_why_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
@@ -202,11 +204,11 @@ async def test_answers_keep_the_promised_room_and_the_batch_says_why_it_ended(
         gateway.client() as client,
         gateway.client(default_headers={"blockyard-tenant": "other"}) as other,
     ):
-        lines = jsonl(*(line(f"r{number}", max_tokens=100) for number in range(40)))
+        lines = jsonl(*(line(f"r{number}", max_tokens=20) for number in range(20)))
         batch = await client.batches.create(
             input_file_id=(await uploaded(client, lines)).id, endpoint=CHAT, completion_window="24h"
         )
-        room = lines_bytes(tmp_path) + 5000
+        room = lines_bytes(tmp_path) + 4000
         if limit == "storage_limit":
             monkeypatch.setattr(store, "MAX_TENANT_BYTES", room)
         else:
@@ -220,7 +222,7 @@ async def test_answers_keep_the_promised_room_and_the_batch_says_why_it_ended(
         told = (done.errors.data or [])[0]
         assert (done.status, told.code, told.line) == ("failed", limit, None)
         assert "have no answer" in (told.message or "")
-        assert 0 < counts.completed < counts.total == 40
+        assert 0 < counts.completed < counts.total == 20
         found = await answers(client, done.output_file_id)
         assert len(found) == counts.completed
         assert all(one["response"]["status_code"] == 200 for one in found.values())
@@ -275,6 +277,20 @@ async def test_files_of_answers_count_before_they_are_there(
             with pytest.raises(openai.RateLimitError) as refused:
                 await wanted
             assert refused.value.code == "batch_limit"
+
+
+def test_what_an_interrupted_router_left_takes_no_room_for_ever(tmp_path: Path) -> None:
+    tenant = Store(tmp_path).of("")
+    add_files(tenant, 1)
+    (kept,) = tenant.files()
+    left = [tenant.path(store.drawn_file_id()), tenant.path(store.drawn_file_id()).with_suffix(".part")]
+    for path in (tenant.path(kept.id), *left):
+        path.write_bytes(b"x")
+        os.utime(path, (0, 0))
+    new = tenant.path(store.drawn_file_id())
+    new.write_bytes(b"x")
+    tenant.check_upload()
+    assert [path.exists() for path in (tenant.path(kept.id), new, *left)] == [True, True, False, False]
 
 
 async def test_a_tenant_leaves_as_much_of_the_disk_as_it_takes(

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from hashlib import sha256
@@ -103,7 +103,6 @@ class TenantStore:
 
     def check_upload(self) -> None:
         """Raise LimitPassed if there is no room for one more file, which may have the largest size."""
-        _remove_interrupted_uploads(self._files)
         self._check_files(1)
         if self._disk.free_bytes() < LEAST_FREE_BYTES + MAX_FILE_BYTES:
             raise LimitPassed("the disk of the server is full")
@@ -120,6 +119,9 @@ class TenantStore:
         """Raise LimitPassed if there is no room for `num_new` files and a byte in them."""
         self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
         to_come = {id for batch in self.unfinished() for id in (batch.output_file_id, batch.error_file_id)}
+        _remove_interrupted(self._files, "*.part")
+        # A router that was killed between a file and its record has left what nobody could delete.
+        _remove_interrupted(self._files, "*.jsonl", but=to_come | _ids(self._files))
         if len(to_come.union(name for name, _ in sizes(self._files))) + num_new > MAX_TENANT_FILES:
             raise LimitPassed(
                 f"there are {MAX_TENANT_FILES} files already, with those of answers to come: delete some"
@@ -194,7 +196,11 @@ class Upload:
         assert self._file is not None
         os.fsync(self._file.fileno())
         self._part.replace(self._path)
-        self._store.add_file(record)
+        try:
+            self._store.add_file(record)
+        except BaseException:
+            self._path.unlink(missing_ok=True)  # without a record nobody could delete it
+            raise
 
     def discard(self) -> None:
         """Remove what is not kept."""
@@ -232,7 +238,7 @@ class Store:
                 return False
             self._lock = descriptor
             for files in self._folder.glob("*/files"):
-                _remove_interrupted_uploads(files)
+                _remove_interrupted(files, "*.part")
         return True
 
     def release(self) -> None:
@@ -268,10 +274,11 @@ def _ids(folder: Path) -> set[str]:
     return {name for name, suffix in names if suffix == ".json" and is_id_here(name)}
 
 
-def _remove_interrupted_uploads(files: Path) -> None:
-    for path in files.glob("*.part"):
+def _remove_interrupted(files: Path, pattern: str, *, but: Set[str] = frozenset()) -> None:
+    """Remove files that were not written lately, but not those of these ids."""
+    for path in files.glob(pattern):
         with suppress(FileNotFoundError):
-            if path.stat().st_mtime < time.time() - UPLOAD_SECONDS:
+            if path.stem not in but and path.stat().st_mtime < time.time() - UPLOAD_SECONDS:
                 path.unlink()
 
 
