@@ -184,7 +184,7 @@ class Upload:
 
     def write(self, piece: bytes) -> None:
         """Append a piece. Raises LimitPassed."""
-        assert self._file is not None
+        assert isinstance(self._file, FileIO)
         self._store.check_share(len(piece))
         with self._store.writing(len(piece)):
             left = memoryview(piece)
@@ -193,7 +193,7 @@ class Upload:
 
     def keep(self, record: FileRecord) -> None:
         """Make it a file of the tenant."""
-        assert self._file is not None
+        assert isinstance(self._file, FileIO)
         os.fsync(self._file.fileno())
         self._part.replace(self._path)
         try:
