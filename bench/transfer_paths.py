@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from blockyard.proto.security.peer_sockets import SESSION_NAME, peer_contexts
 from blockyard.proto.v1.session_pb2 import PullRequest
+from blockyard.worker.memory.block_kinds import SIMULATED
 from blockyard.worker.memory.checksums import crc32
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.transferable import TorchMemory
@@ -38,7 +39,7 @@ def cpu_seconds() -> float:
 
 def memory() -> TorchMemory:
     blocks_N2KPD = torch.ones((LAYERS * NUM_BLOCKS, 2, KV_HEADS, BLOCK_SIZE, HEAD_SIZE), dtype=torch.bfloat16)
-    return TorchMemory(blocks_N2KPD, LAYERS, HostBlocks(blocks_N2KPD, LAYERS, NUM_BLOCKS))
+    return TorchMemory(blocks_N2KPD, LAYERS, HostBlocks(blocks_N2KPD, LAYERS, NUM_BLOCKS), SIMULATED)
 
 
 def send(path: str, listener: socket.socket, rounds: int, report: int) -> None:

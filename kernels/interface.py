@@ -68,6 +68,21 @@ class Backend(Protocol):
         widened."""
         ...
 
+    def kv_layout(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> str:
+        """Return the name of the order in which a block of such a pool holds its bytes, for a model in `dtype`.
+
+        It ends in a version, such as "plain/1". Raise that where the bytes of a block change. Other workers take a
+        block under an equal name as it is. `tests/kernels/test_block_bytes.py` keeps a block of each backend.
+        """
+        ...
+
+    def arithmetic(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+        """Return words `key=value` on everything that decides how results are rounded, except the sources in Python.
+
+        Two backends with equal words compute equal bits for a step of the same rows. No word has a space.
+        """
+        ...
+
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         """Return the table's rows [T, H] of these tokens. The caller may write to them."""
         ...

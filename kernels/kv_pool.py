@@ -21,6 +21,8 @@ import torch
 QuantisedName = Literal["int8", "fp8"]
 SCALE_BYTES = 4
 QUANTISED_DTYPES: dict[QuantisedName, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+PLAIN_LAYOUT = "plain/1"
+"""Name of the layout below, which every backend but the C++ one uses. `store` and `gather` know no other."""
 # The number that the largest magnitude of a head becomes.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # The smallest peak for which LARGEST / peak is finite. Heads with a smaller peak are read back too small, down to zero.

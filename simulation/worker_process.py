@@ -23,6 +23,7 @@ from blockyard.worker.indexing.report import index_message
 from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_view import load_message
+from blockyard.worker.memory.block_kinds import SIMULATED
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.adapter import Adapter
@@ -223,6 +224,8 @@ class WorkerProcess(Generic[RunnerT]):
             block_bytes=self._setup.bytes_per_block,
             role=self._role,
             max_loras=config.max_loras,
+            kv_layout=SIMULATED.layout,
+            kv_arithmetic=SIMULATED.arithmetic,
         )
 
     def _publish(self, result: StepResult) -> None:

@@ -183,7 +183,7 @@ class WorkerServer:
             self._engine,
             loaded.runner.transferable,
             incarnation=self.incarnation,
-            layout=f"{loaded.model_fingerprint} {loaded.kv_dtype} {loaded.kv_size.block_size}",
+            model_fingerprint=loaded.model_fingerprint,
             context=peer_contexts(config.session_tls, secret=config.cluster_secret, cluster=config.cluster),
             neighbours=None if config.session_tls else Neighbours(config.cluster_secret, config.cluster),
             on_pull_end=self._service.pull_ended,
@@ -268,6 +268,8 @@ class WorkerServer:
             model=self.config.index_model,
             index_stride_blocks=self.config.engine.index_stride_blocks,
             max_loras=self.config.engine.max_loras,
+            kv_layout=loaded.runner.transferable.kind.layout,
+            kv_arithmetic=loaded.runner.transferable.kind.arithmetic,
         )
 
     def _catalogue(self) -> AdapterCatalogue | None:

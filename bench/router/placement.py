@@ -158,6 +158,8 @@ def _hello(number: int) -> session_pb2.Hello:
         vocab_size=VOCABULARY,
         transfer_port=1,
         block_bytes=BLOCK_SIZE * 131_072,
+        kv_layout="order=plain/1",
+        kv_arithmetic="dtype=float16",
     )
 
 

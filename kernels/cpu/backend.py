@@ -46,9 +46,12 @@ from blockyard.kernels.interface import HeadNorms, LinearsName, Stacked, split_h
 from blockyard.kernels.kv_pool import head_dim_of, is_quantised, numbers_of
 from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import Int4Weight, Int8Weight, LinearWeight, plain
+from blockyard.kernels.rounding import pytorch_words
 from blockyard.kernels.torch.backend import TorchBackend
 
 LANES = 16
+NATIVE_LAYOUT = f"cpu-{LANES}/1"
+"""Name of the layout of `to_native`."""
 MAX_HEAD_DIM = 256
 # Numbered as `stored_as` of native/lanes.h numbers them. 0 is the type of the heads.
 _STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -67,6 +70,18 @@ class CpuBackend(TorchBackend):
         self._plans = PlanChecks()
         self._linears = linears
         self.widens_bfloat16 = library.has_linear(is_bf16=True)
+
+    def kv_layout(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> str:
+        if not has_native_layout(kv_pool_B2KPD, dtype):
+            return super().kv_layout(kv_pool_B2KPD, dtype)
+        return NATIVE_LAYOUT
+
+    def arithmetic(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+        # A build for other vector units, or by another compiler, is another library. PyTorch keeps some linears.
+        own = f"kernels=cpu:{self._library.file_hash()}", f"linears={self._linears}"
+        if has_native_layout(kv_pool_B2KPD, dtype):
+            return (*own, *pytorch_words(kv_pool_B2KPD.device))
+        return (*own, *super().arithmetic(kv_pool_B2KPD, dtype)[1:])
 
     @property
     def library(self) -> CpuLibrary:

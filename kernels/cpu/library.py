@@ -4,9 +4,11 @@ Owns that fields and arguments agree with the C++ sources. The caller checks add
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+HASH_DIGITS = 12
 _Address, _Int = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -251,6 +253,11 @@ class CpuLibrary:
     def has_linear(self, *, is_bf16: bool) -> bool:
         """Return whether `linear` exists and is the fastest on this CPU."""
         return bool(self._has_linear(int(is_bf16)))
+
+    def file_hash(self) -> str:
+        """Return a hash of the library's code. Like machines build the same one."""
+        with open(self.loaded._name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:HASH_DIGITS]
 
     def replay(self, threads: int, calls: "ctypes.Array[Call]") -> None:
         """Run recorded calls one after the other."""

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.interface import HeadNorms, Stacked, greedy_tokens, split_heads
-from blockyard.kernels.kv_pool import movable, store
+from blockyard.kernels.kv_pool import PLAIN_LAYOUT, movable, store
 from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import LinearWeight, plain
+from blockyard.kernels.rounding import pytorch_words
 from blockyard.kernels.torch.attention import PreparedPlan, attend_decodes, attend_prefill, prepare
 from blockyard.kernels.torch.experts import choose_experts, run_experts
 from blockyard.kernels.torch.huge_pages import collapse_packed
@@ -65,6 +66,14 @@ class TorchBackend:
         self._prepared_by_window: dict[int | None, PreparedPlan] = {}
         self._token_inputs: _TokenInputs | None = None
         self._can_pack: dict[torch.dtype, bool] = {}
+
+    def kv_layout(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> str:
+        return PLAIN_LAYOUT
+
+    def arithmetic(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+        # An activation leaves the last elements of each thread's share to a scalar loop, which rounds otherwise.
+        threads = (f"threads={torch.get_num_threads()}",) if kv_pool_B2KPD.device.type == "cpu" else ()
+        return ("kernels=torch", *pytorch_words(kv_pool_B2KPD.device), *threads)
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]

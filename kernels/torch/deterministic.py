@@ -63,6 +63,9 @@ class DeterministicTorchBackend(TorchBackend):
         super().__init__()
         self._rows_by_window: dict[int | None, tuple[AttentionPlan, list[_Row]]] = {}
 
+    def arithmetic(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+        return ("kernels=torch-deterministic", *super().arithmetic(kv_pool_B2KPD, dtype)[1:])
+
     def attention(
         self,
         q_TND: torch.Tensor,

@@ -20,9 +20,10 @@ from blockyard.kernels.attention.items import PREFILL_ITEM_TOKENS
 from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import members_of_item
 from blockyard.kernels.interface import HeadNorms, Stacked, split_heads
-from blockyard.kernels.kv_pool import is_quantised, movable
+from blockyard.kernels.kv_pool import PLAIN_LAYOUT, is_quantised, movable
 from blockyard.kernels.lora import LoraLinear, LoraPlan
 from blockyard.kernels.quantised import LinearWeight, QuantisedWeight, plain
+from blockyard.kernels.rounding import pytorch_words
 from blockyard.kernels.triton.attention import attend_items_kernel, merge_partials_kernel
 from blockyard.kernels.triton.cache_ops import copy_blocks_kernel
 from blockyard.kernels.triton.choosing import TritonDraws, launch_greedy_tokens, launch_thresholds
@@ -78,6 +79,18 @@ class TritonBackend:
         self._lse = torch.empty(0)
         self._outgrown: list[torch.Tensor] = []
         """Smaller workspaces of earlier steps. A graph that was captured with one still writes there."""
+
+    def kv_layout(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> str:
+        return PLAIN_LAYOUT
+
+    def arithmetic(self, kv_pool_B2KPD: torch.Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+        inputs = ("inputs=8-bit",) if self.quantises_inputs else ()
+        return (
+            "kernels=triton",
+            f"triton={triton.__version__}",
+            *inputs,
+            *pytorch_words(kv_pool_B2KPD.device),
+        )
 
     def embed(self, table_VH: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
         return table_VH[tokens_T]

@@ -29,14 +29,21 @@ def package_folders() -> dict[str, Path]:
 
 def code_version() -> str:
     """Return the version and a hash of all sources, such as "0.1.0+3fa9c1d2e0ab"."""
+    # A shipped wheel already has the hash in its version.
+    released = version("blockyard").partition("+")[0]
+    return f"{released}+{sources_hash()}"
+
+
+def sources_hash(*folders: str) -> str:
+    """Return a hash of the sources in these folders, such as "worker/model". Without any, all sources count."""
     digest = hashlib.sha256()
     for name, path in _sources():
+        if folders and not name.startswith(tuple(f"{folder}/" for folder in folders)):
+            continue
         text = path.read_bytes()
         digest.update(f"{name}\0{len(text)}\0".encode())
         digest.update(text)
-    # A shipped wheel already has the hash in its version.
-    released = version("blockyard").partition("+")[0]
-    return f"{released}+{digest.hexdigest()[:_HASH_DIGITS]}"
+    return digest.hexdigest()[:_HASH_DIGITS]
 
 
 def _sources() -> Iterator[tuple[str, Path]]:

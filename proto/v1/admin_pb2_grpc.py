@@ -121,7 +121,7 @@ class AdminServiceServicer:
         """A worker fetches the blocks of a prompt from another worker, although no request asks for them, and publishes them.
         Placement's price does not count. Returns once the blocks are there. The pull goes on if the call ends early. It
         takes at most 60 s. NOT_FOUND for an unknown worker. FAILED_PRECONDITION (PULL_IMPOSSIBLE) if a worker cannot lend or
-        fetch, if their blocks differ in layout, or if nothing of the prompt is cached elsewhere. UNAVAILABLE (PULL_FAILED)
+        fetch, if their blocks differ in kind, or if nothing of the prompt is cached elsewhere. UNAVAILABLE (PULL_FAILED)
         if the pull broke off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

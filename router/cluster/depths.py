@@ -4,7 +4,7 @@ Owns the two forms of a look-up's result: one object per worker, and arrays for 
 own the look-up (dispatch/prefix_lookup.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from zlib import crc32
@@ -75,19 +75,24 @@ class BerthDepths(Mapping[WorkerId, CachedDepth]):
         depths[slots[berths]] = held[berths] * self._stride_blocks
         return depths[:num_slots]
 
-    def deepest(self, most: int, salt: int) -> list[WorkerId]:
-        """Return up to `most` workers that hold most of the chain. The `salt` chooses among equal ones."""
+    def deepest(self, most: int, salt: int, among: Container[WorkerId] | None = None) -> list[WorkerId]:
+        """Return up to `most` workers that hold most of the chain, of those `among` if it is given. The `salt` chooses
+        among equal ones."""
         held = self._holders.depths
         berths = np.flatnonzero(held)
         ties = (berths * 2_654_435_761 + salt) % 65_536 / 65_536
         # A worker stands under two berths, and some berths belong to incarnations that are gone.
-        order = np.argsort(-(held[berths] + ties))[: 4 * most]
+        order = np.argsort(-(held[berths] + ties))
         found: dict[WorkerId, None] = {}
-        for berth in berths[order].tolist():
+        for berth in berths[order if among is not None else order[: 4 * most]].tolist():
             owner = self.roster.on_gpu.get(berth) or self.roster.anywhere.get(berth)
-            if owner is not None and self._incarnations.get(owner[0]) == owner[1]:
+            if owner is None or self._incarnations.get(owner[0]) != owner[1]:
+                continue
+            if among is None or owner[0] in among:
                 found[owner[0]] = None
-        return list(found)[:most]
+                if len(found) == most:
+                    break
+        return list(found)
 
     def __getitem__(self, worker_id: WorkerId) -> CachedDepth:
         on_gpu, anywhere = self._holders.depth_of((worker_id, self._incarnations[worker_id]))
@@ -105,11 +110,15 @@ class BerthDepths(Mapping[WorkerId, CachedDepth]):
         return sum(1 for _ in self)
 
 
-def deepest(depths: Mapping[WorkerId, CachedDepth], most: int, salt: int) -> list[WorkerId]:
-    """Return up to `most` workers that have most of a prompt cached, wherever. The `salt` chooses among equal ones."""
+def deepest(
+    depths: Mapping[WorkerId, CachedDepth], most: int, salt: int, among: Container[WorkerId] | None = None
+) -> list[WorkerId]:
+    """Return up to `most` workers that have most of a prompt cached, wherever, of those `among` if it is given. The
+    `salt` chooses among equal ones."""
     if isinstance(depths, BerthDepths):
-        return depths.deepest(most, salt)
-    order = sorted(depths, key=lambda worker_id: crc32(worker_id.encode(), salt))
+        return depths.deepest(most, salt, among)
+    allowed = depths if among is None else [worker_id for worker_id in depths if worker_id in among]
+    order = sorted(allowed, key=lambda worker_id: crc32(worker_id.encode(), salt))
     return nlargest(
         most, order, key=lambda worker_id: depths[worker_id].blocks + depths[worker_id].host_blocks
     )

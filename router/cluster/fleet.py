@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from math import inf
 
 from blockyard.proto.naming.block_hash import root_name
+from blockyard.proto.naming.block_kind import BlockKind, difference
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.link import EngineLink, LinkEvents, OpenChannel, open_insecure_channel
 from blockyard.router.cluster.view import ClusterView
+from blockyard.router.cluster.worker_view import WorkerView
 from blockyard.router.placement.config import PlacementConfig
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,8 @@ class Fleet(LinkEvents):
         self._pulls = pulls
         self._measure_at: dict[str, float] = {}
         """Times before which workers are not asked again to measure their links, by address."""
+        self._told: set[frozenset[tuple[str, int]]] = set()
+        """Pairs of workers that exchange no blocks, as the log has them: each with the kind of its blocks."""
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[str], None]] = []
@@ -161,6 +165,7 @@ class Fleet(LinkEvents):
         if refusal is None:
             self.identity = self.identity or ModelIdentity.of(hello)
             self.view.accepted(address, hello)
+            self._tell_unlike(address, hello)
             if self._code and hello.version != self._code:
                 # The worker serves, because messages are compatible across versions. The operator should know.
                 logger.warning(
@@ -176,6 +181,22 @@ class Fleet(LinkEvents):
         self._changed(address)
         return refusal
 
+    def _tell_unlike(self, address: str, hello: session_pb2.Hello) -> None:
+        """Log, once for each pair, with which worker of each other kind of blocks this one exchanges none."""
+        worker = self.view.at(address)
+        for other in self.view.unlike(worker) if worker is not None and self._pulls else ():
+            assert worker is not None
+            assert other.hello is not None, "it was accepted"
+            pair = frozenset(((worker.worker_id, worker.kind), (other.worker_id, other.kind)))
+            if pair not in self._told:
+                self._told.add(pair)
+                logger.warning(
+                    "workers %s and %s exchange no blocks, and compute what they lack: %s",
+                    worker.worker_id,
+                    other.worker_id,
+                    difference(str(BlockKind.of(hello)), str(BlockKind.of(other.hello))),
+                )
+
     def heard(
         self, address: str, load: cluster_pb2.WorkerLoad | None, last_handle: int | None = None
     ) -> None:
@@ -185,7 +206,8 @@ class Fleet(LinkEvents):
         self._changed(address)
 
     def _measure_link(self, address: str) -> None:
-        """Ask a worker, now and then, to measure how fast blocks reach it from another one, drawn at random."""
+        """Ask a worker, now and then, to measure how fast blocks reach it from another one of its kind, drawn at
+        random."""
         worker, now = self.view.at(address), self._clock()
         # Without host memory it can fetch nothing.
         if (
@@ -194,9 +216,8 @@ class Fleet(LinkEvents):
             or now < self._measure_at.get(address, now)
         ):
             return
-        ready = self.view.ready()
-        other = self._rng.choice(ready) if ready else worker
-        source = None if other is worker else self.view.pull_source(other, 0, 0)
+        other = next(iter(self._some_like(worker)), None)
+        source = None if other is None else self.view.pull_source(other, 0, 0)
         if source is not None:  # else the next report draws again
             self._measure_at[address] = now + MEASURE_SECONDS
             self.links[address].measure_link(source.transfer_address, source.incarnation)
@@ -226,9 +247,14 @@ class Fleet(LinkEvents):
     def room_elsewhere(self, address: str) -> session_pb2.Room | None:
         if not self._pulls or not self.view.is_short(address):
             return None
-        others = [worker for worker in self.view.ready() if worker.address != address]
-        asked = self._rng.sample(others, min(len(others), MAX_ASKED))
+        worker = self.view.at(address)
+        asked = [] if worker is None else self._some_like(worker)
         return max(map(self.view.room, asked), key=lambda room: room.blocks, default=None)
+
+    def _some_like(self, worker: WorkerView) -> list[WorkerView]:
+        """Return other ready workers, drawn at random, which exchange blocks with this one."""
+        others = self.view.ready_like(worker)
+        return self._rng.sample(others, min(len(others), MAX_ASKED))
 
     def _link(self, address: str) -> EngineLink:
         self.view.known(address)

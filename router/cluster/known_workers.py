@@ -26,6 +26,7 @@ from blockyard.router.cluster.worker_view import (
     WorkerView,
     able_to_serve,
     candidate_of,
+    exchange,
     queued_prefill,
 )
 from blockyard.router.placement.adapters import Adapter, AdapterPrices, adapter_ms
@@ -311,14 +312,27 @@ class KnownWorkers:
             for worker in workers
         ]
 
+    def ready_like(self, worker: WorkerView) -> list[WorkerView]:
+        """Return the other ready workers that exchange blocks with this one."""
+        like = self._listed().by_kind.get(worker.kind, {}) if worker.kind else {}
+        return [one for one in like.values() if one is not worker]
+
+    def unlike(self, worker: WorkerView) -> list[WorkerView]:
+        """Return one accepted worker of each other kind of blocks."""
+        others = [
+            one for one in self._workers.values() if one.link is LinkState.ACCEPTED and one is not worker
+        ]
+        return list({one.kind: one for one in others if not exchange(one, worker)}.values())
+
     def pull_sources(
         self, depths: Mapping[WorkerId, CachedDepth], prompt_tokens: int, *, salt: int
     ) -> list[PullSource]:
-        """Return the workers from which others may fetch most of a prompt. The `salt` chooses among equal ones."""
+        """Return the workers of each kind from which others may fetch most of a prompt. The `salt` chooses among
+        equal ones."""
         if not self._pulls.are_measured:
             return []
-        ready = self._listed().by_id
-        return self._pulls.sources(depths, ready, prompt_tokens, self.speeds.costs, salt=salt)
+        by_kind = self._listed().by_kind
+        return self._pulls.sources(depths, by_kind, prompt_tokens, self.speeds.costs, salt=salt)
 
     def pull_source(self, worker: WorkerView, blocks: int, prompt_tokens: int) -> PullSource | None:
         """Return a worker as a source of this many leading blocks of a prompt, or None where it lends none."""

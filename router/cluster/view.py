@@ -10,6 +10,7 @@ state (worker_view.py) or sums over placed requests (bookings.py).
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from blockyard.proto.naming.block_kind import BlockKind
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.bookings import Bookings, Placed
 from blockyard.router.cluster.known_workers import KnownWorkers
@@ -47,6 +48,7 @@ class ClusterView(KnownWorkers):
             load=hello.load,
             is_draining=hello.is_draining,
             last_heard=now,
+            kind=self._pulls.number_of(BlockKind.of(hello)),
             speed=before.speed if before is not None and is_same else WorkerSpeed(),
         )
         self.speeds.report(worker.speed, hello.load, now)

@@ -73,6 +73,8 @@ class WorkerView:
     lacking: set[str] = field(default_factory=set)
     """Fingerprints of LoRA adapters that this incarnation cannot load."""
     booked: Bookings = field(default_factory=Bookings)
+    kind: int = 0
+    """Number of the kind of its blocks. Workers of one number exchange blocks. 0: it has not said the kind."""
     role: Role = field(init=False)
     worker_id: WorkerId = field(init=False)
     incarnation: Incarnation = field(init=False)
@@ -158,10 +160,18 @@ class ReadyWorkers:
         """Workers that may serve whole requests."""
         self.beginning = [worker for worker in everyone if worker.role == "prefill"] if others else []
         """Workers that begin requests for the others to continue."""
-        self.by_id = {worker.worker_id: worker for worker in everyone}
+        self.by_kind: dict[int, dict[WorkerId, WorkerView]] = {}
+        """Workers by id, apart by the kind of their blocks."""
+        for worker in everyone:
+            self.by_kind.setdefault(worker.kind, {})[worker.worker_id] = worker
         self.incarnations = {worker.worker_id: worker.incarnation for worker in everyone}
         self.until = suspect_seconds + min((worker.last_heard or 0.0 for worker in everyone), default=inf)
         """When the first of them becomes suspect, unless it is heard again."""
+
+
+def exchange(first: WorkerView, second: WorkerView) -> bool:
+    """Return whether these workers may take blocks from each other: whether the blocks are of one kind."""
+    return first.kind == second.kind != 0
 
 
 def able_to_serve(workers: Sequence[WorkerView], adapter: Adapter | None) -> Sequence[WorkerView]:
@@ -221,6 +231,7 @@ def candidate_of(
         host_tokens_per_second=load.host_tokens_per_second,
         link=link,
         role=worker.role,
+        kind=worker.kind,
         adapter_ms=adapter_ms,
     )
 

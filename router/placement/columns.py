@@ -42,6 +42,7 @@ class Columns(NamedTuple):
     step_ms: Column
     adapter_load_ms: Column
     adapter_eviction_ms: Column
+    kind: Column
     slowness: Column
 
 
@@ -58,6 +59,7 @@ def row_of(candidate: Candidate, slowness: float, prices: AdapterPrices = NO_PRI
         candidate.host_tokens_per_second,
         *candidate.link,
         *prices,
+        candidate.kind,
         slowness,
     )
 
@@ -80,9 +82,9 @@ def costs_of(
 ) -> Column:
     """Return total_ms of a prompt on each worker, by the blocks of it that each has cached.
 
-    `costs` are those of a machine whose slowness is 1. Each worker fetches what it lacks from one of the `sources`, if
-    its link is measured and that pays (PullPlan.pays). `adapter_ms` is that of each worker, if the request names an
-    adapter.
+    `costs` are those of a machine whose slowness is 1. Each worker fetches what it lacks from one of the `sources` of
+    its kind, if its link is measured and that pays (PullPlan.pays). `adapter_ms` is that of each worker, if the request
+    names an adapter.
     """
 
     block_size = workers.block_size
@@ -117,7 +119,7 @@ def costs_of(
     can_pull = has_host & are_measured(workers.pull_bytes_per_ms) & (memory_ms == 0)
     for source in sources:
         pulled = np.minimum(source.cached_tokens - cached, needed) - host_tokens
-        at = np.flatnonzero(can_pull & (pulled > 0))
+        at = np.flatnonzero(can_pull & (pulled > 0) & (workers.kind == source.kind))
         pulled = pulled[at]
         moved = pulled * workers.token_bytes[at] + workers.pulling_bytes[at] + source.lending_bytes
         time_ms = np.maximum(workers.pull_setup_ms[at], (workers.step_ms[at] + source.step_ms) / 2)

@@ -37,6 +37,8 @@ class PullSource(NamedTuple):
     """Bytes that it still has to send."""
     step_ms: float = 0.0
     """Time of the step that it is likely to be in. 0 while it is idle."""
+    kind: int = 0
+    """Number of the kind of its blocks. Only workers of this kind fetch from it."""
 
 
 class Holder(NamedTuple):

@@ -72,6 +72,8 @@ class Candidate(NamedTuple):
     """The part of a request that it is meant for (splits.py)."""
     adapter_ms: float = 0.0
     """Cost of loading the request's LoRA adapter there (adapters.py). 0: it has it, or the request names none."""
+    kind: int = 0
+    """Number of the kind of its blocks. It fetches none of another kind."""
 
 
 class Score(NamedTuple):
@@ -181,10 +183,14 @@ def _can_pull(candidate: Candidate) -> bool:
 
 
 def _richer(alone: Score, candidate: Candidate, sources: Sequence[PullSource]) -> list[PullSource]:
-    """Return the sources that have more of the prompt than the candidate."""
+    """Return the sources of the candidate's kind that have more of the prompt than it."""
     here = alone.cached_tokens + alone.host_cached_tokens
     return [
-        source for source in sources if source.cached_tokens > here and source.address != candidate.address
+        source
+        for source in sources
+        if source.cached_tokens > here
+        and source.kind == candidate.kind
+        and source.address != candidate.address
     ]
 
 

@@ -73,6 +73,7 @@ def _worker_message(model: str, fleet: Fleet, worker: WorkerView) -> cluster_pb2
         message.engine = worker.hello.engine
         message.role = worker.role
         message.max_loras = worker.hello.max_loras
+        message.kv_layout = worker.hello.kv_layout
         message.seconds_since_heard = fleet.view.silence_seconds(worker)
     return message
 

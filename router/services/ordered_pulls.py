@@ -9,10 +9,11 @@ import secrets
 from typing import NamedTuple
 
 import grpc
+from blockyard.proto.naming.block_kind import BlockKind, difference
 from blockyard.proto.v1 import admin_pb2, session_pb2
 from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal
 from blockyard.router.cluster.link import EngineLink
-from blockyard.router.cluster.worker_view import WorkerView
+from blockyard.router.cluster.worker_view import WorkerView, exchange
 from blockyard.router.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -58,11 +59,13 @@ async def chosen_pull(
         named = view.find(request.source_id)
         # The index may know fewer blocks than the source has, which says itself how many these are.
         source = None if named is None else view.pull_source(named, len(names), prompt_tokens)
+        if named is not None and named.hello is not None and not exchange(worker, named):
+            raise PullImpossible(f"the source's blocks are of another kind: {_difference(named, worker)}")
         if source is None:
             raise PullImpossible("the source lends no blocks, or is not connected")
         num_blocks = len(names)
     else:
-        source, num_blocks = await _deepest(parts, request.worker_id, prompt_tokens, names)
+        source, num_blocks = await _deepest(parts, worker, prompt_tokens, names)
     plan = PullPlan(
         source=source,
         num_blocks=num_blocks,
@@ -73,8 +76,13 @@ async def chosen_pull(
     return WantedPull(worker, plan)
 
 
+def _difference(first: WorkerView, second: WorkerView) -> str:
+    kinds = [str(BlockKind.of(worker.hello or session_pb2.Hello())) for worker in (first, second)]
+    return difference(*kinds)
+
+
 async def _deepest(
-    parts: RouterParts, worker_id: str, prompt_tokens: int, names: list[bytes]
+    parts: RouterParts, worker: WorkerView, prompt_tokens: int, names: list[bytes]
 ) -> tuple[PullSource, int]:
     found = await parts.placer.look_up(names)
     if not found.available:
@@ -82,13 +90,22 @@ async def _deepest(
     depths = sorted(
         found.depth_by_worker.items(), key=lambda item: (-item[1].blocks - item[1].host_blocks, item[0])
     )
+    unlike: WorkerView | None = None
     for source_id, depth in depths:
-        other = parts.fleet.view.find(source_id) if source_id != worker_id else None
+        other = parts.fleet.view.find(source_id) if source_id != worker.worker_id else None
         num_blocks = depth.blocks + depth.host_blocks
-        if other is not None and num_blocks:
-            source = parts.fleet.view.pull_source(other, num_blocks, prompt_tokens)
-            if source is not None:
-                return source, num_blocks
+        if other is None or not num_blocks:
+            continue
+        if not exchange(worker, other):
+            unlike = unlike or other
+            continue
+        source = parts.fleet.view.pull_source(other, num_blocks, prompt_tokens)
+        if source is not None:
+            return source, num_blocks
+    if unlike is not None:
+        raise PullImpossible(
+            f"the blocks of worker {unlike.worker_id} are of another kind: {_difference(unlike, worker)}"
+        )
     raise PullImpossible("no other worker has a block of the prompt that it may lend")
 
 

@@ -24,6 +24,8 @@ SECRET = "a-cluster-secret"
 open_session = session_channels(None, secret=SECRET, cluster="default", options=CHANNEL_OPTIONS)
 BLOCK_SIZE = 16
 FIRST_TOKEN = 300
+KIND: dict[str, Any] = {"kv_layout": "layers=2xplain/1", "kv_arithmetic": "kernels=torch"}
+"""Fields of Hello without which a worker exchanges no blocks."""
 
 
 def signed(record: WorkerRecord, *, secret: str = SECRET, cluster: str = "default") -> WorkerRecord:
@@ -162,6 +164,7 @@ class FakeWorker(EngineServiceServicer):
             "total_blocks": 1000,
             "max_model_len": 512,
             "vocab_size": 4096,
+            **KIND,
             **hello,
         }
 

@@ -16,6 +16,7 @@ from blockyard.router.placement.pulls import Holder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .fake_worker import KIND
 from .prompt import NAMES, PROMPT_TOKENS, Clock
 
 STORED_GRACE_SECONDS = PlacementConfig().stored_grace_seconds
@@ -393,7 +394,9 @@ def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_inca
     view, clock = view_of("a")
     view.accepted(
         "b:1",
-        session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7, is_draining=True),
+        session_pb2.Hello(
+            worker_id="b", incarnation="b1", block_size=16, transfer_port=7, is_draining=True, **KIND
+        ),
     )
     holder = Holder("b:1", Incarnation("b1"), 100)
     source = view.holding_source(holder, 101)
@@ -412,7 +415,7 @@ def test_a_draining_worker_is_a_source_of_what_it_hands_over_as_long_as_its_inca
 
 def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() -> None:
     view, _ = view_of("a")
-    hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7)
+    hello = session_pb2.Hello(worker_id="b", incarnation="b1", block_size=16, transfer_port=7, **KIND)
     view.accepted("b:1", hello)
     view.heard("b:1", cluster_pb2.WorkerLoad(running=3, steps=10, step_seconds=5.0))
     (worker,) = (one for one in view.workers() if one.worker_id == "b")
@@ -429,7 +432,13 @@ def test_no_step_delays_a_draining_worker_that_has_handed_its_requests_over() ->
 def test_a_short_worker_hears_of_one_with_room_and_a_measured_link() -> None:
     view, _ = view_of("a")
     hello = session_pb2.Hello(
-        worker_id="b", incarnation="b1", block_size=16, transfer_port=7, total_blocks=100, block_bytes=1000
+        worker_id="b",
+        incarnation="b1",
+        block_size=16,
+        transfer_port=7,
+        total_blocks=100,
+        block_bytes=1000,
+        **KIND,
     )
     view.accepted("b:1", hello)
     (worker,) = (one for one in view.workers() if one.worker_id == "b")

@@ -55,6 +55,8 @@ class Cluster:
             total_blocks=1000,
             transfer_port=number % 5,
             block_bytes=16_000,
+            kv_layout="layers=1",
+            kv_arithmetic="kernels=cpu" if number % 3 else "kernels=torch",
         )
         self.view.accepted(name, hello)
 

@@ -22,6 +22,7 @@ from blockyard.kernels.torch.huge_pages import advise_empty
 from blockyard.worker.execution.step_inputs import Layout, StepInputs, step_inputs
 from blockyard.worker.execution.step_moves import StepMoves
 from blockyard.worker.lora.device_slots import DeviceSlots
+from blockyard.worker.memory.block_kinds import block_kind
 from blockyard.worker.memory.host_blocks import HostBlockCorrupted, HostBlocks
 from blockyard.worker.memory.kv_size import KVCacheDtype
 from blockyard.worker.memory.transferable import TorchMemory, TransferableMemory
@@ -134,7 +135,16 @@ class PartRunner:
                 num_host_slots,
                 verify=self._verify_host_blocks,
             )
-        self.transferable = TorchMemory(movable(self._blocks_N2KPD), config.num_layers, self.host_blocks)
+        kind = block_kind(
+            self.backend,
+            self.kv_pools,
+            self.dtype,
+            rank=self.collective.rank,
+            num_ranks=self.collective.size,
+        )
+        self.transferable = TorchMemory(
+            movable(self._blocks_N2KPD), config.num_layers, self.host_blocks, kind
+        )
 
     @classmethod
     def create(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from blockyard.proto.naming.block_kind import BlockKind
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
@@ -17,6 +18,8 @@ from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 class TransferableMemory(Protocol):
     """The memory of one runner's blocks, as transfers see it."""
 
+    kind: BlockKind
+    """What another worker's blocks must be to take the place of these."""
     block_bytes: int
     """Bytes of a block, all layers. Those of a host slot too."""
     is_in_place: bool
@@ -54,9 +57,12 @@ class TransferableMemory(Protocol):
 class TorchMemory:
     """Implements TransferableMemory for a pool and its host slots. On a GPU it has run in no test yet."""
 
-    def __init__(self, blocks_N2KPD: torch.Tensor, num_layers: int, host_blocks: HostBlocks | None) -> None:
+    def __init__(
+        self, blocks_N2KPD: torch.Tensor, num_layers: int, host_blocks: HostBlocks | None, kind: BlockKind
+    ) -> None:
         """`blocks_N2KPD` has the blocks of all layers, layer after layer, in a type that can be moved
         (kernels/kv_pool.py)."""
+        self.kind = kind
         self.block_bytes = num_layers * blocks_N2KPD[0].nbytes
         self._blocks_LBX = blocks_N2KPD.view(torch.uint8).view(
             num_layers, len(blocks_N2KPD) // num_layers, -1

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 
+from blockyard.worker.memory.block_kinds import SIMULATED
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
 
 
 class SimulatedMemory:
     """Implements TransferableMemory. All blocks share the same few bytes, which are never read."""
 
+    kind = SIMULATED
     block_bytes = 64
     is_in_place = False
 

@@ -16,7 +16,13 @@ from blockyard.worker.transfer.lender import Fence, Lender
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.nixl import NixlAgent
 from blockyard.worker.transfer.receiver import Receiver
-from blockyard.worker.transfer.rules import LenderFacts, PullResult, take_measurement, take_pull
+from blockyard.worker.transfer.rules import (
+    LenderFacts,
+    PullResult,
+    layout_of,
+    take_measurement,
+    take_pull,
+)
 
 
 class Exchange:
@@ -29,7 +35,7 @@ class Exchange:
         memory: TransferableMemory,
         *,
         incarnation: str,
-        layout: str,
+        model_fingerprint: str,
         context: Callable[[bool], ssl.SSLContext] | None,
         neighbours: Neighbours | None,
         on_pull_end: Callable[[RequestId, PullReport], object],
@@ -43,7 +49,7 @@ class Exchange:
         self._memory = memory
         self._on_pull_end = on_pull_end
         config = engine.scheduler.config
-        layout = f"{layout} {memory.block_bytes}"
+        layout = layout_of(model_fingerprint, memory)
         agent = _agent(incarnation, memory) if nixl else None
         self._lender = Lender(
             LenderFacts(

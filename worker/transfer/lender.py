@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from blockyard.proto.naming.block_hash import NAME_BYTES, split_names
+from blockyard.proto.naming.block_kind import difference
 from blockyard.proto.v1.session_pb2 import PullRefusal, PullReply, PullRequest
 from blockyard.worker.cache.block_tables import Loan
 from blockyard.worker.memory.checksums import crc32_of
@@ -22,7 +23,7 @@ from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.sequences.identifiers import BlockName
 from blockyard.worker.transfer.neighbours import Neighbours, is_neighbour
 from blockyard.worker.transfer.nixl import NIXL, NixlAgent, address_of
-from blockyard.worker.transfer.rules import MAX_LOANS, QUEUE_SHARE, LenderFacts, refusal_of
+from blockyard.worker.transfer.rules import MAX_LOANS, QUEUE_SHARE, LenderFacts, ToldOnce, refusal_of
 from blockyard.worker.transfer.wire import (
     TRIAL_SECONDS,
     Connection,
@@ -77,6 +78,8 @@ class Lender:
         self._lock = threading.Lock()
         self._loans = threading.BoundedSemaphore(MAX_LOANS)
         self._is_stopping = False
+        self._told = ToldOnce()
+        """Layouts of other workers that are in the log."""
         self._num_answering = 0
         """Requests that are being answered. Changed under the lock, as the next is."""
         self._answered_at = time.monotonic()
@@ -194,6 +197,8 @@ class Lender:
         connection.deadline = time.monotonic() + seconds
         refusal = refusal_of(request, self._facts)
         if refusal:
+            if refusal == PullRefusal.PULL_REFUSAL_LAYOUT:
+                self._tell_difference(request.layout)
             connection.send(PullReply(refusal=refusal))
             return
         if not self._loans.acquire(timeout=QUEUE_SHARE * seconds):
@@ -208,6 +213,13 @@ class Lender:
                 self._send_blocks(connection, loan, fence, nixl)
         finally:
             self._loans.release()
+
+    def _tell_difference(self, layout: str) -> None:
+        if self._told.is_new(layout):
+            logger.warning(
+                "another worker asks for blocks of another kind, and gets none: %s",
+                difference(self._facts.layout, layout),
+            )
 
     def _send_blocks(self, connection: Connection, loan: Loan, fence: Fence, nixl: NixlAgent | None) -> None:
         indices = range(len(loan) - loan.num_unsent, len(loan))

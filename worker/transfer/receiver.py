@@ -19,7 +19,7 @@ from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.nixl import NIXL, NixlAgent
-from blockyard.worker.transfer.rules import Avoided, PullResult
+from blockyard.worker.transfer.rules import Avoided, PullResult, ToldOnce
 from blockyard.worker.transfer.wire import (
     HEADER_BYTES,
     MAX_REPLY_BYTES,
@@ -90,6 +90,8 @@ class Receiver:
         self._idle: dict[tuple[str, str], Connection] = {}
         """An open connection to each source, by address and incarnation."""
         self._avoided = Avoided()
+        self._told = ToldOnce()
+        """Refusals that are in the log."""
         self._without_nixl: set[str] = set()
         """Addresses of sources that have been said to have no NIXL."""
         self._measured_at = -MEASURED_SECONDS
@@ -240,8 +242,7 @@ class Receiver:
         if reply.refusal:
             attempt.refusal = reply.refusal
             if reply.refusal != PullRefusal.PULL_REFUSAL_BUSY:
-                reason = PullRefusal.Name(reply.refusal).removeprefix("PULL_REFUSAL_")
-                logger.warning("worker %s refuses to send blocks: %s differs", wanted.address, reason)
+                self._tell_refusal(wanted, reply.refusal)
             return PullEnd.PULL_END_REFUSED
         if reply.num_blocks > wanted.num_blocks:
             raise ProtocolError(f"{reply.num_blocks} blocks where {wanted.num_blocks} were asked for")
@@ -262,6 +263,11 @@ class Receiver:
         if memory is not None:
             connection.send_byte()
         return PullEnd.PULL_END_WHOLE if reply.num_blocks == wanted.num_blocks else PullEnd.PULL_END_FEWER
+
+    def _tell_refusal(self, wanted: _Wanted, refusal: PullRefusal) -> None:
+        reason = PullRefusal.Name(refusal).removeprefix("PULL_REFUSAL_")
+        if self._told.is_new((wanted.address, wanted.incarnation, reason)):
+            logger.warning("worker %s refuses to send blocks: %s differs", wanted.address, reason)
 
     def _memory_of(self, connection: Connection, reply: PullReply) -> Memory:
         if reply.way != NIXL or self._nixl is None:

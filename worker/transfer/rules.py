@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from blockyard.proto.naming.block_hash import NAME_BYTES
 from blockyard.proto.v1.session_pb2 import PullEnd, PullRefusal, PullReport, PullRequest
 from blockyard.worker.engine import Engine
+from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.pulls import Pull
 
 MAX_LOANS = 4
@@ -29,8 +30,15 @@ class LenderFacts:
 
     incarnation: str
     layout: str
+    """As `layout_of` makes it."""
     max_blocks: int
     """Blocks of the longest context."""
+
+
+def layout_of(model_fingerprint: str, memory: TransferableMemory) -> str:
+    """Return the words that both ends of a pull must have in common."""
+    kind = memory.kind
+    return f"model={model_fingerprint} {kind.layout} {kind.arithmetic} bytes={memory.block_bytes}"
 
 
 def refusal_of(request: PullRequest, facts: LenderFacts) -> PullRefusal:
@@ -42,6 +50,23 @@ def refusal_of(request: PullRequest, facts: LenderFacts) -> PullRefusal:
     if bool(request.names) is bool(request.trial_bytes) or len(request.names) % NAME_BYTES:
         return PullRefusal.PULL_REFUSAL_INVALID
     return PullRefusal.PULL_REFUSAL_UNSPECIFIED
+
+
+class ToldOnce:
+    """Remembers what a log has been told, so that a pair of workers fills no log. Any thread may ask."""
+
+    def __init__(self, most: int = 256) -> None:
+        self._told: dict[object, None] = {}
+        self._most = most
+
+    def is_new(self, fact: object) -> bool:
+        """Return whether this fact was not told lately, and note it. The oldest of many is forgotten."""
+        if fact in self._told:
+            return False
+        self._told[fact] = None
+        if len(self._told) > self._most:
+            self._told.pop(next(iter(self._told)), None)
+        return True
 
 
 class Avoided:
