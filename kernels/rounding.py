@@ -1,4 +1,4 @@
-"""What the rounding of results depends on beside their inputs: libraries, their settings, and the processor.
+"""Rounding: words on all that it depends on beside the inputs, namely libraries, their settings and the processor.
 
 Two machines with equal words compute equal bits. The words may be stricter than needed. A library chooses its kernels
 by more than it tells, so the whole model of a processor counts.

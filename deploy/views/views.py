@@ -62,14 +62,19 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
     ]
     roles = ("role",) if has_roles(workers) else ()
     models = ("model",) if len({worker.model for worker in workers}) > 1 else ()
+    num_layouts = len({(worker.model, worker.kv_layout) for worker in workers})
+    layouts = ("layout",) if num_layouts > len({worker.model for worker in workers}) else ()
     headings = ("state", "address", "device", "running", "waiting", "free", "cached", "used")
-    table = FittingTable("worker", *models, *roles, *headings, *(heading for heading, _ in extra), "hit rate")
+    table = FittingTable(
+        "worker", *models, *roles, *layouts, *headings, *(heading for heading, _ in extra), "hit rate"
+    )
     for worker in workers:
         load = worker.load
         table.add_row(
             worker.worker_id,
             *(worker.model for _ in models),
             *(worker.role for _ in roles),
+            *(_layout_text(worker) for _ in layouts),
             state_text(worker),
             worker.address,
             device_text(worker),
@@ -79,6 +84,11 @@ def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
             f"{load.cached_tokens / load.prompt_tokens:.0%}" if load.prompt_tokens else "-",
         )
     return table
+
+
+def _layout_text(worker: cluster_pb2.Worker) -> str:
+    """Return the order of a worker's blocks, such as `2xcpu-16/1:float32:2x2x16x16`, or `-` where it says none."""
+    return worker.kv_layout.partition(" ")[0].removeprefix("layers=") or "-"
 
 
 def device_text(worker: cluster_pb2.Worker) -> str:

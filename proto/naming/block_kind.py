@@ -11,12 +11,12 @@ from blockyard.proto.v1.session_pb2 import Hello
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """What a worker's blocks are, as words `key=value`."""
+    """The kind of a worker's blocks, as words `key=value`."""
 
     layout: str
-    """How the bytes of a block lie."""
+    """Words on how the bytes of a block lie."""
     arithmetic: str
-    """What decides the values that a block holds for given tokens, down to their rounding."""
+    """Words on what decides the values that a block holds for given tokens, down to their rounding."""
 
     @classmethod
     def of(cls, hello: Hello) -> "BlockKind":

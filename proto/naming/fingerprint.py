@@ -39,7 +39,8 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def model_fingerprint(path: str | Path, *, load_format: str, seed: int, dtype: str) -> str:
-    """Return a hexadecimal digest that is equal for workers with interchangeable KV blocks and results.
+    """Return a hexadecimal digest that is equal for workers that serve as one model. Whether they may also exchange KV
+    blocks is another question (block_kind.py).
 
     The seed counts only if it draws the weights (`load_format` "random"), the shards only if they are read. Raises
     ValueError for a folder without config.json, or for a shard that is not safetensors or changes meanwhile.

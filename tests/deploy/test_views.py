@@ -50,6 +50,20 @@ def test_without_a_worker_there_is_a_sentence_and_no_empty_table() -> None:
     assert "hit rate" not in told
 
 
+def test_layouts_of_blocks_are_listed_where_workers_of_one_model_differ() -> None:
+    def table(*layouts: tuple[str, str]) -> str:
+        workers = [cluster_pb2.Worker(model=model, kv_layout=layout) for model, layout in layouts]
+        return printed(workers_table(workers))
+
+    native, plain = "layers=2xcpu-16/1:float32 rank=0/1", "layers=2xplain/1:float32 rank=0/1"
+    assert "layout" not in table(("a", native), ("a", native), ("b", plain))
+    for both in ((native, plain), (native, "")):
+        told = table(*(("a", layout) for layout in both))
+        assert "layout" in told
+        assert "2xcpu-16/1:float32 " in told
+    assert "2xplain/1:float32 " in table(("a", native), ("a", plain))
+
+
 @pytest.mark.parametrize("colours", ["", "1"])
 def test_in_a_pipe_no_row_is_cut_or_folded(colours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)

@@ -137,9 +137,15 @@ async def cluster(
     redis_url: str | None = None,
     tracer_provider: Any = None,
     http_port: int | None = None,
+    first: dict[str, Any] | None = None,
     **engine: Any,
 ) -> AsyncIterator[Cluster]:
-    workers = [worker(number, role, redis_url=redis_url, **engine) for number, role in enumerate(roles)]
+    """Run workers and a router. `first` are settings of worker-0 alone."""
+    own = [first or {}] + [{}] * len(roles)
+    workers = [
+        worker(number, role, redis_url=redis_url, **(engine | own[number]))
+        for number, role in enumerate(roles)
+    ]
     starts = [Starts() for _ in workers]
     async with (
         running_router(

@@ -19,7 +19,7 @@ class TransferableMemory(Protocol):
     """The memory of one runner's blocks, as transfers see it."""
 
     kind: BlockKind
-    """What another worker's blocks must be to take the place of these."""
+    """The kind that another worker's blocks must have to take the place of these."""
     block_bytes: int
     """Bytes of a block, all layers. Those of a host slot too."""
     is_in_place: bool

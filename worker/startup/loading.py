@@ -242,7 +242,10 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, arithmetic: str
 
 
 def _arithmetic(config: EngineConfig, dtype: str, num_ranks: int) -> str:
-    """Return as text what besides the weights decides a block's content. Workers share prefixes where it is equal."""
+    """Return as text the settings by which workers of the same weights are different models to a router.
+
+    Much else changes a block's values in their last bits, and is in its kind (memory/block_kinds.py).
+    """
     linears = "" if config.cpu_linears == "full" else f":{config.cpu_linears}"
     return f"{config.engine}:{dtype}{linears}" + ("" if num_ranks == 1 else f":{num_ranks} ranks")
 

@@ -30,7 +30,7 @@ class LenderFacts:
 
     incarnation: str
     layout: str
-    """As `layout_of` makes it."""
+    """The words of `layout_of`."""
     max_blocks: int
     """Blocks of the longest context."""
 
