@@ -34,8 +34,14 @@ _HASH_DIGITS = 8
 def pytorch_words(device: torch.device) -> tuple[str, ...]:
     """Return words `key=value` about PyTorch on a device. None has a space."""
     set_here = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
-    words = [f"torch={torch.__version__}", _processor(device)]
+    words = [f"torch={torch.__version__}:{_build_hash()}", _processor(device)]
     return (*words, f"settings={_hash(set_here)}") if set_here else tuple(words)
+
+
+@cache
+def _build_hash() -> str:
+    """Return a hash of how PyTorch was built, with the libraries below it, and of the C library's version."""
+    return _hash([torch.__config__.show(), *platform.libc_ver()])
 
 
 def _processor(device: torch.device) -> str:
