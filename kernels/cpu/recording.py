@@ -43,7 +43,7 @@ class Arena:
         memory = self._free[size].pop()
         lent = memory.numpy()  # PyTorch holds this array as long as any tensor lies in it
         weakref.finalize(lent, self._free[size].append, memory).atexit = False
-        return torch.from_numpy(lent)[:num_bytes].view(dtype).view(*shape)
+        return torch.from_numpy(lent)[:num_bytes].view(dtype).view(tuple(shape))
 
 
 class RecordingLibrary(CpuLibrary):
@@ -94,12 +94,18 @@ class Allocations(TorchDispatchMode):
         # By its schema reshape is a view even where it copies.
         result = func(*args, **kwargs) if func.is_view else None
         results = result if isinstance(result, list | tuple) else [result]
-        memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-        if all(
-            isinstance(part, torch.Tensor) and part.untyped_storage().data_ptr() in memory for part in results
-        ):
+        memory = {_memory_of(arg) for arg in args} - {None}
+        if all(_memory_of(part) in memory for part in results):
             return result
         raise NotRecordable(f"{func} is PyTorch's")
+
+
+def _memory_of(value: object) -> int | None:
+    """Return the address of a tensor's memory. Return None for anything else, and for a tensor in a layout of its own,
+    such as a weight packed for oneDNN: it does not tell where it lies."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage().data_ptr()
 
 
 class RecordedCalls:

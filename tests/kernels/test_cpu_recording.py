@@ -9,6 +9,7 @@ from blockyard.kernels.attention.plan import plan_attention
 from blockyard.kernels.cpu.backend import CpuBackend
 from blockyard.kernels.cpu.recording import Arena, NotRecordable
 from blockyard.kernels.interface import Backend
+from blockyard.kernels.torch.packed_linear import can_pack, pack
 
 EPS = 1e-6
 
@@ -37,7 +38,7 @@ def test_memory_is_lent_again_when_the_last_view_of_it_is_gone() -> None:
     assert arena.num_bytes == 2 * 2048
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (1,), (3, 7)])
+@pytest.mark.parametrize("shape", [(0, 5), (), (1,), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_is_lent_is_as_large_as_asked_and_well_aligned(
     shape: tuple[int, ...], dtype: torch.dtype
@@ -116,6 +117,24 @@ def test_a_copy_is_no_view(backend: CpuBackend, copy: Callable[[torch.Tensor], t
         backend.record(lambda: copy(x_TH), Arena())
     for view in (lambda: x_TH.reshape(-1), lambda: x_TH.contiguous(), lambda: x_TH.flatten(0)):
         assert backend.record(view, Arena()).replay().data_ptr() == x_TH.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_tells_no_address_ends_the_recording(backend: CpuBackend, dtype: torch.dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip("PyTorch packs no such weight here")
+    weight_OI = pack(torch.randn(328, 256, dtype=dtype))
+    assert weight_OI.is_mkldnn
+    x_TI = torch.randn(2, 256, dtype=dtype)
+    for compute in (
+        lambda: backend.linear(x_TI, weight_OI),
+        lambda: backend.linear(x_TI[:0], weight_OI) + 1,
+        weight_OI.detach,
+        weight_OI.t,
+        weight_OI.to_dense,
+    ):
+        with pytest.raises(NotRecordable):
+            backend.record(compute, Arena())
 
 
 def test_every_plan_of_a_recording_is_looked_at_again(backend: CpuBackend) -> None:

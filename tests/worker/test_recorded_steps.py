@@ -1,6 +1,6 @@
 """Decode steps on a CPU whose kernels run as one call: the same numbers for any batch, and no step left out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from blockyard.kernels.attention.plan import AttentionPlan, plan_attention
 from blockyard.kernels.cpu.backend import CpuBackend
+from blockyard.kernels.cpu.library import CpuLibrary
+from blockyard.kernels.cpu.recording import Arena
+from blockyard.kernels.torch.packed_linear import can_pack
 from blockyard.worker.config import EngineConfig
 from blockyard.worker.engine import Engine
 from blockyard.worker.execution.runner import TorchRunner
@@ -45,12 +48,12 @@ def make_runner(
         )
     except ValueError as error:
         pytest.skip(str(error))
-    if runner.backend.name != "cpu":
+    if runner.backend.name != settings.get("backend", "cpu"):
         pytest.skip("no C++ kernels here")
     runner.warm_up()
-    sizes = sizes_for(runner.backend, CPU, 8)
-    assert sizes is not None
     if records:
+        sizes = sizes_for(runner.backend, CPU, 8)
+        assert sizes is not None
         runner.capture_decodes(sizes, max_context_tokens=128)
         if runner._graphs is None and not runner.backend._library.has_linear(is_bf16=False):
             pytest.skip("this CPU has neither AVX-512 nor AVX2: its linears are PyTorch's")
@@ -160,6 +163,71 @@ def test_a_model_that_pytorch_computes_in_part_runs_as_before(caplog: pytest.Log
     assert runner._graphs is None
     assert "decode graphs: none, aten" in caplog.text
     assert all(FAILED_TOKEN not in tokens for tokens in generate(runner))
+
+
+ODD = {"hidden_size": 328, "intermediate_size": 521, "head_dim": 64}
+"""Sizes that the C++ linears do not take. Every matrix is large enough for PyTorch to pack it."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "settings"),
+    [
+        ("LlamaForCausalLM", {"hidden_size": 328, "head_dim": 64}, {}),
+        ("LlamaForCausalLM", {"hidden_size": 128, "intermediate_size": 521}, {}),
+        ("LlamaForCausalLM", ODD | {"vocab_size": 271, "tie_word_embeddings": True}, {}),
+        ("LlamaForCausalLM", ODD, {"max_loras": 1, "max_lora_rank": 8}),
+        ("LlamaForCausalLM", ODD, {"linears": "int8"}),
+        ("Qwen3MoeForCausalLM", ODD | {"moe_intermediate_size": 265}, {}),
+        ("LlamaForCausalLM", ODD | {"hidden_size": 320, "intermediate_size": 512}, {"dtype": "bfloat16"}),
+    ],
+)
+def test_a_model_with_weights_that_only_pytorch_reads_runs_unrecorded(
+    architecture: str,
+    sizes: dict[str, int],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With AMX the linears in bf16 are PyTorch's, whatever their sizes."""
+    if settings.get("dtype") == "bfloat16":
+        monkeypatch.setattr(CpuLibrary, "has_linear", lambda *_, is_bf16: not is_bf16)
+    caplog.set_level("INFO")
+    checkpoint = shared_checkpoint(architecture, **sizes)
+    runner = make_runner(checkpoint=checkpoint, **settings)
+    assert runner._graphs is None
+    if can_pack(runner.dtype):
+        assert "decode graphs: none, mkldnn._linear_pointwise" in caplog.text, "no weight was packed"
+    generated = generate(runner)
+    assert generated == generate(make_runner(checkpoint=checkpoint, records=False, **settings))
+    if runner.dtype == torch.float32 and "linears" not in settings:
+        settings = settings | {"backend": "torch"}
+        assert generated == generate(make_runner(checkpoint=checkpoint, records=False, **settings))
+
+
+def test_no_failure_of_a_recording_ends_a_worker_or_a_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generate(make_runner(records=False))
+    later = make_runner()
+    for error in (MemoryError(), RuntimeError("can't allocate memory"), ValueError("a table")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "empty", raises(error))
+            at_start = make_runner()
+            if not isinstance(error, ValueError):
+                assert generate(later) == expected
+        assert at_start._graphs is None
+        assert [record.levelname for record in caplog.records if "none, " in record.message] == ["WARNING"]
+        assert generate(at_start) == expected
+        caplog.clear()
+        assert later._graphs is not None
+        assert [size for (size, _), graph in later._graphs._graphs.items() if graph is None] == [4, 3, 2]
+
+
+def raises(error: Exception) -> Callable[..., torch.Tensor]:
+    def empty(*_: object) -> torch.Tensor:
+        raise error
+
+    return empty
 
 
 def test_there_is_a_size_for_every_small_batch_and_none_for_a_large_one() -> None:

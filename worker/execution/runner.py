@@ -336,8 +336,10 @@ class TorchRunner(PartRunner):
         try:
             with torch.inference_mode():
                 graphs.capture()
-        except NotRecordable as error:
-            logger.info("decode graphs: none, %s", error)
+        except (NotRecordable, ValueError) as error:
+            # A recording only saves time, so no failure of it may end a worker.
+            is_expected = isinstance(error, NotRecordable) and error.__cause__ is None
+            logger.log(logging.INFO if is_expected else logging.WARNING, "decode graphs: none, %s", error)
             return
         self._graphs = graphs
 

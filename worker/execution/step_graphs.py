@@ -11,6 +11,7 @@ first use.
 Shapes: T tokens in the step, H hidden size.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from blockyard.kernels.attention.plan import AttentionPlan
 from blockyard.kernels.attention.shared_prefix import MIN_SHARERS
 from blockyard.kernels.attention.static_plan import StaticDecodes
 from blockyard.kernels.cpu.backend import CpuBackend, RecordedStep
-from blockyard.kernels.cpu.recording import Arena
+from blockyard.kernels.cpu.recording import Arena, NotRecordable
 from blockyard.kernels.interface import Backend
 from blockyard.kernels.lora import StaticLora
 from blockyard.worker.execution.capture_progress import CaptureProgress
 from blockyard.worker.model.decoder import Decoder
 from blockyard.worker.model.lora import LoraLayer, LoraStep
 
+logger = logging.getLogger(__name__)
 GRAPH_BYTES = 8 << 20
 """Estimated memory of each graph beside its tensors."""
 _STEPS_OF_LADDER = ((256, 8), (512, 16))
@@ -124,8 +126,9 @@ class CpuSteps:
 
 
 class CpuStep:
-    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable where other code than the C++ kernels
-    computes."""
+    """Implements `StepGraph` on a CPU. `capture` raises NotRecordable where other code than the C++ kernels computes,
+    or where the recording fails for a reason of its own, such as memory. It raises ValueError for a plan that is not
+    valid."""
 
     def __init__(self, backend: CpuBackend, arena: Arena) -> None:
         self._backend = backend
@@ -133,7 +136,12 @@ class CpuStep:
         self._recorded: RecordedStep | None = None
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> None:
-        self._recorded = self._backend.record(compute, self._arena)
+        try:
+            self._recorded = self._backend.record(compute, self._arena)
+        except (NotRecordable, ValueError):
+            raise
+        except Exception as error:
+            raise NotRecordable(f"the recording failed: {error!r}") from error
 
     def replay(self) -> torch.Tensor:
         assert self._recorded is not None
@@ -188,13 +196,14 @@ class DecodeGraphs:
         self._tokens_T = torch.zeros(sizes.rows[-1], dtype=torch.int64, device=device)
         self._lora_layers = lora_layers
         self._lora = None if lora_layers is None else StaticLora(sizes.rows[-1], device)
-        self._graphs: dict[tuple[int, bool], StepGraph] = {}
-        self._lora_graphs: dict[tuple[int, bool], StepGraph] = {}
+        self._graphs: dict[tuple[int, bool], StepGraph | None] = {}
+        """None for a size whose steps cannot be recorded. So are the graphs of steps with adapters."""
+        self._lora_graphs: dict[tuple[int, bool], StepGraph | None] = {}
 
     def capture(self) -> None:
         """Capture the graphs of `at_start` and `shared_at_start`, the largest first: the others reuse its memory.
 
-        All rows are padding: no block is written.
+        All rows are padding: no block is written. Raises NotRecordable where one of them cannot be recorded.
         """
         graphs = [(size, True) for size in self._sizes.shared_at_start]
         graphs += [(size, False) for size in self._sizes.at_start]
@@ -202,13 +211,22 @@ class DecodeGraphs:
         with CaptureProgress(len(graphs) * len(with_adapters)) as progress:
             for size, is_shared in sorted(graphs, reverse=True):
                 for has_adapters in with_adapters:
-                    self._graph(size, is_shared, has_adapters=has_adapters)
+                    graph = self._captured(size, is_shared, has_adapters=has_adapters)
+                    self._graphs_of(has_adapters=has_adapters)[size, is_shared] = graph
                     progress.advance()
 
-    def _graph(self, size: int, is_shared: bool, *, has_adapters: bool) -> StepGraph:
-        graphs = self._lora_graphs if has_adapters else self._graphs
+    def _graphs_of(self, *, has_adapters: bool) -> dict[tuple[int, bool], StepGraph | None]:
+        return self._lora_graphs if has_adapters else self._graphs
+
+    def _graph(self, size: int, is_shared: bool, *, has_adapters: bool) -> StepGraph | None:
+        """Return the graph, captured at its first use, or None where it cannot be recorded."""
+        graphs = self._graphs_of(has_adapters=has_adapters)
         if (size, is_shared) not in graphs:
-            graphs[size, is_shared] = self._captured(size, is_shared, has_adapters=has_adapters)
+            try:
+                graphs[size, is_shared] = self._captured(size, is_shared, has_adapters=has_adapters)
+            except NotRecordable as error:
+                logger.warning("decode graphs: none of %d rows, %s", size, error)
+                graphs[size, is_shared] = None
         return graphs[size, is_shared]
 
     def _captured(self, size: int, is_shared: bool, *, has_adapters: bool) -> StepGraph:
@@ -225,7 +243,8 @@ class DecodeGraphs:
     def hidden(
         self, tokens_T: torch.Tensor, plan: AttentionPlan, lora: LoraStep | None = None
     ) -> torch.Tensor | None:
-        """Return [T, H] of all tokens, valid until the next call, or None for a step that does not fit."""
+        """Return [T, H] of all tokens, valid until the next call, or None for a step that does not fit or cannot be
+        recorded."""
         num_rows, rows = plan.num_rows, self._sizes.rows
         if num_rows > rows[-1] or not self._static.takes(plan):
             return None
@@ -236,4 +255,4 @@ class DecodeGraphs:
             assert self._lora is not None
             self._lora.fill(lora.plan, size)
         graph = self._graph(size, len(plan.shared_items_Y5) > 0, has_adapters=lora is not None)
-        return graph.replay()[:num_rows]
+        return None if graph is None else graph.replay()[:num_rows]
