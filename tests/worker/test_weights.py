@@ -108,14 +108,6 @@ def test_all_four_biases_of_attention_are_loaded(architecture: str, tmp_path: Pa
     assert num_parameters(load_config(folder)) == reference_model(folder).num_parameters()
 
 
-def test_a_tied_head_is_the_embedding_itself_even_if_the_file_has_a_copy(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
-    change_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(272, 64)}))
-    weights = load(folder)
-    assert weights.lm_head_VH is weights.embedding_VH
-    assert bool(weights.embedding_VH.any())
-
-
 def test_shards_equal_a_single_file(tmp_path: Path) -> None:
     whole = shared_checkpoint("Qwen3ForCausalLM")
     reference_model(whole).save_pretrained(tmp_path, max_shard_size="100KB")

@@ -1,8 +1,8 @@
 """Model config: reads from a Hugging Face folder's config.json whether and how this engine runs a model.
 
 Owns the refusal of everything that it cannot run exactly. A key of the file that changes the arithmetic is read
-here, in `rope` or by the model's family (families/). Otherwise the error names it. Does not read weights or tokenizers,
-and does not import torch.
+here, in `rope` or by the model's family (families/). Otherwise the error names it. Does not read tokenizers or weights,
+but for a head that is said to be tied (tied_head.py), and does not import torch.
 """
 
 import json
@@ -82,6 +82,7 @@ class ModelConfig(Traits):
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
+    """Whether the head is the embedding. False where the checkpoint holds another head, whatever config.json says."""
     dtype: DataTypeName
     """The data type in which the checkpoint says it was saved. float32 if it does not say."""
     eos_token_ids: frozenset[int]
@@ -99,13 +100,23 @@ class ModelConfig(Traits):
 def load_config(folder: Path) -> ModelConfig:
     """Return the config from config.json and, for the ids of special tokens, generation_config.json.
 
-    Raises UnsupportedModelError for a model this engine cannot run, ValueError for a file it cannot read.
+    Where the weights are in the folder, `tie_word_embeddings` says what they hold. Raises UnsupportedModelError for a
+    model this engine cannot run, ValueError for a file it cannot read.
     """
+    # Imported here, because that module takes the config from this one.
+    from blockyard.worker.model.tied_head import has_own_head
+
     try:
-        return _load_config(folder)
+        config = _load_config(folder)
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         # A value of the wrong kind. It is too rare to check each key for it.
         raise ValueError(f"{folder / 'config.json'} has a value of the wrong kind: {error}") from error
+    is_in_question = config.tie_word_embeddings and config.pooling is None
+    return (
+        replace(config, tie_word_embeddings=False)
+        if is_in_question and has_own_head(folder, config)
+        else config
+    )
 
 
 def _load_config(folder: Path) -> ModelConfig:
