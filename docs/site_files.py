@@ -1,16 +1,22 @@
 """Chooses the files of the documentation site: the README and all that its links reach, at their own paths.
 
-mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files.
+mkdocs takes one folder, and the documents link to files outside of docs/. So this hook replaces the list of files. It
+also warns of blocks of code that a page does not show as such, of which mkdocs says nothing.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
+logger = logging.getLogger("mkdocs.hooks.site_files")
+"""mkdocs fails on a warning of its own loggers."""
 ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^ *(?:```|~~~)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s#]+)|<img [^>]*src=\"([^\"]+)\"")
 
 
@@ -22,6 +28,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in sorted(reached_from(ROOT / "README.md"))
     ]
     return Files([*own, *documents])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Warn where fences of the document are not blocks of code of the page. What follows them is then inside out."""
+    num_fences, num_blocks = len(FENCE.findall(page.markdown or "")), html.count("<pre")
+    if num_fences != 2 * num_blocks:
+        logger.warning(
+            "Doc file '%s' has %d fences, but %d blocks of code: a fence takes one word at most, and needs an end.",
+            page.file.src_uri,
+            num_fences,
+            num_blocks,
+        )
 
 
 def reached_from(document: Path) -> set[Path]:

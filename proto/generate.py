@@ -1,6 +1,6 @@
 """Generates the Python code of proto/v1/*.proto: `python -m proto.generate [--check]` from the project root.
 
-`--check` generates into a temporary folder and fails where the committed code differs.
+`--check` generates into a temporary folder and fails where the committed code differs, or a .proto file is not generated.
 """
 
 import sys
@@ -30,17 +30,22 @@ def run_protoc(*outputs: str) -> None:
 
 def main() -> int:
     check = "--check" in sys.argv[1:]
-    stale = []
+    # A file that is not in PROTOS, and code whose .proto file has gone.
+    stale = sorted({path.name for path in (ROOT / "v1").glob("*.proto")} ^ set(PROTOS))
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        for made in sorted((Path(folder) / "blockyard/proto/v1").iterdir()):
+        generated = sorted((Path(folder) / "blockyard/proto/v1").iterdir())
+        stale += sorted(
+            {path.name for path in (ROOT / "v1").glob("*_pb2*")} - {made.name for made in generated}
+        )
+        for made in generated:
             committed = ROOT / "v1" / made.name
             if check and (not committed.exists() or committed.read_text() != made.read_text()):
                 stale.append(made.name)
             elif not check:
                 committed.write_text(made.read_text())
     if stale:
-        print(f"out of date, run `make proto`: {', '.join(stale)}")
+        print(f"out of date or not of PROTOS, run `make proto`: {', '.join(stale)}")
     return 1 if stale else 0
 
 

@@ -1,6 +1,7 @@
 """Writes the reference part of docs/cli.md, from the commands themselves.
 
-    python -m tools.cli_reference docs/cli.md
+    python -m tools.cli_reference docs/cli.md            # writes
+    python -m tools.cli_reference docs/cli.md --check    # fails where the file differs, and writes nothing
 
 Owns the form of the reference. The text above MARKER in that file is written by hand and kept.
 """
@@ -164,6 +165,18 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-if __name__ == "__main__":
+def main() -> int:
     path = Path(sys.argv[1])
-    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")
+    found = path.read_text(encoding="utf-8")
+    made = rewritten(found)
+    if "--check" not in sys.argv[2:]:
+        path.write_text(made, encoding="utf-8")
+        return 0
+    if found == made:
+        return 0
+    print(f"{path} is out of date, run `python -m tools.cli_reference {path}`")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -80,7 +80,8 @@ async def test_http_and_grpc_equal_transformers_and_reuse_what_is_cached(
 
 def test_the_program_of_the_document_runs(cluster: Processes, http_port: int) -> None:
     text = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
-    (program,) = re.findall(r"```python embedding\n(.*?)```", text, re.DOTALL)
+    programs = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (program,) = (program for program in programs if "embeddings.create" in program)
     program = program.replace("127.0.0.1:8000", f"127.0.0.1:{http_port}").replace(
         "dimensions=256", "dimensions=32"
     )

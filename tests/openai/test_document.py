@@ -17,10 +17,10 @@ from ..faults.processes import DETERMINISTIC, processes  # noqa: TID252
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "gateway.md").read_text()
-BLOCKS = re.findall(r"```(\w+)(?: (\w+))?\n(.*?)```", TEXT, re.DOTALL)
-PYTHON = [block for kind, name, block in BLOCKS if (kind, name) == ("python", "")]
-"""The one named `embedding` needs another model (tests/cluster/test_embeddings.py)."""
-CURL = next(block for _, name, block in BLOCKS if name == "curl")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+PYTHON = [block for kind, block in BLOCKS if kind == "python" and "embeddings.create" not in block]
+"""The one about embeddings needs another model (tests/cluster/test_embeddings.py)."""
+CURL = next(block for kind, block in BLOCKS if kind == "bash" and block.startswith("curl"))
 ADDRESS = "127.0.0.1:8000"
 SAID = (
     *("cached prompt tokens: ", "0 length", "True", 'get_weather {"city"', "stored: False"),
