@@ -1,14 +1,14 @@
-"""Pauses of this process: on a crowded machine it may stand still for seconds, and then measures nothing."""
+"""Pauses of this process, which on a crowded machine may stand still for seconds, and the work of its event loop."""
 
 import asyncio
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Self
 
-from blockyard.router.loop_watch import LoopWatch
+import pytest
+
+from tests.counted_work import lines_run
 
 TICK_SECONDS = 0.005
 LATE_SECONDS = 0.02
@@ -51,46 +51,31 @@ async def watched_pauses() -> AsyncIterator[Pauses]:
             await task
 
 
-class RunningClock:
-    """Seconds in which this process ran. A thread counts them, so a pause of all threads adds one tick at most."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._count, daemon=True)
-
-    def __call__(self) -> float:
-        return self._seconds
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _count(self) -> None:
-        last = time.monotonic()
-        while not self._is_over.wait(TICK_SECONDS):
-            now = time.monotonic()
-            self._seconds += min(now - last, LATE_SECONDS)
-            last = now
-
-
 @asynccontextmanager
-async def free_loop(bound_seconds: float) -> AsyncIterator[None]:
-    """Assert that nothing holds the event loop up for that long, be it by computing or by waiting.
+async def free_loop(most_lines: int, *, least_turns: int = 0) -> AsyncIterator[None]:
+    """Assert that the event loop stays free, by counts: no callback runs more lines of Python than these.
 
-    Pauses of the whole process do not count.
+    What computes or waits without a line of Python shows by the turns of the loop meanwhile, at least so many.
     """
-    with RunningClock() as clock:
-        computing, waiting = LoopWatch(TICK_SECONDS), LoopWatch(TICK_SECONDS, clock=clock)
-        watching = [asyncio.create_task(watch.run()) for watch in (computing, waiting)]
-        await asyncio.sleep(0)
-        yield
-        await asyncio.sleep(LATE_SECONDS)
-        for task in watching:
-            task.cancel()
-    assert computing.seen.worst_computing_seconds < bound_seconds
-    assert waiting.seen.worst_seconds < bound_seconds
+    counts, turns = [0], 0
+    run: Callable[[asyncio.Handle], None] = asyncio.Handle._run  # type: ignore[attr-defined]
+
+    def counted_run(handle: asyncio.Handle) -> None:
+        counts.append(lines_run(lambda: run(handle)))
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", counted_run)
+        turning = asyncio.create_task(turn())
+        try:
+            yield
+        finally:
+            turning.cancel()
+    print(f"at most {max(counts)} lines in a callback, {turns} turns")
+    assert max(counts) <= most_lines
+    assert turns >= least_turns

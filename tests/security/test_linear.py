@@ -1,7 +1,8 @@
 """Text from clients is read in linear time: every regular expression that may see it, and the code that reads whole
 inputs.
 
-Limits the CPU time of 128 KiB. A linear pass takes milliseconds, a quadratic one minutes, so the limit is generous.
+The steps of a text and of one twice as long are counted. Texts of 64 KiB are read too, without a clock: a linear pass
+takes milliseconds and a quadratic one minutes, which the time limit of the test ends.
 """
 
 import ast
@@ -9,9 +10,9 @@ import importlib
 import pkgutil
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from blockyard.router.tokenizing.model_facts import ModelFacts
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import Message
 
+from tests.counted_work import CountedPattern, lines_run
+
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "proto", "worker", "deploy.dashboard")
 """Packages with all the code that reads a client's text."""
@@ -52,15 +55,14 @@ SEARCHED = {
     "proto.index.scripts._INCLUDE",
     "proto.index.shards._BETWEEN",
 }
-SIZES = (2**10, 2**14, 2**17)
-"""Sizes in characters, the smaller ones first: an expression of exponential time fails there."""
-MAX_CPU_SECONDS = 1.0
-
-
-def cpu_seconds(call: Callable[[], Any]) -> float:
-    begun = time.process_time()
-    call()
-    return time.process_time() - begun
+SIZE, WHOLE_SIZE = 128, 2**16
+"""Sizes in characters: where steps are counted, there and at twice the size, and where all is read."""
+MOST_GROWTH = 2.2
+"""Steps for a text twice as long. Quadratic work takes four times as many."""
+OVERHEAD_STEPS = 100
+STEPS_A_CHARACTER = 1000
+"""Bound of the steps, beyond which an expression of exponential time ends."""
+pytestmark = pytest.mark.timeout(200)
 
 
 def pumped(units: tuple[str, ...], size: int) -> Iterator[str]:
@@ -91,20 +93,31 @@ def units_of(pattern: "re.Pattern[str]") -> tuple[str, ...]:
     )
 
 
+def uses_of(pattern: Any, *, is_searched: bool) -> tuple[Callable[[str], Any], ...]:
+    return (pattern.match, pattern.fullmatch, *((pattern.findall,) if is_searched else ()))
+
+
+def steps_of(pattern: "re.Pattern[str]", text: str, *, is_searched: bool) -> list[int]:
+    """Return the steps of each use, which finds what `re` finds."""
+    steps = []
+    for number, use in enumerate(uses_of(pattern, is_searched=is_searched)):
+        counted = CountedPattern(pattern, most=STEPS_A_CHARACTER * len(text))
+        found, expected = uses_of(counted, is_searched=is_searched)[number](text), use(text)
+        if isinstance(expected, list):
+            assert found == len(expected), (pattern.pattern, text[:20])
+        else:
+            assert found == (None if expected is None else expected.end()), (pattern.pattern, text[:20])
+        steps.append(counted.steps)
+    return steps
+
+
 def check_pattern(
-    pattern: "re.Pattern[str]",
-    units: tuple[str, ...],
-    *,
-    is_searched: bool = False,
-    sizes: tuple[int, ...] = SIZES,
-    most_seconds: float = MAX_CPU_SECONDS,
+    pattern: "re.Pattern[str]", units: tuple[str, ...], *, is_searched: bool = False, size: int = SIZE
 ) -> None:
-    uses = (pattern.match, pattern.fullmatch, *((pattern.search, pattern.findall) if is_searched else ()))
-    for size in sizes:
-        for text in pumped(units, size):
-            for use in uses:
-                seconds = cpu_seconds(lambda use=use, text=text: use(text))  # type: ignore[misc]
-                assert seconds < most_seconds, (pattern.pattern, text[:20], size)
+    for text, longer in zip(pumped(units, size), pumped(units, 2 * size), strict=True):
+        few, many = (steps_of(pattern, one, is_searched=is_searched) for one in (text, longer))
+        for before, after in zip(few, many, strict=True):
+            assert after <= MOST_GROWTH * before + OVERHEAD_STEPS, (pattern.pattern, text[:20], before, after)
 
 
 def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> None:
@@ -114,14 +127,18 @@ def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> No
         "worker.grammar.refusals._BAD_VALUE",
     } <= set(found)
     for name, pattern in found.items():
-        check_pattern(pattern, units_of(pattern), is_searched=name in SEARCHED)
+        units, is_searched = units_of(pattern), name in SEARCHED
+        check_pattern(pattern, units, is_searched=is_searched)
+        for text in pumped(units, WHOLE_SIZE):
+            for use in uses_of(pattern, is_searched=is_searched):
+                use(text)
 
 
 def test_the_cut_of_control_tokens_is_linear() -> None:
-    encoder = PromptEncoder(load_tokenizer(MODEL))
-    for size in (2**12, 2**16):
-        for text in pumped(("<", "<|im_start|"), size):
-            assert cpu_seconds(lambda text=text: encoder._cut.split(text)) < MAX_CPU_SECONDS  # type: ignore[misc]
+    pattern, units = PromptEncoder(load_tokenizer(MODEL))._cut, ("<", "<|im_start|")
+    check_pattern(pattern, units, is_searched=True, size=32)
+    for text in pumped(units, 2**14):
+        pattern.split(text)
 
 
 @pytest.mark.ci
@@ -160,9 +177,24 @@ def uses_in_functions(tree: ast.Module) -> Iterator[str]:
                     yield f"re.{name} in {function.name}"
 
 
-def test_the_check_finds_a_quadratic_expression() -> None:
-    with pytest.raises(AssertionError):
-        check_pattern(re.compile(r"(?:a*a*)!!"), ("a",), sizes=(2**14,), most_seconds=0.1)
+@pytest.mark.parametrize(
+    ("pattern", "is_searched", "is_linear"),
+    [
+        (r"(?:a*a*)!!", False, False),
+        (r"(?:a|a)*!!", False, False),
+        (r"(?:a+)+!!", False, False),
+        (r"a*a*a*", False, False),
+        (r"[a0]*a?", False, True),
+        (r"a*!!", False, True),
+        (r"a*!!", True, False),
+        (r"(?:a[0-9]?)*!!", False, True),
+    ],
+)
+def test_the_check_finds_quadratic_and_exponential_expressions_and_no_other(
+    pattern: str, is_searched: bool, is_linear: bool
+) -> None:
+    with nullcontext() if is_linear else pytest.raises(AssertionError):
+        check_pattern(re.compile(pattern), ("a", "a0"), is_searched=is_searched, size=24)
 
 
 FACTS = ModelFacts(
@@ -232,10 +264,13 @@ UNITS = ("a", "[", '{"a":', '"', '\\"', "\\", "1,", '"",', ":", "Bearer ", "(a+)
 
 @pytest.mark.parametrize("name", READERS)
 def test_what_reads_a_whole_input_is_linear(name: str) -> None:
-    for size in SIZES:
-        for text in pumped(UNITS, size):
-            seconds = cpu_seconds(lambda text=text: attempt(READERS[name], text))  # type: ignore[misc]
-            assert seconds < MAX_CPU_SECONDS, (text[:20], size)
+    read = READERS[name]
+    for text, longer in zip(pumped(UNITS, SIZE), pumped(UNITS, 2 * SIZE), strict=True):
+        attempt(read, text)  # what is done once only
+        few, many = (lines_run(partial(attempt, read, one)) for one in (text, longer))
+        assert many <= MOST_GROWTH * few + OVERHEAD_STEPS, (text[:20], few, many)
+    for text in pumped(UNITS, WHOLE_SIZE):
+        attempt(read, text)
 
 
 def test_each_field_is_read_whatever_is_refused_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

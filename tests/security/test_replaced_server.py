@@ -26,9 +26,10 @@ from blockyard.router.dispatch.prefix_lookup import PrefixLookup, PrefixLookupCo
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from ..pauses import free_loop  # noqa: TID252
 from ..properties import examples  # noqa: TID252
 from ..router.fake_worker import SECRET  # noqa: TID252
-from .test_hostile_index import CLUSTER, NAMES, loop_is_free, record
+from .test_hostile_index import CLUSTER, MOST_LINES, NAMES, record
 
 Reply = bytes
 NUMBERS_AND_NOTHING = [
@@ -212,7 +213,7 @@ async def test_the_largest_replies_of_a_replaced_server_hold_up_no_loop(item: by
     reply = b"*100000\r\n" + item * min(100_000, (4 << 20) // len(item))
     async with server_that_answers(reply) as url, connect(url, timeout_seconds=1.0) as client:
         index = RedisPrefixIndex(client, CLUSTER, is_reader=True)
-        async with loop_is_free():
+        async with free_loop(MOST_LINES):
             for call in (index.lookup(NAMES), index.directory(), index.info()):
                 with pytest.raises(PrefixIndexError):
                     await call
