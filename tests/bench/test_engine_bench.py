@@ -23,6 +23,7 @@ from bench.engine.figures import (
     tokens_per_second,
 )
 from bench.engine.limit import roofline_tokens_per_second
+from bench.engine.peers import protocol
 from bench.engine.peers.protocol import Course, Request, drive
 from bench.engine.plot import present
 from bench.engine.report import text_of, write
@@ -108,7 +109,24 @@ class OneTokenAStep:
         return came
 
 
-def test_a_driven_engine_is_given_requests_when_they_arrive_and_turned_until_all_are_done() -> None:
+class VirtualTime:
+    """Takes the place of the module `time`. A look at the clock takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_driven_engine_is_given_requests_when_they_arrive_and_turned_until_all_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "time", VirtualTime())
     requests = [Request(0.1, [1], 2), Request(0.0, [2], 3), Request(0.1, [3], 1)]
     engine = OneTokenAStep()
     courses = drive(engine, requests)

@@ -5,6 +5,7 @@ It refuses Triton's interpreter.
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,8 +300,9 @@ def test_calls_take_turns_and_each_is_first_as_often_as_the_other() -> None:
 
 
 def test_a_clock_gives_the_median_of_calls() -> None:
-    calls = []
-    assert 0 <= Clock(CPU).seconds(lambda: calls.append(1)) < 1e-3
+    calls, begun = [], time.perf_counter()
+    seconds = Clock(CPU).seconds(lambda: calls.append(1))
+    assert 0 <= seconds < time.perf_counter() - begun
     assert len(calls) >= 6
 
 

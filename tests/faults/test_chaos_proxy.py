@@ -7,12 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from tests.pauses import watched_pauses
-
 from .chaos_proxy import ChaosProxy, ChaosProxyThread
 
 SECONDS = 60.0
 SILENCE_SECONDS = 0.15
+HANG_SECONDS = 60.0
 
 
 class Echo:
@@ -83,13 +82,12 @@ async def connect(proxy: ChaosProxy) -> Client:
     return Client(*await asyncio.open_connection(host, int(port)))
 
 
-async def times_of(work: Awaitable[object]) -> tuple[float, float]:
-    """Return the seconds that this takes, with pauses of this process and without. All of them run in it."""
-    async with watched_pauses() as pauses:
-        began = time.monotonic()
+async def seconds_of(work: Awaitable[object]) -> float:
+    """Return the seconds that this takes. Fails where it takes minutes."""
+    began = time.monotonic()
+    async with asyncio.timeout(HANG_SECONDS):
         await work
-        ended = time.monotonic()
-    return ended - began, ended - began - pauses.seconds(began, ended)
+    return time.monotonic() - began
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -111,12 +109,10 @@ async def test_without_a_fault_bytes_and_ends_pass(echo: Echo, proxy: ChaosProxy
 async def test_latency_is_added_to_a_round_trip_and_not_to_each_byte(proxy: ChaosProxy) -> None:
     client = await connect(proxy)
     await proxy.latency(0.2, jitter=0.05)
-    took, without_pauses = await times_of(client.ask(bytes(1_000_000)))
-    assert took >= 0.2
-    assert without_pauses < 2.0
+    assert await seconds_of(client.ask(bytes(1_000_000))) >= 0.2
+    await proxy.latency(10 * HANG_SECONDS)
     await proxy.heal()
-    took, without_pauses = await times_of(client.ask(b"again"))
-    assert without_pauses < 0.2
+    await seconds_of(client.ask(b"again"))
     assert proxy.num_accepted == 1, "the connection lost nothing, so it stands"
 
 
@@ -134,9 +130,7 @@ async def test_bandwidth_is_shared_by_all_connections(proxy: ChaosProxy) -> None
     clients = [await connect(proxy) for _ in range(2)]
     await proxy.bandwidth(200_000)
     asked = asyncio.gather(*(client.ask(bytes(20_000)) for client in clients))
-    took, without_pauses = await times_of(asked)
-    assert took >= 0.2
-    assert without_pauses < 2.0
+    assert await seconds_of(asked) >= 0.2
 
 
 async def test_reset_ends_every_connection_at_both_ends_once(echo: Echo, proxy: ChaosProxy) -> None:

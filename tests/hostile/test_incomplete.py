@@ -119,7 +119,7 @@ def test_calls_that_last_are_counted_by_client_and_in_all(house: House) -> None:
 
     def is_free() -> bool:
         with contextlib.suppress(grpc.RpcError):
-            return bool(next(watch(raw, timeout=1)))
+            return bool(next(watch(raw, timeout=10)))
         return False
 
     until(is_free)

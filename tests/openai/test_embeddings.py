@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -166,11 +167,12 @@ async def test_an_answer_has_a_bounded_number_of_numbers(
 
 async def test_grpc_gives_the_same_with_its_usage(embedder: Gateway, worker: FakeWorker) -> None:
     async with AsyncClient(embedder.router.address) as made:
+        begun = time.monotonic()
         found = await made.embed("import os", request_id="r-1")
         assert list(found.values) == embedding_of("import os")
         assert (found.request_id, found.worker_id, found.migrations) == ("r-1", "a", 0)
         assert (found.prompt_tokens, found.cached_tokens) == (len(tokens_of("import os")), 16)
-        assert 0 < found.total_seconds < 10
+        assert 0 < found.total_seconds < time.monotonic() - begun
         by_tokens = await made.embed(prompt_token_ids=tokens_of("import os"), dimensions=SIZE)
         assert by_tokens.values == found.values
         (model, *_) = await made.list_models()

@@ -66,7 +66,9 @@ async def rig(
     no_worker_seconds: float = 10.0,
     max_migrations: int = 3,
     lookup: PrefixLookup | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Rig]:
+    """`clock` is that of the placer."""
     async with AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)
@@ -77,7 +79,9 @@ async def rig(
             lost_seconds=lost_seconds,
             stall_seconds=stall_seconds,
         )
-        placer = Placer(fleet, lookup, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds)
+        placer = Placer(
+            fleet, lookup, policy="prefix", rng=Random(0), no_worker_seconds=no_worker_seconds, clock=clock
+        )
         made = Rig(fleet, placer, Relay(fleet, placer, max_migrations=max_migrations), list(workers))
         async with _running(made):
             yield made

@@ -105,7 +105,7 @@ async def test_from_exact_to_degraded_and_back_with_numbers(tmp_path: Path) -> N
             assert info.bytes > info.names
             assert (info.live_berths, info.dead_berths) == (1, 0)
             assert info.lookups > 0
-            assert 0 < info.lookup_p50_seconds <= info.lookup_p99_seconds < 0.4
+            assert 0 < info.lookup_p50_seconds <= info.lookup_p99_seconds
             (worker,) = info.workers
             assert (worker.worker_id, worker.index.state, worker.index.entries) == ("w0", EXACT, info.names)
             shown = json.loads(await command(router, "--output", "json"))

@@ -1,6 +1,7 @@
 """Tokens with an adapter equal those of a checkpoint with the adapter merged into its weights."""
 
 import shutil
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_adapters_change_what_is_generated() -> None:
 
 
 def test_more_adapters_than_slots_take_turns() -> None:
-    loaded = load(max_loras=2)
+    loaded, begun = load(max_loras=2), time.monotonic()
     wanted = {}
     for number in range(6):
         prompt = prompt_of(21 + number, seed=3)
@@ -163,7 +164,7 @@ def test_more_adapters_than_slots_take_turns() -> None:
     assert {key: tokens for (key, _), tokens in run(loaded.engine).items()} == wanted
     load_report = loaded.engine.load()
     assert load_report.adapter_loads == 6
-    assert 0 < load_report.adapter_load_seconds < 10
+    assert 0 < load_report.adapter_load_seconds < time.monotonic() - begun
 
 
 SIZES = (2, 4)

@@ -73,7 +73,6 @@ async def test_a_trial_measures_a_link_and_routers_hear_of_it() -> None:
             while not (load := (await session.read_until("step")).load).pull_bytes_per_second:
                 pass
             assert 0 < load.pull_setup_seconds < time.monotonic() - begun
-            assert load.pull_bytes_per_second > 1e5
             assert (load.pulled_blocks, load.failed_pulls) == (0, 0), "a trial is no pull"
         assert (await load_of(source)).lent_blocks == 0
         await check_idle(source)
