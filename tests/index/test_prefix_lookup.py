@@ -268,7 +268,7 @@ async def test_a_stopped_redis_costs_a_request_no_more_than_the_time_out(tmp_pat
     process = start_private_redis(tmp_path)
     try:
         # Only the look-up's own time-out can end it.
-        async with asyncio.timeout(60), connect(process.url, timeout_seconds=600.0) as client:
+        async with asyncio.timeout(180), connect(process.url, timeout_seconds=600.0) as client:
             index = RedisPrefixIndex(client, "stopped")
             berth = await index.register(record("a"), lease_seconds=60)
             await index.apply(berth, Batch(sequence=FIRST_SEQUENCE, added=chain(4)))
