@@ -1,6 +1,6 @@
 """Generates the Python code of proto/v1/*.proto: `python -m proto.generate [--check]` from the project root.
 
-`--check` generates into a temporary folder and fails where the committed code differs, or a .proto file is not generated.
+`--check` generates into a temporary folder and fails where the committed code differs, or where it is not of PROTOS.
 """
 
 import sys

@@ -68,7 +68,7 @@ FAULTS: dict[str, list[tuple[str, Change, str]]] = {
         ("docs/soak.md", adds("\n[planted](planted.md)\n"), "planted.md"),
     ],
 }
-"""By the check: files, the fault that is planted in each, and a pattern of the message that must follow."""
+"""Faults by check: a file, the change that is planted there, and a pattern of the message that must follow."""
 
 
 def commands() -> list[str]:
