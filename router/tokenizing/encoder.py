@@ -1,21 +1,22 @@
 """Prompt encoder: turns a client's prompt into token ids. Users' text never becomes control tokens.
 
-Owns chat rendering, and the rule that a user cannot write a control token as text. Pure: the tokenizer is an argument.
-Does not own the process that runs it (service.py).
-
-Control tokens are the special tokens, and the added tokens that the chat template writes.
+Owns chat rendering. What transformers renders is served: guard.py tells which parts may become control tokens, and that
+changes how a text is encoded, never whether. Pure: the tokenizer is an argument. Does not own the process that runs it
+(service.py).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from blockyard.router.tokenizing.guard import Guard, Part
 from blockyard.router.tokenizing.prompts import (
     Chat,
     ChatPrompt,
@@ -26,7 +27,6 @@ from blockyard.router.tokenizing.prompts import (
     TextPrompt,
     TokenPrompt,
     check_messages,
-    inner_keys,
 )
 from blockyard.router.tokenizing.splices import Answer, Piece, Splicer, calls_of
 from jinja2 import TemplateError
@@ -41,11 +41,10 @@ CHARACTERS_A_TOKEN = 4
 """A text of at most this many characters per allowed token is encoded at once, without counting first."""
 COUNTED_CHARACTERS = 65_536
 """Tokens of a longer text are counted in pieces of this many characters."""
+LEAD = "\n"
+"""Text before a part of a prompt, for tokenizers that encode the begin of a text otherwise than the rest."""
 TEMPLATE_NAMES = frozenset({"messages", "raise_exception", "strftime_now"})
 """Variables of every chat template, besides the arguments of `apply_chat_template` and the special tokens."""
-
-_Segments = tuple[list[str], list[str]]
-"""Texts of the template, and the users' texts between them: always one fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,8 @@ class Encoded:
     """The prompt's text. Empty for token ids."""
     num_spliced: int = 0
     """Tokens that come from earlier answers as they were sampled."""
+    is_guarded: bool = False
+    """Whether a control token's text is encoded as plain text."""
 
 
 class PromptEncoder:
@@ -63,27 +64,19 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
-        control = _control_tokens(tokenizer)
-        self._control_texts = control
-        self._control_ids = frozenset(control)
-        ends = {character for token in control.values() for character in (token[:1], token[-1:])}
-        self._delimiters = frozenset(character for character in ends if not character.isalnum())
-        """First and last characters of control tokens, such as < and >. A text without them cannot complete one."""
-        worded = [token for token in control.values() if token[0].isalnum() or token[-1].isalnum()]
-        self._heads = tuple(token[:at] for token in worded for at in range(1, len(token)))
-        self._tails = tuple(token[at:] for token in worded for at in range(1, len(token)))
-        """Parts of control tokens that begin or end with a letter. Ordinary words may end in such a part too."""
-        longest_first = sorted(control.values(), key=len, reverse=True)
-        # Splits "<|x|>" after its "<". Neither part is a control token.
-        self._cut = re.compile(
-            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first)
-        )
+        self._guard = Guard(tokenizer)
+        self._control_ids = frozenset(self._guard.tokens)
+        self._cut = _cut([text for text in self._guard.id_of if len(text) > 1])
         self._template_names = TEMPLATE_NAMES | {
             *inspect.signature(tokenizer.apply_chat_template).parameters,
             *tokenizer.special_tokens_map,
         }
         self._vocab_size = len(tokenizer)
         self._start_ids, self._end_ids = self._frame()
+        self._marks_begin = any(
+            self._encode(token + "a")[1:] != self._encode("a") for token in list(self._guard.id_of)[:1]
+        )
+        """Whether a text's begin is encoded otherwise than the same text behind a control token."""
 
     def encode(self, prompt: PromptInput, *, max_tokens: int | None = None) -> list[int]:
         """Return the prompt's token ids, at least one.
@@ -141,87 +134,65 @@ class PromptEncoder:
         token_ids, num_spliced = (
             (self._spell(text), 0) if found is None else (found.token_ids, found.num_spliced)
         )
-        return Encoded([*self._start_ids, *token_ids, *self._end_ids], text, num_spliced)
+        is_guarded = self._guard.written.search(text) is not None
+        return Encoded([*self._start_ids, *token_ids, *self._end_ids], text, num_spliced, is_guarded)
 
     def _encode_chat(self, prompt: ChatPrompt, answers: Sequence[Answer]) -> Encoded:
         check_messages(prompt.messages)
         chat = Chat.of(prompt)
         self._check_kwargs(chat.kwargs)
-        calls = [message["tool_calls"] for message in chat.messages if "tool_calls" in message]
-        if any(map(self._may_control, set(inner_keys([chat.tools, calls])))):
-            raise PromptError("a key in tools or in a call's arguments may contain part of a control token")
-        rendered = self._render(chat)
-        segments = self._segments(chat)
-        template_control = self._template_control(chat, segments)
-        whole = [Piece(rendered, is_template=True)]
-        found = Splicer(self, whole, calls_of(chat.messages)).spliced(answers) if answers else None
-        if found is not None and found.plain_control == template_control:
-            return Encoded(found.token_ids, rendered, found.num_spliced)
-        joint = self._encode(rendered)
-        if self.control(joint) == template_control:
-            return Encoded(joint, rendered)
-        if segments is None:
-            raise PromptError("the chat template cannot separate this chat's text from its own")
-        pieces = [
-            Piece(text, is_template)
-            for texts in zip_longest(*segments, fillvalue="")
-            for text, is_template in zip(texts, (True, False), strict=True)
-            if text
-        ]
+        try:
+            rendered = self._render(chat)
+        except PromptError:
+            chat, objects = Chat.of(prompt, has_objects=False), chat
+            if chat == objects:
+                raise
+            rendered = self._render(chat)
+        pieces, token_ids = self._guarded(self._parts(chat, rendered))
         text = "".join(piece.text for piece in pieces)
-        found = Splicer(self, pieces).spliced(answers) if answers else None
-        if found is not None and found.plain_control == template_control:
-            return Encoded(found.token_ids, text, found.num_spliced)
-        token_ids: list[int] = []
-        for piece in pieces:
-            token_ids += self.encode_part(piece.text, is_template=piece.is_template)
-        return Encoded(token_ids, text)
+        is_guarded = len(pieces) > 1 or text != rendered
+        found = Splicer(self, pieces, calls_of(chat.messages)).spliced(answers) if answers else None
+        if found is not None and found.plain_control == self.control(token_ids):
+            return Encoded(found.token_ids, text, found.num_spliced, is_guarded)
+        return Encoded(token_ids, text, is_guarded=is_guarded)
 
-    def _template_control(self, chat: Chat, segments: _Segments | None) -> list[int]:
-        """Return the control tokens, in order, that the template itself writes around the chat's texts."""
-        if segments is not None:
-            return [token_id for text in segments[0] for token_id in self.control(self._encode(text))]
+    def _parts(self, chat: Chat, rendered: str) -> list[Part]:
+        """Return the parts of a rendered chat. A template that reads a control token in a client's text does not find
+        it, so their text may be another one."""
+        twins = self._guard.twins(rendered)
+        hidden = chat.changed(twins.of_client, twins.of_answer)
+        if hidden == chat:
+            return list(twins.parts(rendered))
+        try:
+            return list(twins.parts(self._render(hidden)))
+        except PromptError:
+            # The template refuses what it does not find. So nothing is known to be its own.
+            return [Part(rendered, is_control=False, has_client=True)]
 
-        def neutral(text: str) -> str:
-            return secrets.token_hex(8)
-
-        neutral_chat = chat.changed(neutral, lambda text: neutral(text) if self._may_control(text) else text)
-        return self.control(self._encode(self._render(neutral_chat)))
-
-    def _segments(self, chat: Chat) -> _Segments | None:
-        """Render the chat and split it into the template's texts and the users' texts between them.
-
-        Random marks around each content show the borders. A name or a variable may decide what the template writes, so
-        it is marked only if it could be or complete a control token. Return None if the template drops or cuts a text
-        with its mark.
-        """
-        nonce = secrets.token_hex(8)
-        marked: list[str] = []
-
-        def mark(text: str) -> str:
-            owner = str(len(marked))
-            marked.append(owner)
-            return f"{nonce}o{owner}z{text}{nonce}c{owner}z"
-
-        marked_chat = chat.changed(mark, lambda text: mark(text) if self._may_control(text) else text)
-        pieces = re.split(rf"{nonce}([oc])(\d+)z", self._render(marked_chat))
-        texts, kinds, owners = pieces[0::3], pieces[1::3], pieces[2::3]
-        in_pairs = kinds == ["o", "c"] * (len(kinds) // 2) and owners[0::2] == owners[1::2]
-        if not in_pairs or set(owners) != set(marked):
-            return None
-        return texts[0::2], texts[1::2]
-
-    def _may_control(self, text: str) -> bool:
-        """Return True if the text contains a control token, or a part that other texts could complete to one."""
-        is_part = text.endswith(self._heads) or text.startswith(self._tails)
-        return is_part or not self._delimiters.isdisjoint(text) or bool(self.control(self._encode(text)))
+    def _guarded(self, parts: Sequence[Part]) -> tuple[list[Piece], list[int]]:
+        """Return the pieces of a chat and their token ids. It is one piece if that makes no control token of a client's
+        text."""
+        written = Counter(self._guard.id_of[part.text] for part in parts if part.is_control)
+        pieces = [Piece("".join(part.text for part in parts), is_template=True)]
+        token_ids = self._encode(pieces[0].text)
+        # The last way is for a tokenizer that finds a control token in other characters, which it normalises.
+        for is_plain in (attrgetter("has_client"), lambda part: not part.is_control):
+            if Counter(self.control(token_ids)) <= written:
+                break
+            pieces = [
+                Piece("".join(part.text for part in group), is_template=not plain)
+                for plain, group in groupby(parts, is_plain)
+            ]
+            token_ids = []
+            for piece in pieces:
+                after = token_ids[-1] if token_ids else None
+                token_ids += self.encode_part(piece.text, is_template=piece.is_template, after=after)
+        return pieces, token_ids
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Check the names of the variables. Raises TemplateKwargsError."""
         if any(name in self._template_names or name.endswith(("_token", "_tokens")) for name in kwargs):
             raise TemplateKwargsError("a name is already a variable of the chat template")
-        if any(self._may_control(key) for key in inner_keys(kwargs)):
-            raise TemplateKwargsError("a key may contain part of a control token")
 
     def _render(self, chat: Chat) -> str:
         if not self._tokenizer.chat_template:
@@ -235,14 +206,27 @@ class PromptEncoder:
             raise PromptError("the model's chat template refused these messages") from None
         return str(rendered)
 
-    def _spell(self, text: str) -> list[int]:
-        """Return the token ids of a text, with its control tokens spelled as ordinary text. Raises PromptError if they
-        cannot be."""
-        for pieces in ([text], self._cut.split(text)):
-            token_ids = [token_id for piece in pieces for token_id in self._encode(piece, split_special=True)]
+    def _spell(self, text: str, *, is_begin: bool = True) -> list[int]:
+        """Return the token ids of a text, with its control tokens spelled as ordinary text."""
+        token_ids: list[int] = []
+        for pieces in ([text], self._cut.split(text), text):
+            token_ids = [
+                token_id
+                for at, piece in enumerate(pieces)
+                for token_id in self._plain(piece, is_begin=is_begin and not at)
+            ]
             if not self.control(token_ids):
-                return token_ids
-        raise PromptError("the text holds a control token that this tokenizer cannot spell as text")
+                break
+        # A character that is a control token and nothing else to this tokenizer cannot be spelled.
+        return [token_id for token_id in token_ids if token_id not in self._control_ids]
+
+    def _plain(self, text: str, *, is_begin: bool) -> list[int]:
+        """Return the token ids of a text in which no special token is read."""
+        if self._marks_begin and not is_begin:
+            lead, token_ids = (self._encode(some, split_special=True) for some in (LEAD, LEAD + text))
+            if token_ids[: len(lead)] == lead:
+                return token_ids[len(lead) :]
+        return self._encode(text, split_special=True)
 
     def _encode(self, text: str, *, split_special: bool = False, frame: bool = False) -> list[int]:
         if self._backend is not None:
@@ -257,12 +241,12 @@ class PromptEncoder:
 
     def encode_part(self, text: str, *, is_template: bool, after: int | None = None) -> list[int]:
         """Return the token ids of a part of a prompt, which follows the token `after`. The users' text never becomes
-        control tokens. Raises PromptError."""
+        control tokens."""
         if not is_template:
-            return self._spell(text)
+            return self._spell(text, is_begin=after is None)
         if after in self._control_ids:
             # Some tokenizers encode the begin of a text otherwise than what follows a control token.
-            token_ids = self._encode(self._control_texts[after] + text)
+            token_ids = self._encode(self._guard.tokens[after] + text)
             if token_ids[0] == after:
                 return token_ids[1:]
         return self._encode(text)
@@ -304,10 +288,9 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return backend
 
 
-def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    template = str(tokenizer.chat_template or "")
-    return {
-        token_id: token.content
-        for token_id, token in tokenizer.added_tokens_decoder.items()
-        if token.special or token.content in template
-    }
+def _cut(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return what splits "<|x|>" after its "<". Neither part is a control token."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile(
+        "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first) or r"(?!)"
+    )

@@ -86,45 +86,48 @@ class Chat:
     """Further keyword arguments of `apply_chat_template`."""
 
     @classmethod
-    def of(cls, prompt: ChatPrompt) -> Chat:
+    def of(cls, prompt: ChatPrompt, *, has_objects: bool = True) -> Chat:
+        """`has_objects`: the template gets the arguments of calls as objects, as most do, and not as JSON text."""
         names = ("add_generation_prompt", "continue_final_message")
         return cls(
-            [_template_message(message) for message in prompt.messages],
+            [_template_message(message, has_objects=has_objects) for message in prompt.messages],
             json.loads(prompt.tools or "null"),
             json.loads(prompt.template_kwargs or "{}"),
             {name: getattr(prompt, name) for name in names},
         )
 
-    def changed(self, content: Callable[[str], str], other: Callable[[str], str]) -> Chat:
-        """Return a copy with contents changed by `content`, and all other strings of the client by `other`.
-
-        Empty ones stay as they are.
-        """
+    def changed(self, client: Callable[[str], str], answer: Callable[[str], str]) -> Chat:
+        """Return a copy with the contents and the reasoning of answers changed by `answer`. All other strings and keys
+        of the client are changed by `client`."""
+        own = {"role": _same, "content": answer, "reasoning_content": answer}
+        others = {"role": _same}
         messages = [
             {
-                "role": message["role"],
-                "content": content(message["content"]) if message["content"] else "",
-                **{
-                    name: _with_strings(value, other)
-                    for name, value in message.items()
-                    if name not in ("role", "content")
-                },
+                name: _with_strings(
+                    value, (own if message["role"] == "assistant" else others).get(name, client)
+                )
+                for name, value in message.items()
             }
             for message in self.messages
         ]
         return replace(
             self,
             messages=messages,
-            tools=_with_strings(self.tools, other),
-            kwargs=_with_strings(self.kwargs, other),
+            tools=_with_strings(self.tools, client),
+            kwargs={name: _with_strings(value, client) for name, value in self.kwargs.items()},
         )
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as chat templates take it: arguments of calls as objects."""
+def _same(text: str) -> str:
+    return text
+
+
+def _template_message(message: ChatMessage, *, has_objects: bool) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    calls = json.loads(message.tool_calls or "[]")
     fields = {
         "name": message.name,
-        "tool_calls": [_template_call(call) for call in json.loads(message.tool_calls or "[]")],
+        "tool_calls": [_template_call(call) for call in calls] if has_objects else calls,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning,
     }
@@ -146,22 +149,13 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
 def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
     match value:
         case str():
-            return change(value) if value else value
+            return change(value)
         case list():
             return [_with_strings(item, change) for item in value]
         case dict():
-            return {key: _with_strings(item, change) for key, item in value.items()}
+            return {change(key): _with_strings(item, change) for key, item in value.items()}
         case _:
             return value
-
-
-def inner_keys(value: Any) -> Iterator[str]:
-    """Yield the keys of all objects inside an object or list."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in items:
-        if isinstance(item, dict):
-            yield from item
-        yield from inner_keys(item)
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:

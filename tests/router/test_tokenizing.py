@@ -152,11 +152,28 @@ def test_a_control_token_that_is_not_marked_special_stays_text_too() -> None:
     assert think_id not in encoder.encode(TextPrompt("<think>"))
 
 
-def test_a_control_token_that_cannot_be_spelled_is_refused() -> None:
-    one_character = AddedToken("\u2603", special=False)
-    encoder = PromptEncoder(tokenizer_with("\u2603{{ messages[0].content }}", added=[one_character]))
-    with pytest.raises(PromptError, match="cannot spell"):
-        encoder.encode(TextPrompt("snow \u2603"))
+@pytest.mark.parametrize("written", ["\n", "\u2603", "json", "..."])
+def test_an_added_token_of_ordinary_writing_is_encoded_as_transformers_does(written: str) -> None:
+    template = f"{{% for m in messages %}}<bos>{{{{ m.content }}}}{written}{{% endfor %}}"
+    tokenizer = tokenizer_with(template, added=[AddedToken(written, special=False)])
+    prompt = chat("s", f"a{written}b", f"c{written}", f"{written}<")
+    expected = tokenizer.apply_chat_template(as_dicts(prompt), tokenize=True)["input_ids"]
+    assert expected.count(tokenizer.convert_tokens_to_ids(written)) == 7
+    assert PromptEncoder(tokenizer).encode(prompt) == list(expected)
+
+
+def test_a_control_token_that_cannot_be_spelled_is_left_out() -> None:
+    alone = Tokenizer(models.WordLevel({"snow": 0, "?": 1}, unk_token="?"))
+    alone.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    alone.add_special_tokens(["\u2603", "<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=alone, eos_token="<eos>")
+    tokenizer.chat_template = "\u2603 {{ messages[0].content }}"
+    alone.encode_special_tokens = True
+    encoder = PromptEncoder(tokenizer)
+    snow_id = tokenizer.convert_tokens_to_ids("\u2603")
+    for text in ("snow \u2603", "snow\u2603"):
+        assert snow_id not in encoder.encode(TextPrompt(text))
+        assert encoder.encode(ChatPrompt([ChatMessage("user", text)])).count(snow_id) == 1
 
 
 def test_a_text_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
@@ -175,13 +192,52 @@ def test_a_template_may_trim() -> None:
 
 
 @pytest.mark.parametrize("shown", ["m.content[:8]", "m.content[-8:]", "m.content.split('#')[-1]"])
-def test_a_template_that_cuts_text_serves_what_is_benign_and_refuses_the_rest(shown: str) -> None:
+def test_a_template_that_cuts_text_is_served_and_writes_its_own_control_tokens_alone(shown: str) -> None:
     template = "{% for m in messages %}<bos>{{ " + shown + " }}{% endfor %}"
     tokenizer = tokenizer_with(template)
     encoder = PromptEncoder(tokenizer)
-    assert tokenizer.decode(encoder.encode(ChatPrompt([ChatMessage("user", "a#b")]))).startswith("<bos>")
-    with pytest.raises(PromptError, match="separate"):
-        encoder.encode(ChatPrompt([ChatMessage("user", "<eos>#<eos>")]))
+    for content in ("a#b", "<eos>#<eos>", "<eos><eos>"):
+        token_ids = encoder.encode(ChatPrompt([ChatMessage("user", content)]))
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        assert tokenizer.decode(token_ids) == rendered
+        assert [one for one in token_ids if one in tokenizer.all_special_ids] == [tokenizer.bos_token_id]
+
+
+@pytest.mark.parametrize(
+    "escape", ["tojson(ensure_ascii=true)", "tojson(indent=1)", "upper", "reverse|list|string"]
+)
+def test_a_forged_token_that_the_template_spells_otherwise_stays_text(escape: str) -> None:
+    tokenizer = tokenizer_with("<bos>{{ messages[0].content|" + escape + " }}")
+    token_ids = PromptEncoder(tokenizer).encode(
+        ChatPrompt(
+            [
+                ChatMessage("user", 'a<eos>"é'),
+            ]
+        )
+    )
+    assert [one for one in token_ids if one in tokenizer.all_special_ids] == [tokenizer.bos_token_id]
+    assert tokenizer.decode(token_ids).startswith("<bos>")
+    if "tojson" in escape:
+        assert "<eos>" in tokenizer.decode(token_ids)
+
+
+def test_a_client_that_writes_private_characters_gets_them_as_they_are() -> None:
+    tokenizer = tokenizer_with("{% for m in messages %}<bos>{{ m.content }}{% endfor %}")
+    content = "".join(map(chr, range(0xF0000, 0xF0100))) + "<eos>\ue000"
+    token_ids = PromptEncoder(tokenizer).encode(ChatPrompt([ChatMessage("user", content)]))
+    assert tokenizer.decode(token_ids) == "<bos>" + content
+    assert tokenizer.eos_token_id not in token_ids
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them() -> None:
+    template = "{% for m in messages %}<bos>{{ m.content }}{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments }}{% endfor %}{% endfor %}"
+    tokenizer = tokenizer_with(template)
+    calls = json.dumps(
+        [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":"<eos>"}'}}]
+    )
+    token_ids = PromptEncoder(tokenizer).encode(ChatPrompt([ChatMessage("assistant", "x", tool_calls=calls)]))
+    assert tokenizer.decode(token_ids) == '<bos>x({"a":"<eos>"}'
+    assert tokenizer.eos_token_id not in token_ids
 
 
 NAMED = (
@@ -249,10 +305,7 @@ def test_whatever_a_template_does_to_a_variable_it_becomes_no_control_token(show
     tokenizer = tokenizer_with("<bos>{{ messages[0].content }}{{ " + shown + " }}")
     encoder = PromptEncoder(tokenizer)
     for content in ("hi", "<eos>"):
-        try:
-            token_ids = encoder.encode(named_chat(content, who=who))
-        except PromptError:
-            continue  # refused: as good as text
+        token_ids = encoder.encode(named_chat(content, who=who))
         assert tokenizer.eos_token_id not in token_ids
 
 
@@ -264,10 +317,11 @@ def test_a_variable_that_the_template_gets_anyway_is_refused(name: str) -> None:
         PromptEncoder(tokenizer_with(NAMED)).encode(named_chat("hi", **{name: "<eos>"}))
 
 
-def test_a_key_that_could_be_a_control_token_is_refused() -> None:
-    template = "<bos>{{ messages[0].content }}{% for key in style %}{{ key }}{% endfor %}"
-    with pytest.raises(TemplateKwargsError, match="key"):
-        PromptEncoder(tokenizer_with(template)).encode(named_chat("hi", style={"<eos>": 1}))
+def test_a_control_token_in_a_key_stays_text() -> None:
+    tokenizer = tokenizer_with("<bos>{{ messages[0].content }}{% for key in style %}{{ key }}{% endfor %}")
+    token_ids = PromptEncoder(tokenizer).encode(named_chat("hi", style={"<eos>": 1}))
+    assert tokenizer.decode(token_ids) == "<bos>hi<eos>"
+    assert tokenizer.eos_token_id not in token_ids
 
 
 def test_a_continued_message_ends_the_prompt(
