@@ -5,6 +5,7 @@ A test that lacks one is skipped. It fails where BLOCKYARD_REQUIRE_PROGRAMS is s
 
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
 
@@ -27,4 +28,11 @@ def first_of(*names: str, why: str) -> str:
     told = f"no {' or '.join(names)} on the PATH: {why}"
     if are_required():
         pytest.fail(f"{told}; {REQUIRE_VARIABLE} is set")
+    pytest.skip(told)
+
+
+def unless_required(variable: str, told: str) -> NoReturn:
+    """Skip the running test, or fail it where the variable is set."""
+    if os.environ.get(variable, "") not in ("", "0"):
+        pytest.fail(f"{told}; {variable} is set")
     pytest.skip(told)

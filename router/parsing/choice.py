@@ -4,6 +4,7 @@ The name of a model says little: a fine-tuned model keeps its base's name and ha
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blockyard.router.parsing.formats import (
@@ -63,14 +64,8 @@ def chosen_format(
         return AnswerFormat(template=response_template, tokens=tokens, variables=variables)
     tools = _tools(tool_parser, chat_template, added_tokens)
     reasoning = _reasoning(reasoning_parser, chat_template, added_tokens)
-    texts = [] if tools is None else [tools.open, tools.close, tools.name_end]
-    texts += [] if reasoning is None else [reasoning.open, reasoning.close]
-    return AnswerFormat(
-        tools=tools,
-        reasoning=reasoning,
-        tokens={text: added_tokens[text] for text in texts if text in added_tokens},
-        variables=variables,
-    )
+    known = AnswerFormat(tools=tools, reasoning=reasoning, variables=variables)
+    return replace(known, tokens={text: added_tokens[text] for text in known.tags if text in added_tokens})
 
 
 def _tools(parser: ToolParser, template: str, added_tokens: Mapping[str, int]) -> ToolFormat | None:

@@ -95,6 +95,13 @@ class AnswerFormat:
     """Names in THINKING_VARIABLES that the chat template takes."""
 
     @property
+    def tags(self) -> list[str]:
+        """Return the texts around reasoning and calls. Empty for a response template."""
+        tags = [] if self.tools is None else [self.tools.open, self.tools.close, self.tools.name_end]
+        tags += [] if self.reasoning is None else [self.reasoning.open, self.reasoning.close]
+        return list(filter(None, tags))
+
+    @property
     def reads_tools(self) -> bool:
         """Return whether calls of tools can be read."""
         return self.tools is not None or self.template is not None

@@ -148,7 +148,7 @@ class PromptEncoder:
             if chat == objects:
                 raise
             rendered = self._render(chat)
-        pieces, token_ids = self._guarded(self._parts(chat, rendered))
+        pieces, token_ids = self._pieces(self._parts(chat, rendered))
         text = "".join(piece.text for piece in pieces)
         is_guarded = len(pieces) > 1 or text != rendered
         found = Splicer(self, pieces, calls_of(chat.messages)).spliced(answers) if answers else None
@@ -157,19 +157,26 @@ class PromptEncoder:
         return Encoded(token_ids, text, is_guarded=is_guarded)
 
     def _parts(self, chat: Chat, rendered: str) -> list[Part]:
-        """Return the parts of a rendered chat. A template that reads a control token in a client's text does not find
-        it, so their text may be another one."""
-        twins = self._guard.twins(rendered)
-        hidden = chat.changed(twins.of_client, twins.of_answer)
-        if hidden == chat:
-            return list(twins.parts(rendered))
-        try:
-            return list(twins.parts(self._render(hidden)))
-        except PromptError:
-            # The template refuses what it does not find. So nothing is known to be its own.
-            return [Part(rendered, is_control=False, has_client=True)]
+        """Return the parts of a rendered chat.
 
-    def _guarded(self, parts: Sequence[Part]) -> tuple[list[Piece], list[int]]:
+        A template that reads a tag in an answer finds it. One that reads a control token in another text does not, so
+        the text of the parts may be another one.
+        """
+        twins = self._guard.twins(rendered)
+        found: list[Part] = []
+        for of_answer in (twins.of_answer, str):
+            hidden = chat.changed(twins.of_client, of_answer)
+            try:
+                parts = list(twins.parts(rendered if hidden == chat else self._render(hidden)))
+            except PromptError:
+                continue
+            if "".join(part.text for part in parts) == rendered:
+                return parts
+            found = found or parts
+        # Where the template refuses what it does not find, nothing is known to be its own.
+        return found or [Part(rendered, is_control=False, has_client=True)]
+
+    def _pieces(self, parts: Sequence[Part]) -> tuple[list[Piece], list[int]]:
         """Return the pieces of a chat and their token ids. It is one piece if that makes no control token of a client's
         text."""
         written = Counter(self._guard.id_of[part.text] for part in parts if part.is_control)

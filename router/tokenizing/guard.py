@@ -47,9 +47,7 @@ class Guard:
         self.ends = frozenset(character for character in ends if not character.isalnum())
         """First and last characters of control tokens, such as < and >. A text without them cannot complete one."""
         self.words = _words([text for text in self.id_of if text[0].isalnum() and text[-1].isalnum()])
-        known = answer_format(tokenizer)
-        tags = () if known.template is not None else known.tokens
-        self.tags = re.compile("|".join(map(re.escape, _longest_first(tags))) or r"(?!)")
+        self.tags = re.compile("|".join(map(re.escape, _longest_first(_own_tags(tokenizer)))) or r"(?!)")
         """The model's own tags for reasoning and calls. In an answer they are what the template reads."""
         self.written = re.compile("|".join(map(re.escape, _longest_first(self.id_of))) or r"(?!)")
         self._alphabet = "".join(sorted(set("".join(self.id_of))))
@@ -123,6 +121,11 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if (token.special and token.content.strip()) or (token.content in template and _is_tag(token.content))
     }
+
+
+def _own_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    known, added = answer_format(tokenizer), tokenizer.added_tokens_decoder
+    return known.tags or [text for text, token_id in known.tokens.items() if not added[token_id].special]
 
 
 def _is_tag(text: str) -> bool:

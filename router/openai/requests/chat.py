@@ -167,6 +167,8 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     if role == "function":
         raise unsupported(f"{path}.role")
     content = message.get("content")
+    if isinstance(content, list) and role == "assistant":
+        message, content = _without_thoughts(f"{path}.content", message, content)
     if isinstance(content, list):
         content = "".join(_part(f"{path}.content[{number}]", part) for number, part in enumerate(content))
     read = inference_pb2.ChatMessage(
@@ -180,6 +182,21 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     if content is not None or not read.tool_calls:
         read.content = text(f"{path}.content", content)
     return read
+
+
+def _without_thoughts(path: str, message: Body, parts: list[Any]) -> tuple[Body, list[Any]]:
+    """Return an answer with its parts of reasoning in a field, as Mistral's and Anthropic's clients send them, and the
+    other parts."""
+    thoughts = ""
+    others = []
+    for number, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            inner = part.get("thinking")
+            listed = inner if isinstance(inner, list) else [{"type": "text", "text": inner}]
+            thoughts += "".join(_part(f"{path}[{number}].thinking", one) for one in listed)
+        else:
+            others.append(part)
+    return ({**message, "reasoning_content": thoughts} if thoughts else message), others
 
 
 def _read_answer(path: str, message: Body, read: inference_pb2.ChatMessage) -> None:
