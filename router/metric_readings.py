@@ -71,6 +71,7 @@ def _requests(parts: RouterParts) -> Readings:
         "prompt_tokens_limit": max_tokens,
         "migrations": parts.relay.num_migrations,
         "router_splits": parts.relay.num_splits,
+        "guarded_prompts": parts.tokenizing.num_guarded,
     }
 
 

@@ -314,6 +314,11 @@ ROUTER_METRICS = (
     _counter("index_lookups", "look-ups", "Look-ups of placement."),
     _counter("index_failed_lookups", "look-ups", "Look-ups of placement that failed or took too long."),
     _counter("index_skipped_lookups", "requests", "Requests placed without a look-up after several failed."),
+    _counter(
+        "guarded_prompts",
+        "prompts",
+        "Prompts in which a client's text has a control token, which was encoded as plain text.",
+    ),
     _counter("spliced_tokens", "tokens", "Prompt tokens taken from kept answers of their sessions."),
     _counter(
         "answer_store_failures",

@@ -12,6 +12,7 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.generation.joined_outputs import EngineFinish, TokenChunk
 from blockyard.router.generation.registry import RequestRecord
+from blockyard.router.parsing.formats import NO_END, PromptEnd
 from blockyard.router.request.sampling import SamplingRequest
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Assembly:
         *,
         clock: Callable[[], float],
         prompt_token_ids: Sequence[int] = (),
-        prompt_end: str = "",
+        prompt_end: PromptEnd = NO_END,
         shown_tokens: Set[int] = frozenset(),
     ) -> None:
         """`prompt_token_ids` and `prompt_end` go out with the first delta of each output. `shown_tokens` are special

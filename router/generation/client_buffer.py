@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from blockyard.proto.v1 import inference_pb2
 from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import RouterError, SlowReader
+from blockyard.router.parsing.formats import NO_END, PromptEnd
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Delta:
     prompt_logprobs: Sequence[inference_pb2.TokenLogprob] = ()
     prompt_token_ids: Sequence[int] = ()
     """Sent with the output's first piece, if the client wants them."""
-    prompt_end: str = ""
+    prompt_end: PromptEnd = NO_END
     """Last text of the prompt, with the output's first piece, for a parser of answers."""
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -30,7 +30,7 @@ from blockyard.router.generation.joined_outputs import TokenChunk, without_token
 from blockyard.router.generation.metrics import FINISHES, RequestMeter, RouterMetrics
 from blockyard.router.generation.registry import RequestRecord, RequestRegistry
 from blockyard.router.generation.relay import Generation, Relay
-from blockyard.router.parsing.formats import NO_FORMAT, AnswerFormat
+from blockyard.router.parsing.formats import NO_END, NO_FORMAT, AnswerFormat, PromptEnd
 from blockyard.router.request.adapter_names import named_adapter, refuse_adapter
 from blockyard.router.request.prompts import check_context, check_prompt_report, most_encoded_tokens
 from blockyard.router.request.sampling_checks import SamplingLimits, ban_words
@@ -205,7 +205,7 @@ async def generate(
     )
     session = _KeptSession.of(parts, valid, record, root)
     prepared = await _prepared(parts, valid, record, charge, identity, root, session)
-    prompt_end = "" if parsed is None else _prompt_end(parts, prepared)
+    prompt_end = NO_END if parsed is None else _prompt_end(parts, prepared)
     structure = valid.sampling.structured_output
     if parsed is not None and structure is not None and structure.HasField("tool_calls"):
         structure.tool_calls.is_thinking = parsed.is_thinking(prompt_end)
@@ -346,6 +346,8 @@ class _KeptSession:
             await self._store.add(self._name, b"".join(answers), is_first=self._is_first)
 
 
-def _prompt_end(parts: RouterParts, prepared: Prepared) -> str:
+def _prompt_end(parts: RouterParts, prepared: Prepared) -> PromptEnd:
+    if prepared.end:
+        return prepared.end
     last = unpack_tokens(prepared.token_ids[-PROMPT_END_TOKENS * TOKEN_BYTES :])
-    return parts.tokenizing.detokenize(last, skip_special=False)
+    return PromptEnd(parts.tokenizing.detokenize(last, skip_special=False))

@@ -81,6 +81,22 @@ THINK = ReasoningFormat(open="<think>", close="</think>")
 MISTRAL_THINK = ReasoningFormat(open="[THINK]", close="[/THINK]")
 
 
+@dataclass(frozen=True, slots=True)
+class PromptEnd:
+    """The prompt's last text, where the answer begins."""
+
+    before: str = ""
+    """The text before the answer."""
+    begun: str = ""
+    """The answer's text in the prompt, which the model continues."""
+
+    def __bool__(self) -> bool:
+        return bool(self.before or self.begun)
+
+
+NO_END = PromptEnd()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
     """Format of one model's answers."""
@@ -116,9 +132,14 @@ class AnswerFormat:
         """Return the tokens whose text the parser needs, even if they are special tokens."""
         return frozenset(self.tokens.values())
 
-    def is_thinking(self, prompt_end: str) -> bool:
-        """Return whether a prompt that ends with this text ends within the reasoning, as some chat templates do."""
-        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.open)
+    def is_thinking(self, prompt_end: PromptEnd) -> bool:
+        """Return whether a prompt ends within the reasoning. Some chat templates begin it, and so may a client that
+        begins the answer."""
+        if self.reasoning is None:
+            return False
+        if not prompt_end.begun:
+            return prompt_end.before.rstrip().endswith(self.reasoning.open)
+        return prompt_end.begun.rfind(self.reasoning.open) > prompt_end.begun.rfind(self.reasoning.close)
 
     def grammar(
         self, schemas: Mapping[str, str], *, allows_many: bool, allows_text: bool

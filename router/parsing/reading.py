@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockyard.router.parsing.events import AnswerParser
-from blockyard.router.parsing.formats import AnswerFormat
+from blockyard.router.parsing.formats import AnswerFormat, PromptEnd
 from blockyard.router.parsing.template_parser import TemplateParser
 from blockyard.router.parsing.text_parser import TextParser
 
@@ -19,13 +19,12 @@ class Reading:
     """JSON schemas of the tools that may be called, by name. Empty: calls stay text."""
     reads_reasoning: bool
 
-    def parser(self, prompt_end: str) -> AnswerParser:
+    def parser(self, prompt_end: PromptEnd) -> AnswerParser:
         """Return a parser of one output of a prompt with this end."""
         if self.format.template is not None:
-            return TemplateParser(self.format.template, self.tools, prompt_end)
-        return TextParser(
-            self.format.tools,
-            self.format.reasoning if self.reads_reasoning else None,
-            self.tools,
-            is_thinking=self.format.is_thinking(prompt_end),
-        )
+            return TemplateParser(self.format.template, self.tools, prompt_end.before + prompt_end.begun)
+        reasoning = self.format.reasoning if self.reads_reasoning else None
+        is_thinking, begun = self.format.is_thinking(prompt_end), prompt_end.begun
+        if is_thinking and reasoning is not None:
+            begun = begun.rpartition(reasoning.open)[2]
+        return TextParser(self.format.tools, reasoning, self.tools, is_thinking=is_thinking, begun=begun)

@@ -27,8 +27,10 @@ class TextParser:
         tools: Collection[str] = (),
         *,
         is_thinking: bool = False,
+        begun: str = "",
     ) -> None:
-        """`is_thinking`: the prompt ends within the reasoning."""
+        """`is_thinking`: the prompt ends within the reasoning. `begun` is the text of the answer in the prompt. It has
+        no events, but a call that begins there has all of its own."""
         self._calls = calls if tools else None
         self._reasoning = reasoning
         self._tools = tools
@@ -47,14 +49,37 @@ class TextParser:
         self._state: Callable[[list[Event]], bool] = self._at_start
         if is_thinking and reasoning is not None:
             self._state = self._in_reasoning
+        self._told = ""
+        """Text of the prompt that the next event may repeat."""
+        self._begun: list[Event] = []
+        """Events of the call that begins in the prompt, until the first text."""
+        if begun:
+            self._begin(begun)
+
+    def _begin(self, text: str) -> None:
+        events = self.push(text)
+        calls = [at for at, event in enumerate(events) if isinstance(event, CallBegun)]
+        if calls and self._state in (self._in_call, self._before_arguments):
+            self._begun = events[calls[-1] :]
+        self._told = self._read + self._rest
 
     def push(self, text: str) -> list[Event]:
         """Return the events that this text completes."""
         self._rest += text
-        events: list[Event] = []
+        events, self._begun = self._begun, []
+        num_begun = len(events)
         while self._state(events):
             pass
-        return events
+        if self._told and len(events) > num_begun:
+            match events[num_begun]:
+                case Said(said) if said.startswith(self._told):
+                    events[num_begun] = Said(said.removeprefix(self._told))
+                case Thought(thought) if thought.startswith(self._told):
+                    events[num_begun] = Thought(thought.removeprefix(self._told))
+                case _:
+                    pass
+            self._told = ""
+        return [event for event in events if event not in (Said(""), Thought(""))]
 
     def finish(self) -> list[Event]:
         """Return the events of the text that was held back."""

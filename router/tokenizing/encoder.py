@@ -16,6 +16,7 @@ from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from blockyard.router.parsing.formats import NO_END, PromptEnd
 from blockyard.router.tokenizing.guard import Guard, Part
 from blockyard.router.tokenizing.prompts import (
     Chat,
@@ -41,6 +42,8 @@ CHARACTERS_A_TOKEN = 4
 """A text of at most this many characters per allowed token is encoded at once, without counting first."""
 COUNTED_CHARACTERS = 65_536
 """Tokens of a longer text are counted in pieces of this many characters."""
+BEFORE_CHARACTERS = 256
+"""Text before an answer that tells a parser how the answer begins."""
 LEAD = "\n"
 """Text before a part of a prompt, for tokenizers that encode the begin of a text otherwise than the rest."""
 TEMPLATE_NAMES = frozenset({"messages", "raise_exception", "strftime_now"})
@@ -55,7 +58,9 @@ class Encoded:
     num_spliced: int = 0
     """Tokens that come from earlier answers as they were sampled."""
     is_guarded: bool = False
-    """Whether a control token's text is encoded as plain text."""
+    """Whether a client's text had a control token, which is encoded as plain text."""
+    end: PromptEnd = NO_END
+    """The prompt's end, for an answer that the prompt begins."""
 
 
 class PromptEncoder:
@@ -148,13 +153,30 @@ class PromptEncoder:
             if chat == objects:
                 raise
             rendered = self._render(chat)
-        pieces, token_ids = self._pieces(self._parts(chat, rendered))
+        parts = self._parts(chat, rendered)
+        pieces, token_ids = self._pieces(parts)
         text = "".join(piece.text for piece in pieces)
         is_guarded = len(pieces) > 1 or text != rendered
+        end = self._end(parts) if prompt.continue_final_message else NO_END
+        num_spliced = 0
         found = Splicer(self, pieces, calls_of(chat.messages)).spliced(answers) if answers else None
         if found is not None and found.plain_control == self.control(token_ids):
-            return Encoded(found.token_ids, text, found.num_spliced, is_guarded)
-        return Encoded(token_ids, text, is_guarded=is_guarded)
+            token_ids, num_spliced = found.token_ids, found.num_spliced
+        return Encoded(token_ids, text, num_spliced, is_guarded, end)
+
+    def _end(self, parts: Sequence[Part]) -> PromptEnd:
+        """Return where an answer begins that the prompt has the beginning of: after the last control token but those of
+        an answer."""
+        begin = max(
+            (
+                at
+                for at, part in enumerate(parts, 1)
+                if part.is_control and not self._guard.tags.fullmatch(part.text)
+            ),
+            default=0,
+        )
+        before, begun = ("".join(part.text for part in some) for some in (parts[:begin], parts[begin:]))
+        return PromptEnd(before[-BEFORE_CHARACTERS:], begun)
 
     def _parts(self, chat: Chat, rendered: str) -> list[Part]:
         """Return the parts of a rendered chat.
@@ -297,7 +319,8 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 def _cut(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return what splits "<|x|>" after its "<". Neither part is a control token."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile(
-        "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longest_first) or r"(?!)"
-    )
+    rests: dict[str, list[str]] = {}
+    for token in sorted(tokens, key=len, reverse=True):
+        rests.setdefault(token[0], []).append(re.escape(token[1:]))
+    places = (f"(?<={re.escape(first)})(?={'|'.join(some)})" for first, some in rests.items())
+    return re.compile("|".join(places) or r"(?!)")

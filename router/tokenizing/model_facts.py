@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.context import longest_context
+from blockyard.proto.naming.end_tokens import end_tokens
 from blockyard.proto.naming.pooling import Pooling, read_pooling
 
 if TYPE_CHECKING:
@@ -85,16 +86,15 @@ def read_facts(
     config = _read_config(folder)
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id", tokenizer.eos_token_id))
     return ModelFacts(
         names=names,
         vocab_size=min(_positive(config, "vocab_size"), len(tokenizer)),
         max_position_embeddings=_served_context(config),
-        # As on the workers: an id beyond the logits never occurs, and workers would refuse it.
-        eos_token_ids=frozenset(
-            token_id
-            for token_id in ([eos] if isinstance(eos, int) else eos or ())
-            if 0 <= token_id < _positive(config, "vocab_size")
+        eos_token_ids=end_tokens(
+            generation.get("eos_token_id"),
+            config.get("eos_token_id"),
+            tokenizer.eos_token_id,
+            vocab_size=_positive(config, "vocab_size"),
         ),
         longest_token_bytes=longest_token_bytes(tokenizer),
         sampling_defaults=(

@@ -211,6 +211,8 @@ def _answer(encoder: PromptEncoder, question: Question) -> Answer:
         block_names=b"".join(names),
         place=place_of(encoded.text) if keeps else b"",
         num_spliced=encoded.num_spliced,
+        end=encoded.end,
+        is_guarded=encoded.is_guarded,
     )
 
 

@@ -108,6 +108,8 @@ class TokenizerService:
         self._fast_lane = _Lane([])
         self._slow_lane = _Lane([self._slow_seat])
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.num_guarded = 0
+        """Prompts in which a client's text had a control token, which was encoded as plain text."""
 
     async def start(self) -> None:
         """Load the tokenizer here and in the processes. Raises OSError, ValueError or TokenizingError."""
@@ -187,9 +189,11 @@ class TokenizerService:
         lane = self._slow_lane if num_characters > LONG_TEXT_CHARACTERS else self._fast_lane
         seat = await lane.take(client, num_characters)
         try:
-            return await seat.prepare(question)
+            prepared = await seat.prepare(question)
         finally:
             lane.give(seat)
+        self.num_guarded += prepared.is_guarded
+        return prepared
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of these tokens. `skip_special` leaves out special tokens."""

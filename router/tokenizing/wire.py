@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import IO, Any, TypeAlias
 
 from blockyard.proto.naming.block_hash import NAME_BYTES, TOKEN_BYTES, pack_tokens, unpack_tokens
+from blockyard.router.parsing.formats import NO_END, PromptEnd
 from blockyard.router.tokenizing.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -62,6 +63,10 @@ class Prepared:
     """Place of the answer (splices.py), for a prompt of a session. Empty: the answer is not kept."""
     num_spliced: int = 0
     """Tokens that come from earlier answers as they were sampled."""
+    end: PromptEnd = NO_END
+    """The prompt's end, for an answer that the prompt begins."""
+    is_guarded: bool = False
+    """Whether a client's text had a control token, which is encoded as plain text."""
 
 
 Answer: TypeAlias = Prepared | Exception | None
@@ -179,10 +184,12 @@ def answer_frame(answer: Answer) -> bytes:
         case None:
             return _frame({}, b"")
         case Prepared():
-            head: dict[str, Any] = {"num_tokens": answer.num_tokens}
+            head: dict[str, Any] = {"num_tokens": answer.num_tokens, "is_guarded": answer.is_guarded}
             if answer.place:
                 head |= {"place_bytes": len(answer.place), "num_spliced": answer.num_spliced}
-            return _frame(head, answer.place + answer.token_ids + answer.block_names)
+            ends = [_encoded(answer.end.before), _encoded(answer.end.begun)] if answer.end else []
+            head["end_bytes"] = list(map(len, ends))
+            return _frame(head, b"".join((*ends, answer.place, answer.token_ids, answer.block_names)))
         case Exception():
             kind = next((kind for kind, error in _ERRORS.items() if isinstance(answer, error)), "value")
             return _frame({"error": kind, "text": str(answer)}, b"")
@@ -195,14 +202,17 @@ def parse_answer(content: bytes) -> Answer:
     if "num_tokens" not in head:
         return None
     num_tokens: int = head["num_tokens"]
-    begin = head.get("place_bytes", 0)
+    texts = list(accumulate(head["end_bytes"], initial=0))
+    begin = texts[-1] + head.get("place_bytes", 0)
     end = begin + num_tokens * TOKEN_BYTES
     return Prepared(
         token_ids=body[begin:end],
         num_tokens=num_tokens,
         block_names=body[end:],
-        place=body[:begin],
+        place=body[texts[-1] : begin],
         num_spliced=head.get("num_spliced", 0),
+        end=PromptEnd(*(_decoded(body[start:stop]) for start, stop in pairwise(texts))),
+        is_guarded=head["is_guarded"],
     )
 
 

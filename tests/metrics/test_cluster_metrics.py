@@ -151,7 +151,7 @@ def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
         "router_splits",
         *("tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
         *(metric.name for metric in ROUTER_METRICS if metric.name.startswith("router_pull")),
-        *("spliced_tokens", "answer_store_failures", "drafted_tokens", "accepted_tokens"),
+        *("guarded_prompts", "spliced_tokens", "answer_store_failures", "drafted_tokens", "accepted_tokens"),
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),
     }
     known = {name for metric in METRICS for name in metric.series}

@@ -9,7 +9,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
 from blockyard.router.openai.answers.answer_text import ParsedOutput
 from blockyard.router.openai.anthropic.blocks import Blocks
-from blockyard.router.parsing.formats import HERMES, LLAMA3, MISTRAL_LIST, THINK, AnswerFormat
+from blockyard.router.parsing.formats import HERMES, LLAMA3, MISTRAL_LIST, THINK, AnswerFormat, PromptEnd
 from blockyard.router.parsing.reading import Reading
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ CASES = {
 def new_blocks(case: str, prompt_end: str = "") -> Blocks:
     answers = AnswerFormat(tools=CASES[case][0], reasoning=THINK)
     reading = Reading(format=answers, tools={"add": {"type": "object"}}, reads_reasoning=True)
-    return Blocks(ParsedOutput(reading, prompt_end))
+    return Blocks(ParsedOutput(reading, PromptEnd(prompt_end)))
 
 
 def without_ids(blocks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from blockyard.proto.text import TextOutput, load_tokenizer
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.parsing.events import Arguments, CallBegun, Said, Thought, merged
+from blockyard.router.parsing.formats import PromptEnd
 from blockyard.router.parsing.reading import Reading
 from blockyard.router.tokenizing.encoder import Encoded, PromptEncoder
 from blockyard.router.tokenizing.prompts import ChatMessage, ChatPrompt
@@ -218,7 +219,7 @@ class Conversation:
         output = TextOutput(tokenizer, stop=(), min_tokens=0, shown=self.format.shown_tokens)
         text = output.push(sampled, is_last=True, stop_token=tokenizer.eos_token_id).text
         reading = Reading(format=self.format, tools={"read_file": None, "run": None}, reads_reasoning=True)
-        parser = reading.parser(tokenizer.decode(prompt.token_ids[-8:]))
+        parser = reading.parser(PromptEnd(tokenizer.decode(prompt.token_ids[-8:])))
         message = ChatMessage("assistant", "")
         calls: list[dict[str, object]] = []
         for event in merged([*parser.push(text), *parser.finish()]):

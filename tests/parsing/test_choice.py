@@ -12,6 +12,7 @@ from blockyard.router.parsing.formats import (
     MISTRAL_LIST,
     MISTRAL_NAMED,
     MISTRAL_THINK,
+    NO_END,
     NO_FORMAT,
     THINK,
     AnswerFormat,
@@ -100,7 +101,7 @@ def test_each_format_reads_the_calls_that_its_grammar_forces(calls) -> None:  # 
         for tool, arguments in zip(grammar.tools, ('{"a":1}', "{}"), strict=True)
     ]
     text = grammar.begin + grammar.separator.join(said) + grammar.end
-    parser = Reading(format=model, tools={"add": None, "now": None}, reads_reasoning=False).parser("")
+    parser = Reading(format=model, tools={"add": None, "now": None}, reads_reasoning=False).parser(NO_END)
     events = merged([*parser.push(text), *parser.finish()])
     assert events == [CallBegun("add"), Arguments('{"a":1}'), CallBegun("now"), Arguments("{}")]
     assert all(json.loads(event.text) is not None for event in events if isinstance(event, Arguments))

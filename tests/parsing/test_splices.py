@@ -74,7 +74,7 @@ def test_every_block_of_three_answers_is_found_again(family: Family, seed: int) 
 
 @each_family
 def test_a_call_as_the_template_spells_it_is_found_again(family: Family) -> None:
-    talk = Conversation(family, 1)
+    talk = Conversation(family, 2)
     talk.said("user", "Read it.")
     talk.answered(call_text(family, SPACED))
     talk.said("tool", "x = 1")

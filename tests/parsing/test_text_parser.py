@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from blockyard.router.parsing.events import (
@@ -20,10 +21,14 @@ from blockyard.router.parsing.formats import (
     MISTRAL_LIST,
     MISTRAL_NAMED,
     MISTRAL_THINK,
+    NO_END,
     THINK,
+    AnswerFormat,
+    PromptEnd,
     ReasoningFormat,
     ToolFormat,
 )
+from blockyard.router.parsing.reading import Reading
 from blockyard.router.parsing.text_parser import TextParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,10 +46,29 @@ class Case:
     calls: ToolFormat | None = HERMES
     reasoning: ReasoningFormat | None = THINK
     is_thinking: bool = False
+    end: PromptEnd = NO_END
+    """The prompt's end. One with a beginning of the answer needs no `is_thinking`."""
     tools: tuple[str, ...] = field(default=TOOLS)
 
     def parser(self) -> AnswerParser:
+        if self.end:
+            known = AnswerFormat(tools=self.calls, reasoning=self.reasoning)
+            tools = dict.fromkeys(self.tools)
+            return Reading(format=known, tools=tools, reads_reasoning=self.reasoning is not None).parser(
+                self.end
+            )
         return TextParser(self.calls, self.reasoning, self.tools, is_thinking=self.is_thinking)
+
+
+def continued(begun: str, text: str, events: list[Event], **fields: Any) -> Case:
+    """Return a case of an answer that the prompt begins."""
+    return Case(
+        says=f"continues {begun!r}",
+        end=PromptEnd("user<|im_end|>", begun),
+        text=text,
+        events=events,
+        **fields,
+    )
 
 
 def call(name: str, arguments: str) -> list[Event]:
@@ -55,7 +79,38 @@ def tagged(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+CALL_HEAD = '<tool_call>\n{"name": "add", "arguments": {"a": 1'
+REASONED = [Thought(" see."), Said("Hi.")]
+CONTINUED = [
+    continued("<think>\nLet me", " see.\n</think>\n\nHi.", REASONED),
+    continued("assistant\n<think>\nLet me", " see.</think>Hi.", REASONED),
+    continued("<think>\n\n</think>\n\n<think>\nLet me", " see.\n</think>\n\nHi.", REASONED),
+    continued("[THINK]Let me", " see.[/THINK]Hi.", REASONED, reasoning=MISTRAL_THINK, calls=MISTRAL_LIST),
+    continued("<think>\nLet me ", "see.\n</think>\n\nHi.", [Thought("see."), Said("Hi.")]),
+    continued("<think>\n", "Hm.\n</think>\n\nHi.", [Thought("Hm."), Said("Hi.")]),
+    continued("<think>\nHm.</th", "ink>\nHi.", [Said("Hi.")]),
+    continued("<think>\na </t", "able>b</think>Hi.", [Thought("able>b"), Said("Hi.")]),
+    continued("<think>\nHm.\n</think>\n\n", "Hi.", [Said("Hi.")]),
+    continued("<think>\nHm.\n</think>\n\nSo", " it is.", [Said(" it is.")]),
+    continued("Leaves fall ", "down.", [Said("down.")]),
+    continued("Leaves fall", "\ndown. <think> again", [Said("\ndown. <think> again")]),
+    continued("a <tool", "bar>", [Said("bar>")]),
+    continued(
+        "So: <tool_call>\n", '{"name": "add", "arguments": {"a": 1}}\n</tool_call>', call("add", '{"a": 1}')
+    ),
+    continued("<tool_c", 'all>{"name": "add", "arguments": {"a": 1}}</tool_call>', call("add", '{"a": 1}')),
+    continued(CALL_HEAD, "2}}\n</tool_call>", call("add", '{"a": 12}')),
+    continued('<tool_call>\n{"na', 'me": "add", "arguments": {}}\n</tool_call>', call("add", "{}")),
+    continued(tagged("add", "{}"), tagged("add", ADD), call("add", ADD)),
+    continued(tagged("add", "{}") + "\n" + CALL_HEAD, "}}\n</tool_call>", call("add", '{"a": 1}')),
+    continued("[TOOL_CALLS]add[ARGS]", ADD, call("add", ADD), calls=MISTRAL_NAMED),
+    continued("[TOOL_CALLS]add[ARGS]" + ADD[:9], ADD[9:], call("add", ADD), calls=MISTRAL_NAMED),
+    continued("\n\n" + '{"name": "add", "parameters": {"a"', ": 1}}", call("add", '{"a": 1}'), calls=LLAMA3),
+    continued(CALL_HEAD, "2}}", [Said("2}}")], tools=()),
+    continued("<think>\nLet me", " see.</think>Hi.", [Said(" see.</think>Hi.")], reasoning=None),
+]
 CASES = [
+    *CONTINUED,
     Case(
         says="plain text",
         text=" Hello\n\nyou <b>there</b>. \n",

@@ -6,6 +6,7 @@ import pytest
 from blockyard.proto.text import TextOutput, load_tokenizer
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.parsing.events import Arguments, CallBegun, Event, Said, Thought, merged
+from blockyard.router.parsing.formats import NO_END
 from blockyard.router.parsing.reading import Reading
 
 from ..router.rig import MODEL  # noqa: TID252
@@ -55,7 +56,7 @@ def test_an_answer_is_parsed_the_same_in_steps_of_any_number_of_tokens(family: s
     expected: list[Event] = [Thought("Höm 🌧"), Said("Sö 東."), CallBegun("look"), Arguments(ARGUMENTS)]
     for size in (1, 2, 3, 7, len(tokens)):
         output = TextOutput(tokenizer, stop=(), min_tokens=0, shown=reading.format.shown_tokens)
-        parser = reading.parser("")
+        parser = reading.parser(NO_END)
         events: list[Event] = []
         for piece in pieces(tokens, size):
             events += parser.push(output.push(piece, is_last=False).text)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from blockyard.proto.naming import model_files
 from blockyard.proto.naming.context import longest_context
+from blockyard.proto.naming.end_tokens import end_tokens, tokenizers_end
 from blockyard.proto.naming.pooling import POOLING_FILES, Pooling, read_pooling
 from blockyard.worker.model.families.table import FAMILIES, find_architecture
 from blockyard.worker.model.quantisation.scheme import QuantScheme, read_scheme
@@ -170,11 +171,11 @@ def _load_config(folder: Path) -> ModelConfig:
         # An embedding model has no head of its own, and uses none.
         tie_word_embeddings=pooling is not None or bool(raw.get("tie_word_embeddings", False)),
         dtype=_dtype(raw),
-        # An id beyond the logits is never sampled, so it ends nothing.
-        eos_token_ids=frozenset(
-            token_id
-            for token_id in _token_ids(generation.get("eos_token_id", raw.get("eos_token_id")))
-            if 0 <= token_id < _positive(raw, "vocab_size")
+        eos_token_ids=end_tokens(
+            generation.get("eos_token_id"),
+            raw.get("eos_token_id"),
+            tokenizers_end(folder),
+            vocab_size=_positive(raw, "vocab_size"),
         ),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
         quantisation=_scheme(raw, family),
@@ -249,12 +250,6 @@ def _dtype(raw: RawConfig) -> DataTypeName:
         if named == known:
             return known  # type: ignore[no-any-return]
     raise UnsupportedModelError(f"dtype={named!r} in config.json is not one of {get_args(DataTypeName)}")
-
-
-def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
 
 
 def _positive(raw: RawConfig, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from blockyard.router.parsing.events import Arguments, CallBegun, Event, Said, Thought
+from blockyard.router.parsing.formats import PromptEnd
 from blockyard.router.parsing.reading import Reading
 
 _LETTERS = string.ascii_letters + string.digits
@@ -16,7 +17,7 @@ SHORT_ID_CHARS = 9
 class ParsedOutput:
     """Events of one output, in the order of its text. The text of an output that is not parsed is all said."""
 
-    def __init__(self, reading: Reading | None, prompt_end: str) -> None:
+    def __init__(self, reading: Reading | None, prompt_end: PromptEnd) -> None:
         """`prompt_end` is the prompt's last text."""
         self._parser = None if reading is None else reading.parser(prompt_end)
         self._reading = reading
@@ -38,7 +39,7 @@ class ParsedOutput:
 class AnswerText:
     """Fields of one chat output: content, reasoning and tool calls."""
 
-    def __init__(self, reading: Reading, prompt_end: str) -> None:
+    def __init__(self, reading: Reading, prompt_end: PromptEnd) -> None:
         self._output = ParsedOutput(reading, prompt_end)
         self._num_calls = 0
 

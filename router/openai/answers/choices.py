@@ -12,6 +12,7 @@ from blockyard.router.generation.metrics import FINISHES
 from blockyard.router.openai.answers.answer_text import AnswerText
 from blockyard.router.openai.answers.logprobs import CompletionLogprobs, chat_logprobs
 from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.parsing.formats import PromptEnd
 from blockyard.router.parsing.reading import Reading
 from blockyard.router.tokenizing.token_texts import TokenTexts
 
@@ -47,7 +48,7 @@ class ChatChoices:
         """Parsed text by index of its output, if the outputs are parsed."""
         self._begun: set[int] = set()
 
-    def whole(self, output: inference_pb2.Output, prompt_end: str) -> dict[str, Any]:
+    def whole(self, output: inference_pb2.Output, prompt_end: PromptEnd) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         has_called = False
         if self._reading is not None:
@@ -59,7 +60,7 @@ class ChatChoices:
                 del call["index"]
         return {"index": output.index, "message": message, **self._rest(output, has_called)}
 
-    def said(self, delta: Delta, prompt_end: str) -> dict[str, Any]:
+    def said(self, delta: Delta, prompt_end: PromptEnd) -> dict[str, Any]:
         """Return what a delta says, by names of fields. `prompt_end` is the prompt's last text."""
         if self._reading is None:
             return {"content": delta.text} if delta.text else {}
@@ -93,10 +94,10 @@ class CompletionChoices:
         self._shown = shown
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    def whole(self, output: inference_pb2.Output, prompt_end: str) -> dict[str, Any]:
+    def whole(self, output: inference_pb2.Output, prompt_end: PromptEnd) -> dict[str, Any]:
         return self.piece(output, {"text": output.text})
 
-    def said(self, delta: Delta, prompt_end: str) -> dict[str, Any]:
+    def said(self, delta: Delta, prompt_end: PromptEnd) -> dict[str, Any]:
         return {"text": delta.text}
 
     def is_needless(self, delta: Delta, said: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from blockyard.router.generation.client_buffer import Delta, Emit, Run
+from blockyard.router.parsing.formats import NO_END
 
 
 class Tally:
@@ -14,7 +15,7 @@ class Tally:
         self._counts: dict[int, tuple[int, int]] = {}
         """Number of tokens and of cached tokens of each prompt, by its index in the call."""
         self.completion_tokens = 0
-        self.prompt_end = ""
+        self.prompt_end = NO_END
         """Last text of a chat's prompt, for the parser of its answer."""
         self.prompts: dict[int, Sequence[int]] = {}
         """Token ids of the prompt, by index of its output. Empty unless the client wants them."""

@@ -154,7 +154,7 @@ def _read_messages(name: str, messages: list[Any]) -> list[inference_pb2.ChatMes
 
 
 def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
-    message = mapping(path, value)
+    message: Body = mapping(path, value)
     role = text(f"{path}.role", message.get("role"))
     for name in sorted(message.keys() - {"role", "content", "name", *_OF_ROLE.get(role, ())}):
         # Audio, for example. Clients may send back an answer with empty values of them.
@@ -168,7 +168,8 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
         raise unsupported(f"{path}.role")
     content = message.get("content")
     if isinstance(content, list) and role == "assistant":
-        message, content = _without_thoughts(f"{path}.content", message, content)
+        thoughts, content = _told_apart(f"{path}.content", content)
+        message = {**message, "reasoning_content": thoughts} if thoughts else message
     if isinstance(content, list):
         content = "".join(_part(f"{path}.content[{number}]", part) for number, part in enumerate(content))
     read = inference_pb2.ChatMessage(
@@ -184,11 +185,9 @@ def _message(path: str, value: Any) -> inference_pb2.ChatMessage:
     return read
 
 
-def _without_thoughts(path: str, message: Body, parts: list[Any]) -> tuple[Body, list[Any]]:
-    """Return an answer with its parts of reasoning in a field, as Mistral's and Anthropic's clients send them, and the
-    other parts."""
-    thoughts = ""
-    others = []
+def _told_apart(path: str, parts: list[Any]) -> tuple[str, list[Any]]:
+    """Return the reasoning in an answer's parts, as clients of Mistral and Anthropic send it, and the other parts."""
+    thoughts, others = "", []
     for number, part in enumerate(parts):
         if isinstance(part, dict) and part.get("type") == "thinking":
             inner = part.get("thinking")
@@ -196,7 +195,7 @@ def _without_thoughts(path: str, message: Body, parts: list[Any]) -> tuple[Body,
             thoughts += "".join(_part(f"{path}[{number}].thinking", one) for one in listed)
         else:
             others.append(part)
-    return ({**message, "reasoning_content": thoughts} if thoughts else message), others
+    return thoughts, others
 
 
 def _read_answer(path: str, message: Body, read: inference_pb2.ChatMessage) -> None:
