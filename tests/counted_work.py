@@ -97,6 +97,8 @@ class CountedPattern:
         if op is c.AT and value is c.AT_BEGINNING:
             is_line = bool(self._flags & re.MULTILINE) and text[at - 1 : at] == "\n"
             return (at == 0 or is_line) and rest(at)
+        if op is c.AT and value in (c.AT_BEGINNING_STRING, c.AT_END_STRING):
+            return at == (0 if value is c.AT_BEGINNING_STRING else len(text)) and rest(at)
         if op in (c.ASSERT, c.ASSERT_NOT):
             direction, looked_for = value
             begin = at if direction > 0 else at - looked_for.getwidth()[0]

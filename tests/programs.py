@@ -12,8 +12,8 @@ import pytest
 REQUIRE_VARIABLE = "BLOCKYARD_REQUIRE_PROGRAMS"
 
 
-def are_required() -> bool:
-    return os.environ.get(REQUIRE_VARIABLE, "") not in ("", "0")
+def are_required(variable: str = REQUIRE_VARIABLE) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
 
 
 def missing(*names: str) -> list[str]:
@@ -25,14 +25,11 @@ def first_of(*names: str, why: str) -> str:
     for name in names:
         if (path := shutil.which(name)) is not None:
             return path
-    told = f"no {' or '.join(names)} on the PATH: {why}"
-    if are_required():
-        pytest.fail(f"{told}; {REQUIRE_VARIABLE} is set")
-    pytest.skip(told)
+    unless_required(f"no {' or '.join(names)} on the PATH: {why}")
 
 
-def unless_required(variable: str, told: str) -> NoReturn:
+def unless_required(told: str, variable: str = REQUIRE_VARIABLE) -> NoReturn:
     """Skip the running test, or fail it where the variable is set."""
-    if os.environ.get(variable, "") not in ("", "0"):
+    if are_required(variable):
         pytest.fail(f"{told}; {variable} is set")
     pytest.skip(told)

@@ -1,1 +1,4 @@
-"""Chats of real models: their own tokenizers and chat templates, from package registries, never in this repository."""
+"""Chats of real models: their own tokenizers and chat templates, from package registries, never in this repository.
+
+Owns the pins of these packages. Does not own the guard's own tests (tests/router/test_tokenizing.py).
+"""

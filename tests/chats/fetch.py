@@ -83,5 +83,8 @@ def chat_template(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for one in PINS:
-        package(one)
+    try:
+        for one in PINS:
+            package(one)
+    except OutOfReachError as error:
+        sys.exit(str(error))

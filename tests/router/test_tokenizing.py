@@ -230,7 +230,8 @@ def test_a_client_that_writes_private_characters_gets_them_as_they_are() -> None
 
 
 def test_a_template_that_takes_arguments_as_text_gets_them() -> None:
-    template = "{% for m in messages %}<bos>{{ m.content }}{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments }}{% endfor %}{% endfor %}"
+    called = "{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments }}{% endfor %}"
+    template = "{% for m in messages %}<bos>{{ m.content }}" + called + "{% endfor %}"
     tokenizer = tokenizer_with(template)
     calls = json.dumps(
         [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":"<eos>"}'}}]

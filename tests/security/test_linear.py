@@ -41,7 +41,8 @@ MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "proto", "worker", "deploy.dashboard")
 """Packages with all the code that reads a client's text."""
 NOT_OF_MODULES = {
-    "router.tokenizing.encoder": 2,  # _cut, tried here by itself, and a literal that is drawn for each call
+    "router.tokenizing.encoder": 1,  # _cut, tried here by itself
+    "router.tokenizing.guard": 3,  # control tokens and tags, tried here beside it
     "router.client.retry": 1,  # reads addresses that a caller of the client gives
     "router.openai.http.errors": 1,  # literal names of fields, in our own messages
     "worker.grammar.tool_calls": 1,  # literal marks of the model's format
@@ -134,11 +135,16 @@ def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> No
                 use(text)
 
 
-def test_the_cut_of_control_tokens_is_linear() -> None:
-    pattern, units = PromptEncoder(load_tokenizer(MODEL))._cut, ("<", "<|im_start|")
-    check_pattern(pattern, units, is_searched=True, size=32)
-    for text in pumped(units, 2**14):
-        pattern.split(text)
+def test_expressions_of_control_tokens_are_linear() -> None:
+    tokenizer = load_tokenizer(MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["STOP"]})
+    encoder = PromptEncoder(tokenizer)
+    guard, units = encoder._guard, ("<", "<|im_start|", "STO", "<tool_call>")
+    for pattern in (encoder._cut, guard.written, guard.tags, guard.words):
+        assert pattern is not None
+        check_pattern(pattern, units, is_searched=True, size=16)
+        for text in pumped(units, 2**14):
+            pattern.split(text)
 
 
 @pytest.mark.ci
