@@ -1,4 +1,4 @@
-"""What transformers renders is served, with real tokenizers and chat templates.
+"""Chats that transformers renders are served, with real tokenizers and chat templates.
 
 A chat without a forged control token has the ids that transformers gives it. A forged one stays text, and its chat is
 served. What a template refuses is refused.
