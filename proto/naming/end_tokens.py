@@ -17,7 +17,9 @@ def end_tokens(*named: object, vocab_size: int) -> frozenset[int]:
     listed = [one for value in named for one in (value if isinstance(value, list | tuple) else [value])]
     ids = [one for one in listed if one is not None]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise ValueError("eos_token_id must be an id or a list of ids")
+        raise ValueError(
+            "eos_token_id in config.json and generation_config.json must be an id or a list of ids"
+        )
     return frozenset(one for one in ids if isinstance(one, int) and 0 <= one < vocab_size)
 
 

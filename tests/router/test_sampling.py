@@ -421,4 +421,4 @@ def test_sizes_that_gemma_3_leaves_to_transformers_are_known(tmp_path: Path) -> 
         facts = read_facts(tmp_path, names=("gemma",), tokenizer=tokenizer)
         assert facts.max_position_embeddings == context
         assert facts.vocab_size == len(tokenizer)
-            assert facts.eos_token_ids == {1, 106, tokenizer.eos_token_id}
+        assert facts.eos_token_ids == {1, 106, tokenizer.eos_token_id}

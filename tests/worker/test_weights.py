@@ -304,10 +304,10 @@ def test_the_rotary_base_is_read_where_either_transformers_writes_it(folder: Pat
     assert load_config(folder).rope_theta == 1e6
 
 
-def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
+def test_end_tokens_come_from_both_configs(folder: Path) -> None:
     change_config(folder, eos_token_id=5)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert load_config(folder).eos_token_ids == {7, 8}
+    assert load_config(folder).eos_token_ids == {5, 7, 8}
     (folder / "generation_config.json").unlink()
     assert load_config(folder).eos_token_ids == {5}
     change_config(folder, eos_token_id=[5, 272, -1])
