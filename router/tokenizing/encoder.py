@@ -8,7 +8,6 @@ changes how a text is encoded, never whether. Pure: the tokenizer is an argument
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ class PromptEncoder:
         self._backend = _backend(tokenizer)
         self._guard = Guard(tokenizer)
         self._control_ids = frozenset(self._guard.tokens)
-        self._cut = _cut([text for text in self._guard.id_of if len(text) > 1])
         self._template_names = TEMPLATE_NAMES | {
             *inspect.signature(tokenizer.apply_chat_template).parameters,
             *tokenizer.special_tokens_map,
@@ -238,7 +236,7 @@ class PromptEncoder:
     def _spell(self, text: str, *, is_begin: bool = True) -> list[int]:
         """Return the token ids of a text, with its control tokens spelled as ordinary text."""
         token_ids: list[int] = []
-        for pieces in ([text], self._cut.split(text), text):
+        for pieces in ([text], self._guard.cut.split(text), text):
             token_ids = [
                 token_id
                 for at, piece in enumerate(pieces)
@@ -315,12 +313,3 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _cut(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return what splits "<|x|>" after its "<". Neither part is a control token."""
-    rests: dict[str, list[str]] = {}
-    for token in sorted(tokens, key=len, reverse=True):
-        rests.setdefault(token[0], []).append(re.escape(token[1:]))
-    places = (f"(?<={re.escape(first)})(?={'|'.join(some)})" for first, some in rests.items())
-    return re.compile("|".join(places) or r"(?!)")

@@ -47,9 +47,11 @@ class Guard:
         self.ends = frozenset(character for character in ends if not character.isalnum())
         """First and last characters of control tokens, such as < and >. A text without them cannot complete one."""
         self.words = _words([text for text in self.id_of if text[0].isalnum() and text[-1].isalnum()])
-        self.tags = re.compile("|".join(map(re.escape, _longest_first(_own_tags(tokenizer)))) or r"(?!)")
+        self.written = re.compile(_any_of(self.id_of))
+        self.tags = re.compile(_any_of(_own_tags(tokenizer)))
         """The model's own tags for reasoning and calls. In an answer they are what the template reads."""
-        self.written = re.compile("|".join(map(re.escape, _longest_first(self.id_of))) or r"(?!)")
+        self.cut = _cut(text for text in self.id_of if len(text) > 1)
+        """Places in control tokens, such as the one behind "<" in "<|x|>", whose sides are no control tokens."""
         self._alphabet = "".join(sorted(set("".join(self.id_of))))
 
     def twins(self, rendered: str) -> Twins:
@@ -140,11 +142,26 @@ def _words(texts: list[str]) -> re.Pattern[str] | None:
     """Return what finds control tokens that begin and end with a letter, and parts of them at the ends of a text."""
     if not texts:
         return None
-    heads = _longest_first({text[:at] for text in texts for at in range(1, len(text))})
-    tails = _longest_first({text[at:] for text in texts for at in range(1, len(text))})
-    whole, head, tail = ("|".join(map(re.escape, some)) for some in (_longest_first(texts), heads, tails))
-    return re.compile(rf"{whole}|(?:{head})\Z|\A(?:{tail})")
+    heads = _any_of(text[:at] for text in texts for at in range(1, len(text)))
+    tails = _any_of(text[at:] for text in texts for at in range(1, len(text)))
+    return re.compile(rf"{_any_of(texts)}|{heads}\Z|\A{tails}")
 
 
-def _longest_first(texts: Iterable[str]) -> list[str]:
-    return sorted(texts, key=len, reverse=True)
+def _cut(texts: Iterable[str]) -> re.Pattern[str]:
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    places = (f"(?<={re.escape(first)})(?={_any_of(some)})" for first, some in rests.items())
+    return re.compile("|".join(places) or r"(?!)")
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Return an expression for the longest of these texts. Texts that begin alike are looked for at once."""
+    some = set(texts)
+    if len(some) == 1:
+        return re.escape(next(iter(some)))
+    rests: dict[str, list[str]] = {}
+    for text in some - {""}:
+        rests.setdefault(text[0], []).append(text[1:])
+    longer = "|".join(re.escape(first) + _any_of(rest) for first, rest in sorted(rests.items())) or r"(?!)"
+    return f"(?:{longer})?" if "" in some else f"(?:{longer})"

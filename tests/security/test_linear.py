@@ -30,7 +30,7 @@ from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.request.sampling_checks import SamplingLimits
 from blockyard.router.request.structured_output import structured_problem
 from blockyard.router.request.validation import valid_generation, valid_tenant
-from blockyard.router.tokenizing.encoder import PromptEncoder
+from blockyard.router.tokenizing.guard import Guard
 from blockyard.router.tokenizing.model_facts import ModelFacts
 from blockyard.worker.session.submits import Refused, engine_request
 from google.protobuf.message import Message
@@ -41,8 +41,7 @@ MODEL = Path(__file__).parents[2] / "deploy" / "demo_model" / "checkpoint"
 PACKAGES = ("router", "proto", "worker", "deploy.dashboard")
 """Packages with all the code that reads a client's text."""
 NOT_OF_MODULES = {
-    "router.tokenizing.encoder": 1,  # _cut, tried here by itself
-    "router.tokenizing.guard": 3,  # control tokens and tags, tried here beside it
+    "router.tokenizing.guard": 4,  # control tokens and tags, tried here by themselves
     "router.client.retry": 1,  # reads addresses that a caller of the client gives
     "router.openai.http.errors": 1,  # literal names of fields, in our own messages
     "worker.grammar.tool_calls": 1,  # literal marks of the model's format
@@ -135,12 +134,13 @@ def test_every_regular_expression_passes_over_pumped_text_in_linear_time() -> No
                 use(text)
 
 
+@pytest.mark.ci
 def test_expressions_of_control_tokens_are_linear() -> None:
     tokenizer = load_tokenizer(MODEL)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["STOP"]})
-    encoder = PromptEncoder(tokenizer)
-    guard, units = encoder._guard, ("<", "<|im_start|", "STO", "<tool_call>")
-    for pattern in (encoder._cut, guard.written, guard.tags, guard.words):
+    many = [f"<|special_{number}|>" for number in range(1000)]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["STOP", *many]})
+    guard, units = Guard(tokenizer), ("<", "<|im_start|", "<|special_1", "STO", "<tool_call>")
+    for pattern in (guard.cut, guard.written, guard.tags, guard.words):
         assert pattern is not None
         check_pattern(pattern, units, is_searched=True, size=16)
         for text in pumped(units, 2**14):
