@@ -30,14 +30,19 @@ def tokenizers_end(folder: Path) -> int | None:
     text = named.get("content") if isinstance(named, dict) else named
     if not isinstance(text, str):
         return None
-    added = config.get("added_tokens_decoder")
-    listed = (
-        [{**token, "id": int(token_id)} for token_id, token in added.items()]
-        if isinstance(added, dict)
-        else []
-    )
-    listed = listed or _object(folder / "tokenizer.json").get("added_tokens") or []
-    return next((token["id"] for token in listed if token.get("content") == text), None)
+    decoder = config.get("added_tokens_decoder")
+    pairs: list[tuple[Any, Any]] = list(decoder.items()) if isinstance(decoder, dict) else []
+    if not pairs:
+        added = _object(folder / "tokenizer.json").get("added_tokens")
+        pairs = (
+            [(one.get("id"), one) for one in added if isinstance(one, dict)]
+            if isinstance(added, list)
+            else []
+        )
+    for token_id, token in pairs:
+        if isinstance(token, dict) and token.get("content") == text and str(token_id).isdecimal():
+            return int(token_id)
+    return None
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 from operator import attrgetter
@@ -184,7 +184,8 @@ class PromptEncoder:
         """
         twins = self._guard.twins(rendered)
         found: list[Part] = []
-        for of_answer in (twins.of_answer, str):
+        ways: tuple[Callable[[str], str], ...] = (twins.of_answer, str)
+        for of_answer in ways:
             hidden = chat.changed(twins.of_client, of_answer)
             try:
                 parts = list(twins.parts(rendered if hidden == chat else self._render(hidden)))
@@ -203,7 +204,11 @@ class PromptEncoder:
         pieces = [Piece("".join(part.text for part in parts), is_template=True)]
         token_ids = self._encode(pieces[0].text)
         # The last way is for a tokenizer that finds a control token in other characters, which it normalises.
-        for is_plain in (attrgetter("has_client"), lambda part: not part.is_control):
+        ways: tuple[Callable[[Part], bool], ...] = (
+            attrgetter("has_client"),
+            lambda part: not part.is_control,
+        )
+        for is_plain in ways:
             if Counter(self.control(token_ids)) <= written:
                 break
             pieces = [
