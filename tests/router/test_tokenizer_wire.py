@@ -4,6 +4,7 @@ import io
 
 import pytest
 from blockyard.proto.naming.block_hash import NAME_BYTES, pack_tokens
+from blockyard.router.parsing.formats import NO_END, PromptEnd
 from blockyard.router.tokenizing.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -65,9 +66,11 @@ def test_questions_arrive_as_they_were(questions: list[Question]) -> None:
     names=st.binary(),
     piece=st.integers(1, 20),
     place=st.just(b"") | st.binary(min_size=24, max_size=24),
+    end=st.just(NO_END) | st.builds(PromptEnd, st.text(), st.text()),
+    is_guarded=st.booleans(),
 )
 def test_an_answer_arrives_whole_however_it_is_cut(
-    token_ids: list[int], names: bytes, piece: int, place: bytes
+    token_ids: list[int], names: bytes, piece: int, place: bytes, end: PromptEnd, is_guarded: bool
 ) -> None:
     answer = Prepared(
         token_ids=pack_tokens(token_ids),
@@ -75,6 +78,8 @@ def test_an_answer_arrives_whole_however_it_is_cut(
         block_names=names,
         place=place,
         num_spliced=len(token_ids) if place else 0,
+        end=end,
+        is_guarded=is_guarded,
     )
     sent = answer_frame(None) + answer_frame(answer)
     frames = Frames()
