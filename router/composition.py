@@ -31,7 +31,7 @@ from blockyard.router.generation.relay import Relay
 from blockyard.router.model_group import DIRECTORY_SECONDS, ModelGroup
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.request.sampling_checks import SamplingLimits
-from blockyard.router.sealed_records import SealedRecords
+from blockyard.router.sealed_records import SealedRecords, TenantSeal
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
 from blockyard.router.tokenizing.token_texts import TokenTexts
@@ -49,6 +49,7 @@ class SharedParts:
     """Connections for the rest: the directories, the sealed records and the sessions' answers."""
     registry: RequestRegistry
     records: SealedRecords | None
+    reasoning_seal: TenantSeal | None
     answer_store: AnswerStore | None
 
 
@@ -65,6 +66,7 @@ def build_shared(config: RouterConfig, stack: AsyncExitStack) -> SharedParts:
         records=(
             SealedRecords(clients, cluster=config.cluster, secret=secret) if clients and secret else None
         ),
+        reasoning_seal=TenantSeal("reasoning", cluster=config.cluster, secret=secret) if secret else None,
         answer_store=(
             AnswerStore(
                 clients, cluster=config.cluster, secret=secret, keep_seconds=config.keep_answers_seconds
@@ -125,6 +127,7 @@ async def build_group(shared: SharedParts, model: ServedModel, stack: AsyncExitS
         grammar_quota=grammar_quota,
         adapters=adapters,
         records=shared.records,
+        reasoning_seal=shared.reasoning_seal,
         answer_store=shared.answer_store,
     )
     return ModelGroup(model, parts, _index(config, shared.clients, model), config)

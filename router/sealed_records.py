@@ -1,11 +1,13 @@
 """Sealed records: texts of clients in Redis for some time, encrypted with the cluster secret, for all routers.
 
-Owns a record's key and seal, its life, how much a router keeps, and what happens while Redis is away. Does not own what
-is in a record. A router may only append and expire: these commands change no key of the prefix index, which has no
-strings. So a router that was taken over cannot harm the index (proto/index/acl.py).
+Owns a record's key and seal, its life, how much a router keeps, and what happens while Redis is away. The same seal is
+on texts that clients keep themselves (TenantSeal). Does not own what is in a record. A router may only append and
+expire: these commands change no key of the prefix index, which has no strings. So a router that was taken over cannot
+harm the index (proto/index/acl.py).
 """
 
 import asyncio
+import base64
 import hmac
 import logging
 import os
@@ -45,6 +47,7 @@ NONCE_BYTES = 12
 _SEAL_BYTES = 32
 _NAME_BYTES = 16
 _TAG_BYTES = 16
+_SALT_BYTES = 16
 _LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
@@ -57,6 +60,9 @@ class RecordName:
     tenant: str
     """Tenant to whom it belongs. Another one cannot name it."""
     record_id: str
+
+    def encoded(self) -> bytes:
+        return "\0".join((self.kind, self.tenant, self.record_id)).encode()
 
 
 class KeptRecords:
@@ -136,6 +142,37 @@ class Place:
             at = end
 
 
+class TenantSeal:
+    """Seals texts that clients keep and send back. Each router of the cluster opens those of the same tenant."""
+
+    def __init__(self, kind: str, *, cluster: str, secret: str) -> None:
+        self._kind = kind
+        self._secret = records_key(secret, cluster)
+
+    def sealed(self, tenant: str, text: str) -> str:
+        salt = os.urandom(_SALT_BYTES)
+        return _base64(salt + self._place(tenant, salt).sealed(text.encode()))
+
+    def opened(self, tenant: str, sealed: str) -> str | None:
+        """Return the text, or None if this cluster has not sealed it for the tenant."""
+        try:
+            raw = base64.urlsafe_b64decode(sealed)
+        except ValueError:
+            return None
+        salt = raw[:_SALT_BYTES]
+        # Several texts of base64 stand for the same bytes, and unknown characters are skipped: only ours is genuine.
+        value = self._place(tenant, salt).opened(raw[_SALT_BYTES:]) if _base64(raw) == sealed else None
+        return None if value is None else value.decode()
+
+    def _place(self, tenant: str, salt: bytes) -> Place:
+        name = RecordName(kind=self._kind, tenant=tenant, record_id=salt.hex())
+        return Place.of(name.encoded(), secret=self._secret, prefix="", num_shards=1)
+
+
+def _base64(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode()
+
+
 class SealedRecords:
     """Records of one cluster, on the servers of its index."""
 
@@ -213,8 +250,9 @@ class SealedRecords:
                 await self._call(places[0], pipe.execute, tenant)
 
     def _place(self, name: RecordName) -> Place:
-        message = "\0".join((name.kind, name.tenant, name.record_id)).encode()
-        return Place.of(message, secret=self._secret, prefix=self._prefix, num_shards=len(self._clients))
+        return Place.of(
+            name.encoded(), secret=self._secret, prefix=self._prefix, num_shards=len(self._clients)
+        )
 
     @asynccontextmanager
     async def _turn(self, tenant: str) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from blockyard.router.openai.requests.chat import chat_wanted
 from blockyard.router.openai.requests.completion import completion_wanted
 from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.requests.wanted import Wanted
+from blockyard.router.openai.responses.items import Surroundings
 from blockyard.router.openai.responses.request import read_request
 from blockyard.router.parsing.formats import NO_FORMAT
 from blockyard.router.request.sampling_checks import SamplingLimits
@@ -42,7 +43,9 @@ SAMPLES: list[Any] = [
 
 def response_wanted(body: Body) -> Wanted:
     request = read_request(body)
-    return request.wanted(request.items(()), NO_FORMAT, can_store=False)
+    return request.wanted(
+        request.items(Surroundings(response_id="resp_1")), NO_FORMAT, can_store=False, can_seal=False
+    )
 
 
 ROUTES: list[tuple[str, Callable[[Body], Wanted], dict[str, Any]]] = [

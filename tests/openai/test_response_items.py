@@ -8,14 +8,14 @@ from blockyard.proto.v1 import inference_pb2
 from blockyard.router.errors import RouterError
 from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.openai.requests.wanted import Wanted
-from blockyard.router.openai.responses.items import chat_messages, read_input
-from blockyard.router.openai.responses.output import EventWriter
+from blockyard.router.openai.responses.items import Surroundings, chat_messages, read_input
+from blockyard.router.openai.responses.output import EventWriter, OutputForm
 from blockyard.router.openai.responses.read_output import ReadOutput
 from blockyard.router.openai.responses.request import read_request
 from blockyard.router.openai.responses.stored import page_of
 from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
 from blockyard.router.parsing.reading import Reading
-from blockyard.router.sealed_records import KeptRecords, RecordName
+from blockyard.router.sealed_records import KeptRecords, RecordName, TenantSeal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +23,8 @@ from .test_responses import EVENT, told
 from .test_tools import CALL
 
 FORMAT = AnswerFormat(tools=HERMES, reasoning=THINK)
+ALONE = Surroundings(response_id="resp_" + "0" * 48)
+FORM = OutputForm(response_id=ALONE.response_id, num_before=0, has_summaries=True, sealed="sealed {}".format)
 CUT = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH)
 PIECES = st.lists(
     st.sampled_from(["<think>", "Hm. ", "</think>", "Yes \U0001f327", CALL, "\n", "<tool_call>"]), max_size=8
@@ -37,7 +39,7 @@ def read(text: str, cuts: list[int]) -> tuple[ReadOutput, list[dict[str, Any]]]:
         reading=Reading(format=FORMAT, tools={"get_weather": None}, reads_reasoning=True),
         names={},
     )
-    output = ReadOutput(wanted, EventWriter())
+    output = ReadOutput(wanted, EventWriter(), FORM)
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     data = b""
     for number, (start, end) in enumerate(zip(places, places[1:] or [0], strict=False)):
@@ -66,7 +68,13 @@ def test_items_are_the_same_for_every_way_of_cutting_and_their_events_add_up_to_
     for event in events:
         EVENT.validate_python(event, strict=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    texts = [item["text"] for item in told(events)]
+    ended = told(events)
+    texts = [item["text"] for item in ended]
+    for item in output.items:
+        if item["type"] == "reasoning":
+            (part,) = item["content"]
+            assert item["summary"] == [{"type": "summary_text", "text": part["text"]}]
+            assert item["encrypted_content"] == f"sealed {part['text']}"
     assert texts == [
         item.get("arguments") or "".join(part["text"] for part in item.get("content", ()))
         for item in output.items
@@ -115,6 +123,7 @@ def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> No
             {"role": "assistant", "content": "Yes."},
             {"role": "assistant", "content": "No."},
         ],
+        ALONE,
     )
     function = {"name": "f", "arguments": "{}"}
     calls = [{"id": f"c{number}", "type": "function", "function": function} for number in (1, 2, 3)]
@@ -129,7 +138,7 @@ def test_items_of_one_answer_become_one_message_and_a_new_answer_another() -> No
         {"role": "assistant", "content": "Yes."},
         {"role": "assistant", "content": "No."},
     ]
-    assert read_input("input", items) == items, "what is listed can be sent back"
+    assert read_input("input", items, ALONE) == items, "what is listed can be sent back"
 
 
 @pytest.mark.parametrize("before", ["", "I look."])
@@ -147,6 +156,7 @@ def test_text_behind_calls_stays_in_their_message_so_that_results_can_follow(bef
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
             {"type": "function_call_output", "call_id": "c2", "output": "2"},
         ],
+        ALONE,
     )
     user, answer, *results = chat_messages(items)
     assert (user["role"], answer["role"], answer["content"]) == ("user", "assistant", before + after or None)
@@ -155,7 +165,9 @@ def test_text_behind_calls_stays_in_their_message_so_that_results_can_follow(bef
         == [one["tool_call_id"] for one in results]
         == ["c1", "c2"]
     )
-    chat = read_request({"input": items}).wanted(items, FORMAT, can_store=True).requests[0].chat
+    chat = (
+        read_request({"input": items}).wanted(items, FORMAT, can_store=True, can_seal=True).requests[0].chat
+    )
     assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "tool"]
 
 
@@ -213,7 +225,7 @@ def test_any_json_is_answered_or_refused_by_name(field: str, value: Any) -> None
     refused = None
     try:
         request = read_request(body)
-        wanted = request.wanted(request.items(()), FORMAT, can_store=True)
+        wanted = request.wanted(request.items(ALONE), FORMAT, can_store=True, can_seal=True)
     except RouterError as error:
         refused = error
     if refused is not None:
@@ -255,3 +267,20 @@ def test_a_router_keeps_a_bounded_number_of_bytes_and_drops_the_oldest(writes: l
         if dropped:
             assert max(map(int, dropped)) < min(map(int, alive))
             assert kept.num_bytes + int(writes[int(dropped[-1])][0]) > 100, "no more than must be"
+
+
+@given(
+    text=st.text(max_size=40), place=st.integers(0, 200), put=st.sampled_from(["", "A", "_", "=", "\n", "é"])
+)
+def test_a_seal_opens_its_texts_for_their_tenant_and_nothing_that_was_changed(
+    text: str, place: int, put: str
+) -> None:
+    seal = TenantSeal("reasoning", cluster="c", secret="s")
+    sealed = seal.sealed("acme", text)
+    assert seal.opened("acme", sealed) == text
+    place %= len(sealed)
+    changed = sealed[:place] + put + sealed[place + 1 :]
+    assert changed == sealed or seal.opened("acme", changed) is None
+    assert seal.opened("bravo", sealed) is None
+    assert TenantSeal("reasoning", cluster="c", secret="another").opened("acme", sealed) is None
+    assert seal.sealed("acme", text) != sealed

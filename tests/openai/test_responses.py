@@ -59,9 +59,16 @@ def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         match event["type"].removeprefix("response."):
             case "output_item.added":
                 assert event["output_index"] == len(output)
-                output.append({**event["item"], "text": ""})
-            case "content_part.added":
+                output.append({**event["item"], "text": "", "summed_up": ""})
+            case "content_part.added" | "reasoning_summary_part.added":
                 assert event["part"]["text"] == ""
+            case "reasoning_summary_text.delta":
+                assert event["item_id"] == output[event["output_index"]]["id"]
+                output[event["output_index"]]["summed_up"] += event["delta"]
+            case "reasoning_summary_text.done":
+                assert event["text"] == output[event["output_index"]]["summed_up"]
+            case "reasoning_summary_part.done":
+                assert event["part"]["text"] == output[event["output_index"]]["summed_up"]
             case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
                 assert event["item_id"] == output[event["output_index"]]["id"]
                 output[event["output_index"]]["text"] += event["delta"]
@@ -74,6 +81,8 @@ def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 assert ended["id"] == output[event["output_index"]]["id"]
                 text = ended.get("arguments") or "".join(part["text"] for part in ended.get("content", ()))
                 assert text == output[event["output_index"]]["text"]
+                summary = "".join(part["text"] for part in ended.get("summary", ()))
+                assert summary == output[event["output_index"]]["summed_up"]
     return output
 
 
@@ -152,7 +161,7 @@ async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway, worker: Fak
         ("include", ["message.output_text.logprobs"], "include[0]"),
         ("input", [], "input"),
         ("input", None, "input"),
-        ("input", [{"type": "item_reference", "id": "x"}], "input[0].type"),
+        ("input", [{"type": "item_reference", "id": "x"}], "input[0].id"),
         (
             "input",
             [{"role": "user", "content": [{"type": "input_image"}]}],
@@ -163,6 +172,8 @@ async def test_an_answer_that_is_cut_is_incomplete(gateway: Gateway, worker: Fak
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "text.format.schema"),
         ("text", {"format": {"type": "xml"}}, "text.format.type"),
         ("reasoning", {"effort": "much"}, "reasoning.effort"),
+        ("reasoning", {"summary": "short"}, "reasoning.summary"),
+        ("reasoning", {"generate_summary": 1}, "reasoning.generate_summary"),
         ("max_output_tokens", 0, "max_output_tokens"),
         ("temperature", -1, "temperature"),
         ("max_tokens", 5, "max_tokens"),
@@ -218,6 +229,26 @@ async def test_reasoning_is_an_item_before_the_text_and_comes_back_with_its_call
     assert "<|im_start|>tool get_weather\nMild.<|im_end|>" in prompt_of(worker)
 
 
+@pytest.mark.parametrize("field", ["summary", "generate_summary"])
+@pytest.mark.parametrize("kind", [None, "auto", "concise", "detailed"])
+async def test_a_summary_is_told_by_events_of_its_own_where_it_is_asked_for(
+    thinking: tuple[Gateway, FakeWorker], field: str, kind: str | None
+) -> None:
+    gateway, worker = thinking
+    says(worker, "I must look.</think>Yes.")
+    asked = {"reasoning": {field: kind}, "include": ["reasoning.encrypted_content"]}
+    events = await events_of(gateway, **asked)
+    thought, _ = told(events)
+    assert (thought["text"], thought["summed_up"]) == ("I must look.", "I must look." if kind else "")
+    assert events[-1]["response"]["output"][0]["encrypted_content"], "the seal needs no Redis"
+    assert events[-1]["response"]["reasoning"]["summary"] == kind
+    prefix = "response.reasoning_summary_"
+    kinds = [event["type"].removeprefix(prefix) for event in events if event["type"].startswith(prefix)]
+    assert list(dict.fromkeys(kinds)) == (
+        ["part.added", "text.delta", "text.done", "part.done"] if kind else []
+    )
+
+
 async def test_reasoning_is_turned_off_where_the_template_can(thinking: tuple[Gateway, FakeWorker]) -> None:
     gateway, worker = thinking
     says(worker, "Hello.")
@@ -225,7 +256,7 @@ async def test_reasoning_is_turned_off_where_the_template_can(thinking: tuple[Ga
     answer = await gateway.post({**asked, "text": {"verbosity": "low"}, "user": "ann"}, RESPONSES)
     assert [item["type"] for item in json.loads(answer.body)["output"]] == ["message"]
     assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
-    assert answer.headers["blockyard-ignored"] == "reasoning.summary, text.verbosity, user"
+    assert answer.headers["blockyard-ignored"] == "text.verbosity, user"
 
 
 async def test_a_stream_that_breaks_says_so_in_both_of_openais_ways(

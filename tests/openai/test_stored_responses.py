@@ -3,8 +3,9 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -49,17 +50,17 @@ def waiting_for_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_records, "TIMEOUT_SECONDS", 20.0)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> AsyncIterator[House]:
+@asynccontextmanager
+async def running_house(folder: Path, tokens: Tokens, **settings: Any) -> AsyncIterator[House]:
     user = redis_user("router", "default")
-    process = start_private_redis(tmp_path_factory.mktemp("redis"), password="of-the-admin", users=(user,))
+    process = start_private_redis(folder, password="of-the-admin", users=(user,))
     try:
         async with AsyncExitStack() as stack:
             gateways = []
             workers = []
             for name in ("a", "b"):
                 gateway = await stack.enter_async_context(
-                    running_gateway(redis_url=process.url_of(user), auth_file=str(tokens.path))
+                    running_gateway(redis_url=process.url_of(user), auth_file=str(tokens.path), **settings)
                 )
                 gateways.append(gateway)
                 workers.append(await stack.enter_async_context(served_by(gateway, worker_of_model(name))))
@@ -70,6 +71,12 @@ async def house(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> Asy
             yield House(process, gateways, workers, clients[:2], clients[2])
     finally:
         process.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory, tokens: Tokens) -> AsyncIterator[House]:
+    async with running_house(tmp_path_factory.mktemp("redis"), tokens) as running:
+        yield running
 
 
 async def test_another_router_goes_on_from_a_response_with_all_its_items(house: House) -> None:

@@ -77,6 +77,14 @@ class UnsupportedMediaType(HttpRefusal):
     reason, status = "UNSUPPORTED_MEDIA_TYPE", 415
 
 
+class NoSuchItem(HttpRefusal):
+    reason, status = "ITEM_NOT_FOUND", 404
+
+
+class BadEncryptedContent(HttpRefusal):
+    reason, status = "INVALID_ENCRYPTED_CONTENT", 400
+
+
 class NoSuchFile(HttpRefusal):
     reason, status = "FILE_NOT_FOUND", 404
 

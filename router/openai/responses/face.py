@@ -1,6 +1,5 @@
 """Face of /v1/responses: the response object, whole or with the events of its stream."""
 
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from blockyard.router.generation.client_buffer import Delta
 from blockyard.router.openai.answers.face import Head
 from blockyard.router.openai.http.errors import error_body
 from blockyard.router.openai.requests.wanted import Wanted
-from blockyard.router.openai.responses.output import EventWriter
+from blockyard.router.openai.responses.output import EventWriter, OutputForm
 from blockyard.router.openai.responses.read_output import ReadOutput
 
 Keep = Callable[[Mapping[str, Any]], Awaitable[bool]]
@@ -23,16 +22,17 @@ async def keep_nothing(response: Mapping[str, Any]) -> bool:
 
 
 class ResponseFace:
-    def __init__(self, wanted: Wanted, echo: Mapping[str, Any], keep: Keep, head: Head) -> None:
+    def __init__(
+        self, wanted: Wanted, echo: Mapping[str, Any], form: OutputForm, keep: Keep, head: Head
+    ) -> None:
         """`echo`: the fields of the request that the response repeats."""
         self._names = wanted.names
         self._keep = keep
         self._writer = EventWriter()
-        self.tally = ReadOutput(wanted, self._writer)
+        self.tally = ReadOutput(wanted, self._writer, form)
         self._has_begun = False
         self._response: Mapping[str, Any] = {
-            # Whoever knows the id, and belongs to its tenant, may read the response: it cannot be guessed.
-            "id": f"resp_{secrets.token_hex(24)}",
+            "id": form.response_id,
             "object": "response",
             "created_at": head.created,
             "status": "in_progress",

@@ -4,12 +4,15 @@ Items of one answer (reasoning, text, calls) become one message, as the model wr
 tools, and content of any kind but text, are refused by name.
 """
 
+import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from blockyard.proto.naming.identifiers import is_id
 from blockyard.router.errors import InvalidRequest
+from blockyard.router.openai.http.errors import BadEncryptedContent, NoSuchItem
 from blockyard.router.openai.requests.fields import items, mapping, text
 from blockyard.router.openai.requests.tools import function_name
 from blockyard.router.openai.requests.unsupported import unsupported
@@ -29,30 +32,88 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
 """Fields of an item by its type, besides those of every item."""
 _CALLED = ("call_id", "name", "arguments")
 _OF_ALL = ("type", "id", "status")
+_REFERENCE = "item_reference"
+_OFTEN_LEFT_OUT = ("message", _REFERENCE)
+"""Types that an item need not tell."""
+_RESPONSE_ID = re.compile("resp_[0-9a-f]{48}")
+_ITEM_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})_([0-9a-f]{{48}})[0-9a-f]{{4,8}}")
 
 
-def new_id(kind: str) -> str:
-    """Return an id for an item of this type."""
-    return f"{PREFIXES[kind]}_{secrets.token_hex(24)}"
+def new_response_id() -> str:
+    """Return an id that cannot be guessed: whoever knows it, and belongs to its tenant, may read the response."""
+    return f"resp_{secrets.token_hex(24)}"
 
 
-def read_input(name: str, value: Any, earlier: Sequence[Item] = ()) -> list[Item]:
-    """Return an `input` as items. A text is a message of the user. `earlier` are the items before it.
+def is_response_id(known: str) -> bool:
+    return _RESPONSE_ID.fullmatch(known) is not None
 
-    Raises InvalidRequest or Unsupported.
+
+def item_id(kind: str, response_id: str, number: int) -> str:
+    """Return the id of a response's item of this type. It names the response, so that a reference needs one read."""
+    return f"{PREFIXES[kind]}_{response_id.removeprefix('resp_')}{number:04x}"
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response for which an item was made, or None if the id is not of our making."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return None if found is None else f"resp_{found[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the items of an input may refer to."""
+
+    response_id: str
+    """The response that is to be made. Items without an id get one that names it."""
+    earlier: Sequence[Item] = ()
+    """Items of the previous response, before the input."""
+    stored: Mapping[str, Item] = field(default_factory=dict)
+    """Items to which the input refers, by id."""
+    opened: Callable[[str], str | None] = lambda sealed: None
+    """Opens encrypted reasoning. Returns None for what was not sealed for the caller's tenant."""
+
+
+def references(name: str, value: Any) -> dict[str, str]:
+    """Return the ids of stored items to which an `input` refers, each with its path. Raises InvalidRequest."""
+    found: dict[str, str] = {}
+    for number, item in enumerate(value if isinstance(value, list) else ()):
+        if _is_reference(item):
+            found.setdefault(*_reference(f"{name}[{number}]", item))
+    return found
+
+
+def read_input(name: str, value: Any, around: Surroundings) -> list[Item]:
+    """Return an `input` as items. A text is a message of the user.
+
+    A reference stands for the item of its id. To one of `around.earlier` it adds nothing: the item is there.
+
+    Raises InvalidRequest, Unsupported or NoSuchItem.
     """
     given = [{"role": "user", "content": value}] if isinstance(value, str) else items(name, value)
-    called = {item["call_id"] for item in earlier if item["type"] == "function_call"}
-    found = []
-    for number, item in enumerate(given):
-        read = _item(f"{name}[{number}]" if isinstance(value, list) else name, item)
-        if read["type"] == "function_call":
-            called.add(read["call_id"])
-        elif read["type"] == "function_call_output" and read["call_id"] not in called:
-            raise InvalidRequest.of(
-                f"{name}[{number}].call_id", "must be the call_id of a function_call before it"
-            )
-        found.append(read)
+    there = {item["id"] for item in around.earlier}
+    here: set[str] = set()
+    called = {item["call_id"] for item in around.earlier if item["type"] == "function_call"}
+    found: list[Item] = []
+    for number, one in enumerate(given):
+        path = f"{name}[{number}]" if isinstance(value, list) else name
+        names_call = f"{path}.call_id"
+        if _is_reference(one):
+            known, names_call = _reference(path, one)
+            if known in there:
+                continue
+            if known in here:
+                raise InvalidRequest.of(names_call, "is the id of an item before it")
+            if known not in around.stored:
+                raise NoSuchItem.of(names_call, "no stored item has this id, or it has expired")
+            item = around.stored[known]
+        else:
+            item = _item(path, one, around, len(around.earlier) + len(found))
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            raise InvalidRequest.of(names_call, "must be the call_id of a function_call before it")
+        here.add(item["id"])
+        found.append(item)
     return found
 
 
@@ -64,7 +125,8 @@ def chat_messages(given: Iterable[Item]) -> list[dict[str, Any]]:
     for item in given:
         match item["type"]:
             case "reasoning":
-                thought = _joined(item["content"])
+                # A summary is all that some clients send back of the reasoning.
+                thought = _joined(item["content"]) or "\n\n".join(part["text"] for part in item["summary"])
                 if thought:
                     answer = {"role": "assistant", "content": "", "reasoning_content": thought}
                     messages.append(answer)
@@ -98,18 +160,36 @@ def chat_messages(given: Iterable[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _item(path: str, value: Any) -> Item:
-    given = mapping(path, value)
-    kind = text(f"{path}.type", given.get("type", "message"))
-    if kind not in _KNOWN:
-        raise unsupported(f"{path}.type")
-    for name in sorted(given.keys() - {*_OF_ALL, *_KNOWN[kind]}):
+def _is_reference(value: Any) -> bool:
+    """Return whether an item refers to a stored one. As at OpenAI its type may be left out."""
+    if not isinstance(value, dict):
+        return False
+    kind = value.get("type")
+    return kind == _REFERENCE or (kind is None and "id" in value and "role" not in value)
+
+
+def _reference(path: str, value: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the id to which a reference refers, and its path. Raises InvalidRequest."""
+    _refuse_others(path, value, ())
+    return text(f"{path}.id", value.get("id")), f"{path}.id"
+
+
+def _refuse_others(path: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    for name in given.keys() - {*_OF_ALL, *known}:
         # Clients send items back with the fields that they know, most of them empty.
         if given[name] not in (None, [], {}, "", False):
             raise InvalidRequest.of(path, "has unknown fields")
+
+
+def _item(path: str, value: Any, around: Surroundings, number: int) -> Item:
+    given = mapping(path, value)
+    kind = "message" if given.get("type") is None else text(f"{path}.type", given["type"])
+    if kind not in _KNOWN:
+        raise unsupported(f"{path}.type")
+    _refuse_others(path, given, _KNOWN[kind])
     known = given.get("id")
     item: Item = {
-        "id": known if isinstance(known, str) and is_id(known) else new_id(kind),
+        "id": known if isinstance(known, str) and is_id(known) else item_id(kind, around.response_id, number),
         "type": kind,
         "status": "completed",
     }
@@ -140,7 +220,17 @@ def _item(path: str, value: Any) -> Item:
                 "summary": _parts(f"{path}.summary", given.get("summary") or [], ("summary_text",), ""),
                 "content": _parts(f"{path}.content", thought, ("reasoning_text",), ""),
             }
+            if given.get("encrypted_content"):
+                item["content"] = [_opened(f"{path}.encrypted_content", given["encrypted_content"], around)]
     return item
+
+
+def _opened(path: str, value: Any, around: Surroundings) -> dict[str, Any]:
+    """Return the reasoning that was encrypted. It is what the model wrote, whatever else the item has."""
+    thought = around.opened(text(path, value))
+    if thought is None:
+        raise BadEncryptedContent.of(path, "is damaged, or was not made by this cluster for this tenant")
+    return {"type": "reasoning_text", "text": thought}
 
 
 def _parts(path: str, value: Any, kinds: Sequence[str], shown: str) -> list[dict[str, Any]]:
@@ -182,8 +272,11 @@ def _content(*kinds: str) -> dict[str, Any]:
 def _schema(kind: str, fields: dict[str, Any], *required: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"type": {"const": kind}, **fields},
-        "required": [*required, *(() if kind == "message" else ("type",))],
+        "properties": {
+            "type": {"enum": [kind, None]} if kind in _OFTEN_LEFT_OUT else {"const": kind},
+            **fields,
+        },
+        "required": [*required, *(() if kind in _OFTEN_LEFT_OUT else ("type",))],
     }
 
 
@@ -196,7 +289,11 @@ ITEM_SCHEMA: dict[str, Any] = {
         ),
         _schema(
             "reasoning",
-            {name: {"type": ["array", "null"]} for name in ("summary", "content")},
+            {
+                **{name: {"type": ["array", "null"]} for name in ("summary", "content")},
+                "encrypted_content": {"type": ["string", "null"]},
+            },
         ),
+        _schema(_REFERENCE, {"id": text.schema}, "id"),
     ]
 }

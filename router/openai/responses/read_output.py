@@ -9,18 +9,19 @@ from blockyard.router.openai.answers.answer_text import ParsedOutput
 from blockyard.router.openai.answers.tally import Tally
 from blockyard.router.openai.requests.wanted import Wanted
 from blockyard.router.openai.responses.items import Item
-from blockyard.router.openai.responses.output import EventWriter, OutputItems, Status
+from blockyard.router.openai.responses.output import EventWriter, OutputForm, OutputItems, Status
 from blockyard.router.parsing.events import Event, Said, Thought
 
 
 class ReadOutput(Tally):
     """Counts a call's tokens and reads its output. So an answer is the same whole and streamed."""
 
-    def __init__(self, wanted: Wanted, writer: EventWriter) -> None:
+    def __init__(self, wanted: Wanted, writer: EventWriter, form: OutputForm) -> None:
         super().__init__(wanted.outputs_a_prompt)
         self._reading = wanted.reading
         self._reads_reasoning = wanted.reading is not None and wanted.reading.reads_reasoning
         self._writer = writer
+        self._form = form
         self._output: ParsedOutput | None = None
         self._items: OutputItems | None = None
         self._unread_tokens = 0
@@ -40,7 +41,7 @@ class ReadOutput(Tally):
         super().add(delta)
         if self._output is None or self._items is None:
             self._output = ParsedOutput(self._reading, self.prompt_end)
-            self._items = OutputItems(self._output, self._writer)
+            self._items = OutputItems(self._output, self._writer, self._form)
         events = self._output.push(delta.text, is_last=delta.finish is not None)
         self._unread_tokens += len(delta.token_ids)
         if events and self._reads_reasoning:

@@ -29,22 +29,24 @@ from blockyard.router.openai.requests.structures import STRUCTURES
 from blockyard.router.openai.requests.tools import TOOL_FIELDS, function_name
 from blockyard.router.openai.requests.unsupported import unsupported
 from blockyard.router.openai.requests.wanted import Wanted
-from blockyard.router.openai.responses.items import ITEM_SCHEMA, Item, chat_messages, read_input
+from blockyard.router.openai.responses.items import ITEM_SCHEMA, Item, Surroundings, chat_messages, read_input
 from blockyard.router.parsing.formats import AnswerFormat
 
 MAX_METADATA = 16
 MAX_KEY_CHARS = 64
 MAX_VALUE_CHARS = 512
+ENCRYPTED = "reasoning.encrypted_content"
 INCLUDABLE = (
+    ENCRYPTED,
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""Values of `include` without effect: of hosted tools and images, which do not exist here. Reasoning is always told."""
+"""Values of `include`. All but ENCRYPTED have no effect: they are of hosted tools and images, which are not here."""
+SUMMARIES = ("auto", "concise", "detailed")
 NAMES: Mapping[str, str] = {
     "input": "input",
     "chat.messages": "input",
@@ -84,7 +86,9 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Refused fields, each with the values that ask for nothing and so are allowed. null always is."""
-_OF_REASONING = ("summary", "generate_summary", "context", "mode")
+_SUMMARY = ("summary", "generate_summary")
+"""Names of one field, the later its older one."""
+_IGNORED_OF_REASONING = ("context", "mode")
 
 
 def _read_include(name: str, value: list[Any]) -> list[Any]:
@@ -140,10 +144,14 @@ _FORMAT = {
     "required": ["type"],
 }
 _TEXT = {"format": _FORMAT, "verbosity": {"type": ["string", "null"]}}
-_REASONING = {"effort": {"enum": [*EFFORTS, None]}, **{name: {} for name in _OF_REASONING}}
+_REASONING = {
+    "effort": {"enum": [*EFFORTS, None]},
+    **{name: {"enum": [*SUMMARIES, None]} for name in _SUMMARY},
+    **{name: {} for name in _IGNORED_OF_REASONING},
+}
 FIELDS: Fields = {
     "input": Kind(_any, {"type": ["string", "array"], "items": ITEM_SCHEMA, "minItems": 1}).said(
-        "A text, or items: messages, calls of functions, their outputs, and reasoning."
+        "A text, or items: messages, calls of functions, their outputs, reasoning, and references to stored items."
     ),
     "instructions": text.said("A system message before all items. It is not kept for the next response."),
     "previous_response_id": text.said("A stored response, whose items come before the input."),
@@ -162,7 +170,8 @@ FIELDS: Fields = {
         "`format`: text, json_object or json_schema. `verbosity` is ignored."
     ),
     "reasoning": mapping.then(_any, properties=_REASONING, additionalProperties=False).said(
-        "`effort`, where the chat template takes it. The others are ignored: reasoning is told as it is."
+        "`effort`, where the chat template takes it. `summary` (auto, concise, detailed): the reasoning is also told "
+        "as a summary, in full. The others are ignored."
     ),
     "stream": boolean.said("Whether the answer comes as server-sent events. Default false."),
     "stream_options": mapping.then(_any, **object_schema({"include_obfuscation": boolean})).said(_IGNORED),
@@ -173,7 +182,9 @@ FIELDS: Fields = {
         additionalProperties={"type": "string", "maxLength": MAX_VALUE_CHARS},
     ).said("Returned with the response."),
     "truncation": text.then(_read_truncation, enum=["disabled", None]).said("Nothing is dropped."),
-    "include": items.then(_read_include, items={"enum": [*INCLUDABLE]}).said("Accepted; has no effect here."),
+    "include": items.then(_read_include, items={"enum": [*INCLUDABLE]}).said(
+        f"`{ENCRYPTED}`: reasoning comes encrypted too, for clients that keep it. The others have no effect here."
+    ),
     "chat_template_kwargs": CHAT_FIELDS["chat_template_kwargs"],
     **{name: kind for name, kind in SHARED.items() if name not in _NOT_SHARED},
     **_HINTS,
@@ -193,23 +204,32 @@ class ResponseRequest:
     asks_to_store: bool | None
     """None: the client leaves it to the default."""
 
-    def items(self, earlier: Sequence[Item]) -> list[Item]:
-        """Return the items of the input. `earlier` are those of the previous response. Raises InvalidRequest or
-        Unsupported."""
-        asked = self.body.get("input")
-        found = read_input("input", asked, earlier) if isinstance(asked, str | list) else []
-        if not found:
-            raise InvalidRequest.of("input", "must be a text or a list with at least one item")
-        return found
+    @property
+    def asks_for_summary(self) -> bool:
+        return _summary(self.body) is not None
 
-    def wanted(self, context: Sequence[Item], answers: AnswerFormat, *, can_store: bool) -> Wanted:
+    @property
+    def asks_for_encrypted(self) -> bool:
+        return ENCRYPTED in (self.body.get("include") or ())
+
+    def items(self, around: Surroundings) -> list[Item]:
+        """Return the items of the input. Raises InvalidRequest, Unsupported, NoSuchItem or BadEncryptedContent."""
+        asked = self.body.get("input")
+        if not isinstance(asked, str | list) or asked == []:
+            raise InvalidRequest.of("input", "must be a text or a list with at least one item")
+        return read_input("input", asked, around)
+
+    def wanted(
+        self, context: Sequence[Item], answers: AnswerFormat, *, can_store: bool, can_seal: bool
+    ) -> Wanted:
         """Return the request as a checked call, with all the items before its output.
 
         Raises InvalidRequest or Unsupported, with names of this API.
         """
         body = self.body
         ignored = [name for name in _HINTS if body.get(name) is not None]
-        ignored += ["include"] if body.get("include") else []
+        effective = [ENCRYPTED] if can_seal else []
+        ignored += ["include"] if any(one not in effective for one in body.get("include") or ()) else []
         ignored += ["store"] if self.asks_to_store and not can_store else []
         ignored += ["stream_options"] if body.get("stream_options") else []
         chat: dict[str, Any] = {name: body[name] for name in (*_SAME, "stream") if name in body}
@@ -241,7 +261,7 @@ class ResponseRequest:
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": self.previous_id,
             "prompt_cache_key": body.get("prompt_cache_key"),
-            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "reasoning": {"effort": reasoning.get("effort"), "summary": _summary(body)},
             "safety_identifier": body.get("safety_identifier"),
             "service_tier": "default",
             "temperature": body.get("temperature"),
@@ -283,11 +303,24 @@ def read_request(body: Body) -> ResponseRequest:
     if body.get("stream_options") and not body.get("stream"):
         raise InvalidRequest.of("stream_options", "needs stream to be true")
     refuse_others(body.get("stream_options") or {}, ("include_obfuscation",), inside="stream_options.")
+    _summary(body)
     return ResponseRequest(
         body=body,
         previous_id=given(body, "previous_response_id", text),
         asks_to_store=given(body, "store", boolean),
     )
+
+
+def _summary(body: Body) -> str | None:
+    """Return how the client wants the reasoning summed up, or None for not at all. Raises InvalidRequest."""
+    asked = given(body, "reasoning", mapping) or {}
+    found = None
+    for name in _SUMMARY:
+        value = asked.get(name)
+        if value is not None and value not in SUMMARIES:
+            raise InvalidRequest.of(f"reasoning.{name}", f"must be one of {', '.join(SUMMARIES)}")
+        found = found or value
+    return found
 
 
 def _asks_nothing(value: Any) -> bool:
@@ -321,8 +354,8 @@ def _format(body: Body, ignored: list[str]) -> dict[str, Any]:
 def _effort(body: Body, ignored: list[str]) -> dict[str, Any]:
     """Return the chat's field for `reasoning`. Raises InvalidRequest."""
     asked = given(body, "reasoning", mapping) or {}
-    refuse_others(asked, ("effort", *_OF_REASONING), inside="reasoning.")
-    ignored += [f"reasoning.{name}" for name in _OF_REASONING if asked.get(name) is not None]
+    refuse_others(asked, ("effort", *_SUMMARY, *_IGNORED_OF_REASONING), inside="reasoning.")
+    ignored += [f"reasoning.{name}" for name in _IGNORED_OF_REASONING if asked.get(name) is not None]
     return {} if asked.get("effort") is None else {"reasoning_effort": asked["effort"]}
 
 

@@ -5,10 +5,9 @@ in a record, and the routes that read and delete one. Does not own Redis (../../
 """
 
 import json
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,23 @@ from blockyard.router.openai.http.call import CallNotes, HttpCall, http_call
 from blockyard.router.openai.http.json_response import encoded, json_response
 from blockyard.router.openai.requests.fields import Body
 from blockyard.router.openai.responses.face import Keep, ResponseFace, keep_nothing
-from blockyard.router.openai.responses.items import Item
-from blockyard.router.openai.responses.request import read_request
-from blockyard.router.sealed_records import RecordName, SealedRecords
+from blockyard.router.openai.responses.items import (
+    Item,
+    Surroundings,
+    is_response_id,
+    new_response_id,
+    references,
+    response_of,
+)
+from blockyard.router.openai.responses.output import OutputForm
+from blockyard.router.openai.responses.request import ResponseRequest, read_request
+from blockyard.router.sealed_records import RecordName, SealedRecords, TenantSeal
 
 KIND = "response"
 DEFAULT_PAGE = 20
 MAX_PAGE = 100
-_ID = re.compile(r"resp_[0-9a-f]{48}")
+MAX_REFERRED = 32
+"""Stored responses that are read for the references of one input. One has the whole conversation before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,32 +63,78 @@ class Responses:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self._records: SealedRecords | None = calls.groups.default.parts.records
+        parts = calls.groups.default.parts
+        self._records: SealedRecords | None = parts.records
+        self._seal: TenantSeal | None = parts.reasoning_seal
 
     async def asked(self, body: Body, call: HttpCall) -> Asked:
         """Check the body of a call that generates. Raises RouterErrors."""
         request = read_request(body)
-        earlier: Sequence[Item] = ()
-        tenant = self._tenant(call)
-        if request.previous_id is not None:
-            earlier = await self._earlier(request.previous_id, call, body.get("model"))
-        context = [*earlier, *request.items(earlier)]
+        tenant, seal = self._tenant(call), self._seal
+        around = await self._around(request, call)
+        if seal is not None:
+            around = replace(around, opened=partial(seal.opened, tenant))
+        context = [*around.earlier, *request.items(around)]
         stores = self._records is not None and request.asks_to_store is not False
         answers = self._calls.groups.of(body.get("model")).parts.answers
-        wanted = request.wanted(context, answers, can_store=self._records is not None)
+        wanted = request.wanted(
+            context, answers, can_store=self._records is not None, can_seal=seal is not None
+        )
+        form = OutputForm(
+            response_id=around.response_id,
+            num_before=len(context),
+            has_summaries=request.asks_for_summary,
+            sealed=partial(seal.sealed, tenant) if seal is not None and request.asks_for_encrypted else None,
+        )
         # The answer of a prefetch is empty, so no later call could go on from it.
         keeps = stores and not wanted.requests[0].prefetch
         keep: Keep = partial(self._keep, context, tenant) if keeps else keep_nothing
-        return Asked(wanted, partial(ResponseFace, wanted, request.echo(), keep))
+        return Asked(wanted, partial(ResponseFace, wanted, request.echo(), form, keep))
 
-    async def _earlier(self, previous_id: str, call: HttpCall, model: object) -> Sequence[Item]:
-        """Return the items of an earlier response. A call that would be refused now reads nothing.
+    async def _around(self, request: ResponseRequest, call: HttpCall) -> Surroundings:
+        """Return the stored items that a request refers to. A call that would be refused now reads nothing.
 
         The whole prompt is charged later, once its size is known. Raises RouterErrors.
         """
-        ledger = self._calls.groups.of(model).parts.ledger
+        around = Surroundings(response_id=new_response_id())
+        referred = references("input", request.body.get("input"))
+        if request.previous_id is None and not referred:
+            return around
+        ledger = self._calls.groups.of(request.body.get("model")).parts.ledger
         async with self._calls.bounds.admitted_to_read(call, ledger) as tenant:
-            return (await self._stored("previous_response_id", previous_id, tenant)).items
+            if request.previous_id is not None:
+                previous = await self._stored("previous_response_id", request.previous_id, tenant)
+                around = replace(around, earlier=previous.items)
+                for item in around.earlier:
+                    referred.pop(item["id"], None)
+            return replace(around, stored=await self._referred(referred, tenant))
+
+    async def _referred(self, paths: Mapping[str, str], tenant: str) -> dict[str, Item]:
+        """Return those of the referred items that are stored, by id.
+
+        Clients refer to a conversation's items in its order. So the last one's response is read first: its record has
+        all the earlier items too.
+
+        Raises InvalidRequest, Unsupported or StoreUnavailable.
+        """
+        for path in paths.values():
+            self._store(path)
+        found: dict[str, Item] = {}
+        read: set[str] = set()
+        for referred, path in reversed(list(paths.items())):
+            response_id = response_of(referred)
+            if referred in found or response_id is None or response_id in read:
+                continue
+            if len(read) == MAX_REFERRED:
+                raise InvalidRequest.of(
+                    path, f"the items of an input are in at most {MAX_REFERRED} stored responses"
+                )
+            read.add(response_id)
+            record = await self._record(path, response_id, tenant)
+            for item in () if record is None else record.items:
+                if item["id"] in paths:
+                    found.setdefault(item["id"], item)
+        return found
 
     async def get(self, request: BaseRequest, notes: CallNotes) -> Response:
         if request.query.get("stream", "false") != "false":
@@ -126,16 +180,25 @@ class Responses:
 
         Raises Unsupported where nothing is stored, UnknownResponse or StoreUnavailable.
         """
+        found = await self._record(field, response_id, tenant)
+        if found is None:
+            raise UnknownResponse.of(field, "no stored response has this id, or it has expired")
+        return found
+
+    async def _record(self, field: str, response_id: str, tenant: str) -> StoredResponse | None:
+        """Return a stored response, or None if the tenant has none of this id. Raises Unsupported or
+        StoreUnavailable."""
+        store = self._store(field)
+        record = await store.get(_name(tenant, response_id)) if is_response_id(response_id) else None
+        return None if record is None else StoredResponse.decoded(record)
+
+    def _store(self, field: str) -> SealedRecords:
+        """Return the store, which `field` of the call needs. Raises Unsupported if there is none."""
         if self._records is None:
             raise Unsupported.of(
                 field, "is not supported: this router stores no responses, for want of Redis"
             )
-        record = None
-        if _ID.fullmatch(response_id):
-            record = await self._records.get(_name(tenant, response_id))
-        if record is None:
-            raise UnknownResponse.of(field, "no stored response has this id, or it has expired")
-        return StoredResponse.decoded(record)
+        return self._records
 
 
 def page_of(context: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
