@@ -27,6 +27,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # Without --quiet, which hides the warnings that its strict mode counts.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 'lm-eval[api]==0.4.13' 'transformers>=5.17'
+NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 # What every landing must pass, and the part of it that takes minutes: CONTRIBUTING.md, How long the tests take.
 LANDING := not slow and not slow_fault
 QUICK := $(LANDING) and not ci
@@ -70,10 +71,11 @@ test-again: install
 test-all: install
 	$(call run_tests,slow or not slow)
 
-# Real clients of OpenAI's API, in a virtual environment of their own: 2 GB.
+# Real clients of OpenAI's API, in a virtual environment of their own: 2 GB. Those of JavaScript need Node.js 20 with npm.
 test-clients: install
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip --disable-pip-version-check install --quiet --progress-bar off $(CLIENTS)
+	npm install --prefix .venv-clients/node --no-audit --no-fund --loglevel error $(NODE_CLIENTS)
 	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/openai/test_clients.py -m slow
 
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.

@@ -13,6 +13,7 @@ from blockyard.router.openai.responses import stored
 from blockyard.router.openai.responses.items import item_id
 from blockyard.router.sealed_records import SealedRecords, TenantSeal
 
+from .ai_sdk_bodies import BODIES, SAID, TEXTS, THOUGHTS, filled, first_named
 from .rig import SECRET, Tokens, config
 from .test_responses import WEATHER
 from .test_stored_responses import House, running_house
@@ -91,8 +92,9 @@ async def test_references_stand_beside_a_previous_response(house: House) -> None
     await answered(house, **chain, input=[referring(first["output"][0])])
 
 
-async def test_a_conversation_by_reference_costs_one_read_a_turn(
-    house: House, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", BODIES)
+async def test_what_the_ai_sdk_sends_in_five_turns_is_what_the_model_saw_and_wrote(
+    house: House, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     reads: list[str] = []
     get = SealedRecords.get
@@ -102,13 +104,28 @@ async def test_a_conversation_by_reference_costs_one_read_a_turn(
         return await get(self, name)
 
     monkeypatch.setattr(SealedRecords, "get", noted)
-    house.says("Hm.</think>Yes.")
-    turns: list[Any] = [{"role": "user", "content": "Turn 0"}]
-    for number in range(1, 6):
-        made, prompt = await answered(house, number % 2, input=turns)
-        assert prompt.count("<think>Hm.</think>Yes.") == number - 1
-        assert len(reads) == number - 1
-        turns += [*map(referring, made["output"]), {"role": "user", "content": f"Turn {number}"}]
+    _, body = BODIES[mode]
+    outputs: list[list[dict[str, Any]]] = []
+    sent: list[dict[str, Any]] = []
+    whole: list[dict[str, Any]] = []
+    """The same items as they were made, without references and encryption."""
+    for item in body["input"]:
+        found = first_named(item)
+        if found is not None and found[0] == len(outputs):
+            house.says(SAID[sent[-1].get("role") != "user"])
+            made, prompt = await answered(house, len(outputs) % 2, **{**body, "input": sent})
+            for number, (thought, text) in enumerate(zip(THOUGHTS, TEXTS, strict=True)):
+                assert prompt.count(f"<think>{thought}</think>{text}") == (len(outputs) + 1 - number) // 2
+            outputs.append([dict(one) for one in made["output"]])
+        sent.append(filled(item, outputs))
+        whole.append(sent[-1])
+        if found is not None and item.get("type") != "function_call_output":
+            whole[-1] = {**outputs[found[0]][found[1]], "encrypted_content": None}
+    assert len(outputs) == 9
+    assert len(reads) == (8 if mode == "stored" else 0), "a turn needs one read, of the response before it"
+    _, prompt = await answered(house, **{**body, "input": sent})
+    _, same = await answered(house, **{**body, "input": whole})
+    assert prompt == same
 
 
 async def test_an_unknown_item_looks_like_another_tenants(house: House) -> None:

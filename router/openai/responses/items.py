@@ -61,7 +61,7 @@ def response_of(item_id: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the items of an input may refer to."""
+    """All that the items of an input may refer to."""
 
     response_id: str
     """The response that is to be made. Items without an id get one that names it."""
