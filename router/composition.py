@@ -4,9 +4,10 @@ Owns the dependencies between parts. Does not own their lifetimes or what serves
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from blockyard.proto.index.contract import PrefixIndex
 from blockyard.proto.index.redis import RedisPrefixIndex, connect
@@ -31,7 +32,7 @@ from blockyard.router.generation.relay import Relay
 from blockyard.router.model_group import DIRECTORY_SECONDS, ModelGroup
 from blockyard.router.parsing.choice import answer_format
 from blockyard.router.request.sampling_checks import SamplingLimits
-from blockyard.router.sealed_records import SealedRecords, TenantSeal
+from blockyard.router.sealed_records import SealedRecords, TextSeal
 from blockyard.router.tokenizing.model_facts import read_facts
 from blockyard.router.tokenizing.service import TokenizerService
 from blockyard.router.tokenizing.token_texts import TokenTexts
@@ -49,7 +50,7 @@ class SharedParts:
     """Connections for the rest: the directories, the sealed records and the sessions' answers."""
     registry: RequestRegistry
     records: SealedRecords | None
-    reasoning_seal: TenantSeal | None
+    reasoning_seal: Callable[[str], TextSeal] | None
     answer_store: AnswerStore | None
 
 
@@ -66,7 +67,9 @@ def build_shared(config: RouterConfig, stack: AsyncExitStack) -> SharedParts:
         records=(
             SealedRecords(clients, cluster=config.cluster, secret=secret) if clients and secret else None
         ),
-        reasoning_seal=TenantSeal("reasoning", cluster=config.cluster, secret=secret) if secret else None,
+        reasoning_seal=(
+            partial(TextSeal.of, kind="reasoning", cluster=config.cluster, secret=secret) if secret else None
+        ),
         answer_store=(
             AnswerStore(
                 clients, cluster=config.cluster, secret=secret, keep_seconds=config.keep_answers_seconds

@@ -1,7 +1,7 @@
 """Sealed records: texts of clients in Redis for some time, encrypted with the cluster secret, for all routers.
 
 Owns a record's key and seal, its life, how much a router keeps, and what happens while Redis is away. The same seal is
-on texts that clients keep themselves (TenantSeal). Does not own what is in a record. A router may only append and
+on texts that clients keep themselves (TextSeal). Does not own what is in a record. A router may only append and
 expire: these commands change no key of the prefix index, which has no strings. So a router that was taken over cannot
 harm the index (proto/index/acl.py).
 """
@@ -47,7 +47,6 @@ NONCE_BYTES = 12
 _SEAL_BYTES = 32
 _NAME_BYTES = 16
 _TAG_BYTES = 16
-_SALT_BYTES = 16
 _LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
@@ -142,35 +141,30 @@ class Place:
             at = end
 
 
-class TenantSeal:
-    """Seals texts that clients keep and send back. Each router of the cluster opens those of the same tenant."""
+@dataclass(frozen=True, slots=True)
+class TextSeal:
+    """Seals texts that one tenant's clients keep and send back. Each router of the cluster opens them."""
 
-    def __init__(self, kind: str, *, cluster: str, secret: str) -> None:
-        self._kind = kind
-        self._secret = records_key(secret, cluster)
+    _place: Place
 
-    def sealed(self, tenant: str, text: str) -> str:
-        salt = os.urandom(_SALT_BYTES)
-        return _base64(salt + self._place(tenant, salt).sealed(text.encode()))
+    @classmethod
+    def of(cls, tenant: str, *, kind: str, cluster: str, secret: str) -> "TextSeal":
+        name = RecordName(kind=kind, tenant=tenant, record_id="")
+        return cls(Place.of(name.encoded(), secret=records_key(secret, cluster), prefix="", num_shards=1))
 
-    def opened(self, tenant: str, sealed: str) -> str | None:
+    def sealed(self, text: str) -> str:
+        return base64.b64encode(self._place.sealed(text.encode())).decode()
+
+    def opened(self, sealed: str) -> str | None:
         """Return the text, or None if this cluster has not sealed it for the tenant."""
         try:
-            raw = base64.urlsafe_b64decode(sealed)
+            raw = base64.b64decode(sealed)
         except ValueError:
             return None
-        salt = raw[:_SALT_BYTES]
         # Several texts of base64 stand for the same bytes, and unknown characters are skipped: only ours is genuine.
-        value = self._place(tenant, salt).opened(raw[_SALT_BYTES:]) if _base64(raw) == sealed else None
+        is_ours = base64.b64encode(raw).decode() == sealed
+        value = self._place.opened(raw) if is_ours else None
         return None if value is None else value.decode()
-
-    def _place(self, tenant: str, salt: bytes) -> Place:
-        name = RecordName(kind=self._kind, tenant=tenant, record_id=salt.hex())
-        return Place.of(name.encoded(), secret=self._secret, prefix="", num_shards=1)
-
-
-def _base64(raw: bytes) -> str:
-    return base64.urlsafe_b64encode(raw).decode()
 
 
 class SealedRecords:

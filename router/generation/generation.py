@@ -40,7 +40,7 @@ from blockyard.router.request.validation import (
     valid_embedding,
     valid_generation,
 )
-from blockyard.router.sealed_records import SealedRecords, TenantSeal
+from blockyard.router.sealed_records import SealedRecords, TextSeal
 from blockyard.router.tokenizing.model_facts import ModelFacts
 from blockyard.router.tokenizing.service import (
     ChatPrompt,
@@ -83,8 +83,8 @@ class RouterParts:
     """Format of the model's answers in chats."""
     records: SealedRecords | None = None
     """Keeps what clients may name in later calls. None: nothing is kept."""
-    reasoning_seal: TenantSeal | None = None
-    """Seals the reasoning that clients keep. None without a cluster secret."""
+    reasoning_seal: Callable[[str], TextSeal] | None = None
+    """Returns the seal of the reasoning that a tenant's clients keep. None without a cluster secret."""
     answer_store: AnswerStore | None = None
     """Keeps the tokens of sessions' answers. None: they are not kept."""
 

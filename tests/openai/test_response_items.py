@@ -15,7 +15,7 @@ from blockyard.router.openai.responses.request import read_request
 from blockyard.router.openai.responses.stored import page_of
 from blockyard.router.parsing.formats import HERMES, THINK, AnswerFormat
 from blockyard.router.parsing.reading import Reading
-from blockyard.router.sealed_records import KeptRecords, RecordName, TenantSeal
+from blockyard.router.sealed_records import KeptRecords, RecordName, TextSeal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,17 +270,21 @@ def test_a_router_keeps_a_bounded_number_of_bytes_and_drops_the_oldest(writes: l
 
 
 @given(
-    text=st.text(max_size=40), place=st.integers(0, 200), put=st.sampled_from(["", "A", "_", "=", "\n", "é"])
+    text=st.text(max_size=40),
+    place=st.integers(0, 200),
+    put=st.sampled_from(["", "A", "+", "-", "=", "\n", "é"]),
 )
 def test_a_seal_opens_its_texts_for_their_tenant_and_nothing_that_was_changed(
     text: str, place: int, put: str
 ) -> None:
-    seal = TenantSeal("reasoning", cluster="c", secret="s")
-    sealed = seal.sealed("acme", text)
-    assert seal.opened("acme", sealed) == text
+    seal, another, foreign = (
+        TextSeal.of(tenant, kind="reasoning", cluster="c", secret=secret)
+        for tenant, secret in (("acme", "s"), ("bravo", "s"), ("acme", "t"))
+    )
+    sealed = seal.sealed(text)
+    assert seal.opened(sealed) == text
     place %= len(sealed)
     changed = sealed[:place] + put + sealed[place + 1 :]
-    assert changed == sealed or seal.opened("acme", changed) is None
-    assert seal.opened("bravo", sealed) is None
-    assert TenantSeal("reasoning", cluster="c", secret="another").opened("acme", sealed) is None
-    assert seal.sealed("acme", text) != sealed
+    assert changed == sealed or seal.opened(changed) is None
+    assert another.opened(sealed) is foreign.opened(sealed) is None
+    assert seal.sealed(text) != sealed

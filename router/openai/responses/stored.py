@@ -29,7 +29,7 @@ from blockyard.router.openai.responses.items import (
 )
 from blockyard.router.openai.responses.output import OutputForm
 from blockyard.router.openai.responses.request import ResponseRequest, read_request
-from blockyard.router.sealed_records import RecordName, SealedRecords, TenantSeal
+from blockyard.router.sealed_records import RecordName, SealedRecords
 
 KIND = "response"
 DEFAULT_PAGE = 20
@@ -65,15 +65,16 @@ class Responses:
         self._calls = calls
         parts = calls.groups.default.parts
         self._records: SealedRecords | None = parts.records
-        self._seal: TenantSeal | None = parts.reasoning_seal
+        self._seal_of = parts.reasoning_seal
 
     async def asked(self, body: Body, call: HttpCall) -> Asked:
         """Check the body of a call that generates. Raises RouterErrors."""
         request = read_request(body)
-        tenant, seal = self._tenant(call), self._seal
+        tenant = self._tenant(call)
+        seal = None if self._seal_of is None else self._seal_of(tenant)
         around = await self._around(request, call)
         if seal is not None:
-            around = replace(around, opened=partial(seal.opened, tenant))
+            around = replace(around, opened=seal.opened)
         context = [*around.earlier, *request.items(around)]
         stores = self._records is not None and request.asks_to_store is not False
         answers = self._calls.groups.of(body.get("model")).parts.answers
@@ -84,7 +85,7 @@ class Responses:
             response_id=around.response_id,
             num_before=len(context),
             has_summaries=request.asks_for_summary,
-            sealed=partial(seal.sealed, tenant) if seal is not None and request.asks_for_encrypted else None,
+            sealed=seal.sealed if seal is not None and request.asks_for_encrypted else None,
         )
         # The answer of a prefetch is empty, so no later call could go on from it.
         keeps = stores and not wanted.requests[0].prefetch
