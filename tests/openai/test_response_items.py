@@ -235,6 +235,22 @@ def test_any_json_is_answered_or_refused_by_name(field: str, value: Any) -> None
     assert wanted.requests[0].chat.messages
 
 
+@pytest.mark.parametrize(
+    ("included", "can_seal", "ignored"),
+    [
+        (["reasoning.encrypted_content"], True, ()),
+        (["reasoning.encrypted_content"], False, ("include",)),
+        (["reasoning.encrypted_content", "file_search_call.results"], True, ("include",)),
+    ],
+)
+def test_what_is_included_is_ignored_by_name_where_it_has_no_effect(
+    included: list[str], can_seal: bool, ignored: tuple[str, ...]
+) -> None:
+    request = read_request({"input": "x", "include": included})
+    wanted = request.wanted(request.items(ALONE), FORMAT, can_store=True, can_seal=can_seal)
+    assert wanted.answering.ignored == ignored
+
+
 ITEMS = [{"id": f"msg_{number}", "type": "message"} for number in range(7)]
 
 
