@@ -6,6 +6,7 @@ neuron of the MLP knows one run of tokens and the token after it.
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -51,7 +52,7 @@ def write_agent_model(folder: Path, *, context: int = 8192) -> None:
     _model(rules, len(tokenizer), end, context).save_pretrained(folder)
 
 
-def _model(rules: dict[tuple[int, ...], int], num_tokens: int, end: int, context: int) -> Qwen3ForCausalLM:
+def _model(rules: dict[tuple[int, ...], int], num_tokens: int, end: int, context: int) -> Any:
     bias = CODE * (BACK + 1)
     hidden = bias + CODE
     torch.manual_seed(1)
@@ -72,7 +73,7 @@ def _model(rules: dict[tuple[int, ...], int], num_tokens: int, end: int, context
         eos_token_id=end,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model: Any = Qwen3ForCausalLM(config).to(torch.float32)
     half = CODE // 2
     rates = [1e4 ** (-number / half) for number in range(half)]
     with torch.no_grad():
