@@ -30,6 +30,7 @@
     │   ├── WorkerUnreachable       UNAVAILABLE           WORKER_UNREACHABLE
     │   ├── PullFailed              UNAVAILABLE           PULL_FAILED
     │   ├── StoreUnavailable        UNAVAILABLE           STORE_UNAVAILABLE
+    │   ├── AuthUnavailable         UNAVAILABLE           AUTH_UNAVAILABLE (+ retry delay)
     │   └── RouterDraining          UNAVAILABLE           ROUTER_DRAINING (+ retry delay)
     └── InternalError               INTERNAL              INTERNAL
         ├── EngineFailed            INTERNAL              ENGINE_FAILED
@@ -253,6 +254,12 @@ class StoreUnavailable(Unavailable):
     """Redis, which keeps what the call asks for, does not answer."""
 
     reason = "STORE_UNAVAILABLE"
+
+
+class AuthUnavailable(Unavailable):
+    """The auth file cannot be used now. The token is one of those that it last had."""
+
+    reason = "AUTH_UNAVAILABLE"
 
 
 class RouterDraining(Unavailable):

@@ -30,8 +30,9 @@ def router_source(config: RouterConfig, router_id: str) -> Source:
     return Source(table=ROUTER_METRICS, labels=labels, names=config.metrics_names)
 
 
-async def router_readings(groups: ModelGroups, loop_lag: Histogram) -> LabelledReadings:
+async def router_readings(groups: ModelGroups, loop_lag: Histogram, access: Readings) -> LabelledReadings:
     """Return all readings of now, with a label for each model. What is the whole router's has the default model's.
+    `access` are those of refused calls and of the files of tokens and certificates.
 
     The indexes are asked for their state, unless their last answers are fresh.
     """
@@ -41,6 +42,7 @@ async def router_readings(groups: ModelGroups, loop_lag: Histogram) -> LabelledR
         **_answers(groups.default.parts.answer_store),
         "router_draining": int(groups.registry.is_draining),
         "loop_lag_seconds": loop_lag.read(),
+        **access,
     }
     return ((labels, {**first, **of_router}), *found[1:])
 

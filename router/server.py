@@ -7,7 +7,7 @@ models (model_groups.py) and in their parts (composition.py). Runs inside any as
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,7 @@ from blockyard.proto.metrics.readings import LabelledReadings, Readings
 from blockyard.proto.runtime.garbage_collection import kept_out_of_garbage_collection
 from blockyard.proto.runtime.tasks import BackgroundTasks
 from blockyard.proto.security.loopback import is_loopback
-from blockyard.proto.security.tls import listen, server_credentials
+from blockyard.proto.security.tls import TlsWatch, listen, server_credentials
 from blockyard.proto.v1 import admin_pb2, cluster_pb2, inference_pb2
 from blockyard.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from blockyard.proto.v1.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -213,7 +213,20 @@ class RouterServer:
         page_token = config.page_token_sha256
         token_file = TokenFile(config.auth_file, page_token_sha256=page_token) if config.auth_file else None
         credentials = server_credentials(self._config.tls)
-        gate = CallGate(None if token_file is None else lambda: token_file.tokens)
+        watches = [TlsWatch(tls) for tls in (config.tls, config.session_tls) if tls is not None]
+        gate = (
+            CallGate(None)
+            if token_file is None
+            else CallGate(lambda: token_file.tokens, lambda: token_file.suspended)
+        )
+
+        def access() -> Readings:
+            return {
+                "refused_calls": dict(gate.refused),
+                "auth_file_valid": int(token_file is None or token_file.is_good),
+                "tls_files_valid": int(all(watch.are_good() for watch in watches)),
+            }
+
         async with AsyncExitStack() as stack:
             groups = await self._built_groups(stack)
             if self._owns_process:
@@ -244,7 +257,7 @@ class RouterServer:
                 duties = [
                     groups.raise_failure(),
                     self._keep_health(groups, health_service),
-                    self._keep_readings(groups),
+                    self._keep_readings(groups, access),
                     self.loop_watch.run(),
                 ]
                 if batches is not None:
@@ -351,9 +364,9 @@ class RouterServer:
                     await health_service.set(service, status)
             await asyncio.sleep(HEALTH_SECONDS)
 
-    async def _keep_readings(self, groups: ModelGroups) -> None:
+    async def _keep_readings(self, groups: ModelGroups, access: Callable[[], Readings]) -> None:
         while True:
-            self.model_readings = await router_readings(groups, self.loop_watch.lag)
+            self.model_readings = await router_readings(groups, self.loop_watch.lag, access())
             await asyncio.sleep(READINGS_SECONDS)
 
 

@@ -48,7 +48,7 @@ def status(cluster: str, output: str) -> None:
             seen = child.answer(budget.left_seconds, on_ray.silence_of(remembered))
         except (RuntimeError, ValueError, OSError, ModuleNotFoundError) as error:
             silence = error
-        info = asked.result()
+        info, trouble = asked.result()
     report, living = (None, []) if seen is None else (seen.report, seen.living)
     document = {
         "supervisor_pid": None if report is None else report.pid,
@@ -56,8 +56,9 @@ def status(cluster: str, output: str) -> None:
         "places": [] if report is None else _replicas(report),
         "nodes": [asdict(node) for node in living],
         "cluster": None if info is None else as_dict(info),
+        "cluster_error": trouble,
     }
-    show(output, document, views.status_view(remembered, report, info, living))
+    show(output, document, views.status_view(remembered, report, info, living, trouble))
     if silence is not None:
         raise silence
 
@@ -71,11 +72,11 @@ def _replicas(report: "SupervisorReport") -> list[dict[str, Any]]:
 
 def _cluster_info(
     remembered: state.ClusterState, seconds: float, connection: dict[str, Any]
-) -> ClusterInfo | None:
-    """Return the routers' view of the cluster, or None if none answers: the supervisor's report is still shown."""
+) -> tuple[ClusterInfo | None, str]:
+    """Return the routers' view of the cluster, or None and the reason. `status` shows the rest all the same."""
     try:
         addresses = list(remembered.routers)
         with Client(addresses, timeout_seconds=seconds, retries=0, **connection) as client:
-            return client.cluster_info()
-    except (BlockyardError, ValueError):
-        return None
+            return client.cluster_info(), ""
+    except (BlockyardError, ValueError) as error:
+        return None, str(error)

@@ -291,12 +291,16 @@ def status_view(
     report: "SupervisorReport | None",
     info: cluster_pb2.ClusterInfo | None,
     nodes: Sequence["RayNode"],
+    trouble: str = "",
 ) -> RenderableType:
-    """Return the view of `status`. Without a supervisor's report, it has only what the routers know."""
+    """Return the view of `status`. Without a supervisor's report, it has only what the routers know.
+
+    `trouble` says why there is no `info`."""
     num_workers = cluster.num_workers
     if report is not None:
         num_workers = sum(replica.kind == "worker" for replica in report.replicas)
-    counts = Text("no router answers", "red") if info is None else Text(_counts(num_workers, info))
+    failure = trouble or "no router answers"
+    counts = Text(failure, "red") if info is None else Text(_counts(num_workers, info))
     if report is None:
         return Group(
             counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")

@@ -11,6 +11,7 @@ OUTCOMES = (
     "OK",
     "CANCELLED",
     "ABORTED",
+    "AUTH_UNAVAILABLE",
     "CONTEXT_LENGTH_EXCEEDED",
     "DEADLINE_EXCEEDED",
     "DEADLINE_UNREACHABLE",
@@ -55,6 +56,8 @@ PULL_ENDS = (
     "avoided",
 )
 """How a pull ends: PullEnd of proto/v1/session.proto."""
+CALL_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "AUTH_UNAVAILABLE")
+"""Why a call is refused before it is read: reasons of errors (router/errors.py)."""
 MOST_TENANTS = 32
 """Most values of the label `tenant`: 31 names and OTHER_TENANTS."""
 OTHER_TENANTS = "other"
@@ -327,6 +330,20 @@ ROUTER_METRICS = (
     ),
     _histogram("loop_lag_seconds", _LAG_SECONDS, "How late the event loop's watch woke up."),
     _gauge("router_draining", "0 or 1", "1 while the router takes no new requests."),
+    Metric(
+        name="refused_calls",
+        kind=Kind.COUNTER,
+        unit="calls",
+        meaning="Calls of any method that were refused for their token, its role, or a bad auth file.",
+        label="reason",
+        values=CALL_REFUSALS,
+    ),
+    _gauge("auth_file_valid", "0 or 1", "1 while the auth file can be used, or there is none."),
+    _gauge(
+        "tls_files_valid",
+        "0 or 1",
+        "1 while the router's TLS files can be used, or there are none. At 0 those read before stay in use.",
+    ),
 )
 
 METRICS = WORKER_METRICS + ROUTER_METRICS

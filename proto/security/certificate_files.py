@@ -26,6 +26,8 @@ MAX_WAIT_SECONDS = 0.05
 """A caller waits this long for a check. After that it goes on with the previous result, and so do all others."""
 READ_AGAIN_SECONDS = 24 * 3600.0
 """Files that have not changed are read again this often, to check their dates."""
+RETRY_SECONDS = 10.0
+"""Unusable files that have not changed are read again this often: the fault may have been the file server's."""
 
 Made = TypeVar("Made")
 
@@ -63,6 +65,18 @@ def read_ca(path: str) -> bytes:
         _check_dates(last, f"TLS CA {path}")
     _warn_of_expiry([last], f"TLS CA {path}")
     return content
+
+
+def first_end(key: str, cert: str, ca: str | None) -> datetime:
+    """Return when the first of these files stops to be valid. Raises ValueError as `read_pair` and `read_ca` do."""
+    ends = [min(_ends(read_pair(key, cert)[1]))]
+    if ca is not None:
+        ends.append(max(_ends(read_ca(ca))))
+    return min(ends)
+
+
+def _ends(pem: bytes) -> list[datetime]:
+    return [certificate.not_valid_after_utc for certificate in x509.load_pem_x509_certificates(pem)]
 
 
 def no_password() -> str:
@@ -105,6 +119,13 @@ class Reloaded(Generic[Made]):
         self._state = self._states()
         self._checked_at = self._read_at = time.monotonic()
         self._made = make()
+        self._complaint = ""
+        """Fault that the last check found. Empty: the files can be used."""
+
+    @property
+    def is_good(self) -> bool:
+        """Return False from the first check that finds the files unusable until one finds them good."""
+        return not self._complaint
 
     def current(self) -> Made:
         """Return the value made last. If the last check of the files is CHECK_SECONDS old, check them first, and wait
@@ -112,7 +133,7 @@ class Reloaded(Generic[Made]):
         if check := self._new_check():
             check.join(MAX_WAIT_SECONDS)
             if check.is_alive():
-                logger.error("%s: reading takes long, what was read before stays in use", self._paths[0])
+                self._complain(f"{self._paths[0]}: reading takes long")
         return self._made
 
     def _new_check(self) -> Thread | None:
@@ -130,20 +151,27 @@ class Reloaded(Generic[Made]):
     def _read_again(self, now: float) -> None:
         state = self._states()
         has_changed = state != self._state
-        if not has_changed and now - self._read_at < READ_AGAIN_SECONDS:
+        pause_seconds = READ_AGAIN_SECONDS if self.is_good else RETRY_SECONDS
+        if not has_changed and now - self._read_at < pause_seconds:
             return
         self._state, self._read_at = state, now
         try:
             self._made = self._make()
         except (ValueError, OSError) as error:
-            logger.error("%s: what was read before stays in use", error)
+            self._complain(str(error))
         else:
+            has_changed, self._complaint = has_changed or not self.is_good, ""
             if has_changed:
                 logger.info("read again: %s", ", ".join(self._paths))
 
+    def _complain(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            logger.error("%s: what was read before stays in use", complaint)
+        self._complaint = complaint
+
     def _states(self) -> list[tuple[int, ...] | None]:
-        """Return each file's device, inode, size and time of last write, or None if it is missing. Links are followed:
-        a Kubernetes Secret changes by them."""
+        """Return each file's device, inode, size, mode, owner and time of last write, or None if it is missing. Links
+        are followed: a Kubernetes Secret changes by them."""
         return [_state_of(path) for path in self._paths]
 
 
@@ -152,4 +180,4 @@ def _state_of(path: str) -> tuple[int, ...] | None:
         status = Path(path).stat()
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mode, status.st_uid, status.st_mtime_ns

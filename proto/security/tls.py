@@ -10,12 +10,19 @@ cluster secret (cluster_identity.py). Sockets between workers, which need no gRP
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, cast
 
 import grpc
 import grpc.aio
-from blockyard.proto.security.certificate_files import Reloaded, no_password, read_ca, read_pair
+from blockyard.proto.security.certificate_files import (
+    Reloaded,
+    first_end,
+    no_password,
+    read_ca,
+    read_pair,
+)
 from blockyard.proto.security.cluster_identity import issue_identity
 from blockyard.proto.security.peer_sockets import SESSION_NAME, file_paths, session_pems
 from blockyard.proto.security.tls_files import ServerTls, SessionTls
@@ -45,6 +52,20 @@ def server_credentials(tls: ServerTls | SessionTls | None) -> grpc.ServerCredent
         return None if current is before else current
 
     return _dynamic(current, changed, asks_for_certificate=client_ca is not None)
+
+
+class TlsWatch:
+    """Tells whether the TLS files of one port can be used now. What was read before stays in use while they cannot."""
+
+    def __init__(self, tls: ServerTls | SessionTls) -> None:
+        """Raises ValueError for files that cannot be used."""
+        ca = tls.ca if isinstance(tls, SessionTls) else tls.client_ca
+        self._files = Reloaded(file_paths(tls.cert, tls.key, ca), lambda: first_end(tls.key, tls.cert, ca))
+
+    def are_good(self) -> bool:
+        """Return False if a file cannot be read or used, or a certificate has expired."""
+        end = self._files.current()
+        return self._files.is_good and datetime.now(UTC) < end
 
 
 def _dynamic(

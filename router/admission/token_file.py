@@ -2,7 +2,8 @@
 
 Owns the check of the file's permissions, and what happens if the file is bad. At start that is an error. Later all its
 tokens end, unless the file is good again within GRACE_SECONDS. So deleting or breaking the file revokes all tokens, and
-an editor that writes it in two parts revokes none. Does not own the file's contents (token_entries.py).
+an editor that writes it in two parts revokes none. The last good tokens are kept apart, so that their callers learn
+that the file is at fault and not their token. Does not own the file's contents (token_entries.py).
 """
 
 import asyncio
@@ -48,9 +49,16 @@ class TokenFile:
         self._page_token_sha256 = page_token_sha256
         self._clock = clock
         self.tokens, self._version = _read(self._path, page_token_sha256)
+        self.suspended: TokenTable | None = None
+        """Tokens that are not valid only because the file is bad. None: the file is good, or was until just now."""
         self._complaint = ""
         self._bad_since: float | None = None
         """When the file was first found bad. None while it is good."""
+
+    @property
+    def is_good(self) -> bool:
+        """Return False from the first check that finds the file bad until one finds it good."""
+        return self._bad_since is None
 
     async def follow(self) -> None:
         """Check the file at intervals until cancelled.
@@ -94,6 +102,7 @@ class TokenFile:
                 pass
             case TokenTable():
                 self.tokens, self._bad_since, self._complaint = news, None, ""
+                self.suspended = None
                 logger.info("auth file read again: %d tokens", len(news))
             case str():
                 self._take_complaint(news)
@@ -109,6 +118,7 @@ class TokenFile:
             logger.error("%s", message)
         self._complaint = message
         if not has_grace:
+            self.suspended = self.suspended or self.tokens
             self.tokens = no_tokens(self._page_token_sha256)
 
 

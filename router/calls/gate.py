@@ -7,13 +7,16 @@ answer is sent (services/interceptor.py, openai/routes.py).
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from traceback import clear_frames
 
 from blockyard.proto.runtime.logs import REQUEST_ID
 from blockyard.router.admission.auth import METHOD_ROLES, PRINCIPAL, TokenTable, authenticate, check_role
 from blockyard.router.admission.loop_budget import LoopBudget
 from blockyard.router.errors import (
+    AuthUnavailable,
     DeadlinePassed,
     Forbidden,
     InternalError,
@@ -30,6 +33,8 @@ ENDS_PER_TICK = 4
 """Cancelled calls whose frames are freed in one tick of the event loop."""
 FAULTS = (InternalError, WorkerLost, DeadlinePassed)
 """Errors that are logged at INFO, because an admitted request failed by no act of its client. Others: at DEBUG."""
+REPAIR_SECONDS = 5.0
+"""Delay after which a client may try again while the auth file is bad."""
 UNKNOWN_LOG_SECONDS = 10.0
 """Least time between two log lines about unknown tokens. It keeps a hostile client from filling the log."""
 
@@ -37,9 +42,18 @@ UNKNOWN_LOG_SECONDS = 10.0
 class CallGate:
     """Gate of one router, shared by its protocols."""
 
-    def __init__(self, tokens: Callable[[], TokenTable] | None) -> None:
-        """`tokens` returns the table that is valid now. None where clients are not authenticated."""
-        self._tokens = tokens
+    def __init__(
+        self,
+        tokens: Callable[[], TokenTable] | None,
+        suspended: Callable[[], TokenTable | None] = lambda: None,
+    ) -> None:
+        """`tokens` returns the table that is valid now. None where clients are not authenticated.
+
+        `suspended` returns the tokens that are not valid only because the auth file cannot be used.
+        """
+        self._tokens, self._suspended = tokens, suspended
+        self.refused = Counter[str]()
+        """Refused calls, by the reason of their error."""
         self._num_unknown = 0
         self._logged_at = -UNKNOWN_LOG_SECONDS
         self._ends = LoopBudget(ENDS_PER_TICK)
@@ -47,8 +61,15 @@ class CallGate:
     def admit(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         """Authenticate the caller, check that its role may call the method, and set PRINCIPAL.
 
-        Raises Unauthenticated or Forbidden.
+        Raises Unauthenticated, Forbidden or AuthUnavailable.
         """
+        try:
+            self._admit(method, tuple(metadata))
+        except RouterError as error:
+            self.refused[error.reason] += 1
+            raise
+
+    def _admit(self, method: str, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
         PRINCIPAL.set(None)
         REQUEST_ID.set("")
         if self._tokens is None:
@@ -56,6 +77,7 @@ class CallGate:
         try:
             principal = authenticate(method, metadata, self._tokens())
         except Unauthenticated:
+            self._check_suspended(method, metadata)
             self._count_unknown()
             raise
         if principal is not None:
@@ -67,6 +89,14 @@ class CallGate:
                 audit.warning("denied: %s as %s called %s", principal.name, principal.role, shown)
                 raise
         PRINCIPAL.set(principal)
+
+    def _check_suspended(self, method: str, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+        """Raise AuthUnavailable for a token that only the state of the auth file makes invalid."""
+        suspended = self._suspended()
+        if suspended is not None:
+            with suppress(Unauthenticated):
+                authenticate(method, metadata, suspended)
+                raise AuthUnavailable("the auth file cannot be read", retry_after_seconds=REPAIR_SECONDS)
 
     async def free(self, error: asyncio.CancelledError) -> None:
         """Free the frames of a cancelled call, a few calls per tick of the event loop.

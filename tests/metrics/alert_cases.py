@@ -40,6 +40,24 @@ def _workers(state: str, values: str) -> Series:
     return {f'blockyard_workers{{router="r",state="{state}"}}': values}
 
 
+def _workers_of(**by_model: str) -> Series:
+    return {
+        f'blockyard_workers{{router="r",state="ready",model_name="{model}"}}': values
+        for model, values in by_model.items()
+    }
+
+
+def _gauges(name: str, **by_router: str) -> Series:
+    return {f'blockyard_{name}{{router="{router}"}}': values for router, values in by_router.items()}
+
+
+def _refused(**by_reason: float) -> Series:
+    return {
+        f'blockyard_refused_calls_total{{router="r",reason="{reason}"}}': growing(by)
+        for reason, by in by_reason.items()
+    }
+
+
 def _first_tokens(*, slow: float) -> Series:
     name = "blockyard_time_to_first_token_seconds_bucket"
     return {
@@ -91,13 +109,13 @@ CASES = (
     ),
     AlertCase(
         alert="BlockyardNoWorkers",
-        firing=_workers("ready", always(0)),
-        quiet=_workers("ready", always(1)),
+        firing=_workers_of(first=always(2), gone="1x70 0x100"),
+        quiet=_workers_of(first=always(2), added="_x70 0x100"),
     ),
     AlertCase(
         alert="BlockyardWorkerDead",
-        firing=_workers("ready", "4x60 3x60"),
-        quiet=_workers("ready", "4x79 3x1 4x60"),
+        firing=_workers_of(large=always(9), small="4x60 3x60"),
+        quiet=_workers_of(large=always(9), small="4x79 3x1 4x60"),
     ),
     AlertCase(
         alert="BlockyardWorkerSuspect",
@@ -148,5 +166,20 @@ CASES = (
         alert="BlockyardMigrations",
         firing={'blockyard_migrations_total{router="r"}': growing(1)},
         quiet={'blockyard_migrations_total{router="r"}': growing(0.01)},
+    ),
+    AlertCase(
+        alert="BlockyardAuthFileInvalid",
+        firing=_gauges("auth_file_valid", r=always(1), s="1x60 0x100"),
+        quiet=_gauges("auth_file_valid", r=always(1), s="1x70 0x1 1x100"),
+    ),
+    AlertCase(
+        alert="BlockyardTlsFilesInvalid",
+        firing=_gauges("tls_files_valid", r=always(1), s="1x60 0x100"),
+        quiet=_gauges("tls_files_valid", r=always(1), s=always(1)),
+    ),
+    AlertCase(
+        alert="BlockyardCallsRefused",
+        firing=_refused(UNAUTHENTICATED=20, AUTH_UNAVAILABLE=10) | _requests(OK=20),
+        quiet=_refused(UNAUTHENTICATED=20) | _requests(OK=90),
     ),
 )

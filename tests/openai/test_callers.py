@@ -1,5 +1,7 @@
 """Tokens, roles, tenants and TLS equal those of gRPC: one table, one file of tokens, one certificate."""
 
+import asyncio
+import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,12 +12,16 @@ import httpx2
 import openai
 import pytest
 import pytest_asyncio
+from blockyard.deploy.commands.status import _cluster_info
+from blockyard.deploy.machine.state import ClusterState
 from blockyard.proto.security.tls_files import ServerTls
+from blockyard.router.admission.token_entries import new_token
 from blockyard.router.server import RouterServer
 
 from .rig import (
     CHAT,
     HELLO,
+    Answer,
     Authority,
     Gateway,
     Router,
@@ -104,6 +110,41 @@ async def test_the_same_id_may_run_for_two_tenants(guarded: Gateway, tokens: Tok
         for _, writer in connections:
             writer.close()
         await until(lambda: len(stuck.cancelled) == 2)
+
+
+async def test_an_auth_file_that_cannot_be_read_is_503_until_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockyard.router.admission.token_file.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("blockyard.router.admission.token_file.GRACE_SECONDS", 0.0)
+    path, (token, made) = tmp_path / "tokens.json", new_token("ann", "admin")
+    path.touch(mode=0o600)
+    path.write_text(json.dumps([made]))
+    async with running_gateway(auth_file=str(path)) as guarded, served_by(guarded, worker_of_model("a")):
+        remembered = ClusterState(cluster="c", model="demo", secret="s", routers=(guarded.router.address,))
+
+        async def ask(token: str = token) -> Answer:
+            return await guarded.post({"messages": HELLO, "max_tokens": 1}, authorization=f"Bearer {token}")
+
+        async def answers(status: int) -> bool:
+            return (await ask()).status == status
+
+        async def reading(name: str, value: object) -> None:
+            await until(lambda: guarded.router.server.readings.get(name) == value, seconds=10.0)
+
+        assert await answers(200)
+        await reading("auth_file_valid", 1)
+        path.chmod(0o644)
+        await until(lambda: answers(503), seconds=10.0)
+        error = (await ask()).error
+        assert (error["message"], error["code"]) == ("the auth file cannot be read", "auth_unavailable")
+        assert (await ask("by-wrong")).status == 401
+        info, trouble = await asyncio.to_thread(_cluster_info, remembered, 5.0, {"token": token})
+        assert (info, trouble) == (None, "the auth file cannot be read")
+        await reading("auth_file_valid", 0)
+        path.chmod(0o600)
+        await until(lambda: answers(200), seconds=10.0)
+        await reading("auth_file_valid", 1)
 
 
 async def test_tls_and_mtls_guard_this_port_too(tmp_path: Path) -> None:

@@ -24,12 +24,17 @@ from blockyard.router.admission.auth import (
 from blockyard.router.admission.rate_limits import RateLimit
 from blockyard.router.admission.token_entries import new_token, parse_tokens, revoked, rotated
 from blockyard.router.admission.token_file import GRACE_SECONDS, TokenFile
-from blockyard.router.errors import Forbidden, Unauthenticated
+from blockyard.router.calls.gate import CallGate
+from blockyard.router.errors import AuthUnavailable, Forbidden, Unauthenticated
 
 from .rig import until
 
 GENERATE = "/blockyard.v1.InferenceService/Generate"
 HEALTH = "/grpc.health.v1.Health/Check"
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
 
 
 def entry(name: str = "ann", **fields: object) -> dict[str, object]:
@@ -305,7 +310,19 @@ def _replace_by_a_pipe(path: Path) -> None:
     os.mkfifo(path, 0o600)
 
 
-@pytest.mark.parametrize("harm", [_delete, _open_to_all, _spoil, _replace_by_a_pipe])
+def _replace_by_a_folder(path: Path) -> None:
+    _delete(path)
+    path.mkdir()
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+HARMS = [_delete, _open_to_all, _spoil, _empty, _replace_by_a_pipe, _replace_by_a_folder]
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_mended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: Callable[[Path], None]
 ) -> None:
@@ -325,17 +342,30 @@ def test_a_file_that_cannot_be_used_means_nobody_after_the_grace_until_it_is_men
     file.refresh()
     assert file.tokens.find(token) is None
     assert file.tokens.find(page_token) is not None, "the live page's token is in no file"
+    gate = CallGate(lambda: file.tokens, lambda: file.suspended)
+    assert not file.is_good
+    with pytest.raises(AuthUnavailable) as caught:
+        gate.admit(GENERATE, bearer(token))
+    assert caught.value.message == "the auth file cannot be read"
+    for metadata in (bearer("by-wrong"), ()):
+        with pytest.raises(Unauthenticated):
+            gate.admit(GENERATE, metadata)
+    gate.admit(HEALTH, ())
+    assert gate.refused == {"AUTH_UNAVAILABLE": 1, "UNAUTHENTICATED": 2}
     assert [
         record.message.rpartition(": ")[2] for record in caplog.records if record.levelname == "ERROR"
     ] == [
         "its tokens end soon unless the file is repaired",
         "no token is valid",
     ]
+    if path.is_dir():
+        path.rmdir()
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_bytes(good)
     file.refresh()
-    assert file.tokens.find(token) is not None
+    assert file.is_good
+    gate.admit(GENERATE, bearer(token))
 
 
 def test_a_file_that_comes_back_unchanged_is_good_again(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from blockyard.proto.security import certificate_files
 from blockyard.proto.security.certificate_files import Reloaded, read_ca, read_pair
-from blockyard.proto.security.tls import https_context, listen, server_credentials, session_channels
+from blockyard.proto.security.tls import TlsWatch, https_context, listen, server_credentials, session_channels
 from blockyard.proto.security.tls_files import ServerTls, SessionTls
 
 from .certificates import DAY, Authority, Pair
@@ -78,6 +78,41 @@ def test_the_log_warns_of_a_certificate_that_expires_within_two_weeks(
         read_pair(soon.key, soon.cert)
     (record,) = caplog.records
     assert "soon.pem expires on 20" in record.getMessage()
+
+
+def test_a_watch_tells_of_files_that_cannot_be_used_until_they_are_mended(
+    ca: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, wrong = ca.pair("ours"), ca.pair("other")
+    watch = TlsWatch(SessionTls(cert=pair.cert, key=pair.key, ca=ca.ca))
+    cert, key, roots = Path(pair.cert), Path(pair.key), Path(ca.ca)
+    content = {path: path.read_bytes() for path in (cert, key, roots)}
+
+    def mended() -> None:
+        for path, good in content.items():
+            path.touch(mode=0o600)
+            path.write_bytes(good)
+            path.chmod(0o600)
+
+    harms: tuple[Callable[[], object], ...] = (
+        lambda: key.chmod(0o644),
+        lambda: key.unlink(),
+        lambda: cert.write_bytes(content[cert][:100]),
+        lambda: cert.write_bytes(Path(wrong.cert).read_bytes()),
+        lambda: roots.write_bytes(b""),
+    )
+    for harm in harms:
+        assert watch.are_good()
+        harm()
+        caplog.clear()
+        assert (watch.are_good(), watch.are_good()) == (False, False)
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+        mended()
+    assert watch.are_good()
+    short = ca.pair("short", ends_in=timedelta(seconds=2.0))
+    watch = TlsWatch(ServerTls(cert=short.cert, key=short.key))
+    while watch.are_good():  # The file stays as it is, and its end comes.
+        time.sleep(0.05)
 
 
 def test_a_file_server_that_hangs_keeps_no_caller(
