@@ -7,6 +7,7 @@ models (model_groups.py) and in their parts (composition.py). Runs inside any as
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -44,6 +45,7 @@ from blockyard.router.services.cluster import ClusterService
 from blockyard.router.services.inference import InferenceService
 from blockyard.router.services.interceptor import AuthInterceptor, BoundaryInterceptor
 from blockyard.router.services.options import max_message_bytes, server_options
+from blockyard.router.supervision import Attempts
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -54,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 0.2
 READINGS_SECONDS = 1.0
+RENEW_SECONDS = 0.5
+"""Time between two checks whether the workers of a model have other files than the router."""
 CLOSE_SECONDS = 1.0
 """Time for calls that outlive the grace period to receive their error."""
 SERVICES = tuple(
@@ -103,6 +107,8 @@ class RouterServer:
         """Held while models come and go."""
         self.refused: Mapping[str, str] = {}
         """Why models of the last `set_models` could not be built, by their ids."""
+        self.outdated: dict[str, Attempts] = defaultdict(Attempts)
+        """Attempts to build models anew whose workers have other files, by the models' ids."""
         self.model_readings: LabelledReadings = ()
         """Metrics, at most a second old. Empty until the server serves."""
         self._groups: ModelGroups | None = None
@@ -257,6 +263,7 @@ class RouterServer:
                 duties = [
                     groups.raise_failure(),
                     self._keep_health(groups, health_service),
+                    self._renew_outdated(groups),
                     self._keep_readings(groups, access),
                     self.loop_watch.run(),
                 ]
@@ -351,18 +358,49 @@ class RouterServer:
             logger.warning("%d requests were still running after the grace period", len(registry.records()))
 
     async def _keep_health(self, groups: ModelGroups, health_service: health.aio.HealthServicer) -> None:
-        """Report SERVING over gRPC's health service while a worker of any model is ready. Poll, because a worker's
-        silence is no event."""
-        reported = None
+        """Report SERVING over gRPC's health service while a worker of any model is ready, and for each model, under its
+        names, while one of its own is. Poll, because a worker's silence is no event."""
+        response, reported = health_pb2.HealthCheckResponse, dict[str, object]()
         while True:
-            is_ready = groups.num_ready_workers > 0
-            if is_ready is not reported and not groups.registry.is_draining:
-                reported = is_ready
-                response = health_pb2.HealthCheckResponse
-                status = response.SERVING if is_ready else response.NOT_SERVING
-                for service in ("", *SERVICES):
+            is_ready = dict.fromkeys(("", *SERVICES), groups.num_ready_workers > 0)
+            for group in groups:
+                is_ready |= dict.fromkeys(group.model.names, group.num_ready_workers > 0)
+            statuses = {
+                service: response.SERVING if ready else response.NOT_SERVING
+                for service, ready in is_ready.items()
+            }
+            gone = dict.fromkeys(reported.keys() - statuses.keys(), response.SERVICE_UNKNOWN)
+            for service, status in (statuses | gone).items():
+                if reported.get(service) != status and not groups.registry.is_draining:
+                    reported[service] = status
                     await health_service.set(service, status)
             await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _renew_outdated(self, groups: ModelGroups) -> None:
+        """Build a model anew when none of its workers serves, and some have other files than those that this router
+        knows: it then reads its own files again, and takes the first worker's identity. Waiting calls get an error."""
+        attempts = self.outdated
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            async with self._changing:
+                for group in groups:
+                    model, fleet = group.model, group.parts.fleet
+                    if group.num_ready_workers:
+                        attempts.pop(model.id, None)
+                    if not fleet.is_outdated() or not attempts[model.id].is_due((model,)):
+                        continue
+                    logger.warning(
+                        "all workers of %s have other files than this router: reading them", model.id
+                    )
+                    failure: Exception | None = None
+                    try:
+                        await groups.add(model, CLOSE_SECONDS)
+                        self._tell_groups()
+                    except (
+                        Exception
+                    ) as error:  # The files may be half copied: the next attempt reads them again.
+                        failure = error
+                    attempts[model.id].failed((model,), failure)
 
     async def _keep_readings(self, groups: ModelGroups, access: Callable[[], Readings]) -> None:
         while True:

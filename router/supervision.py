@@ -68,14 +68,16 @@ class Attempts:
         """Return False during the pause after a failed attempt to serve the same models."""
         return self._failed is None or self._failed[0] != models or self._clock() >= self._next_at
 
-    def failed(self, models: Sequence[ServedModel], error: Exception) -> None:
-        """Note a failed attempt. Each doubles the pause, and one that fails as the last did is not logged."""
+    def failed(self, models: Sequence[ServedModel], error: Exception | None) -> None:
+        """Note a failed attempt. Each doubles the pause. One without an error, or that fails as the last did, is not
+        logged."""
         is_again = self._failed is not None and self._failed[0] == models
         self._pause_seconds = (
             min(2 * self._pause_seconds, MAX_PAUSE_SECONDS) if is_again else FIRST_PAUSE_SECONDS
         )
         self._next_at = self._clock() + self._pause_seconds
-        if self._failed != (failed := (models, str(error))):
+        failed = models, str(error or "")
+        if error is not None and self._failed != failed:
             logger.error(
                 "a model cannot be served, and is tried again at longer and longer intervals: %s", error
             )

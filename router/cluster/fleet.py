@@ -17,7 +17,7 @@ from blockyard.proto.naming.block_kind import BlockKind, difference
 from blockyard.proto.v1 import cluster_pb2, session_pb2
 from blockyard.router.cluster.link import EngineLink, LinkEvents, OpenChannel, open_insecure_channel
 from blockyard.router.cluster.view import ClusterView
-from blockyard.router.cluster.worker_view import WorkerView
+from blockyard.router.cluster.worker_view import LinkState, WorkerView
 from blockyard.router.placement.config import PlacementConfig
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,10 @@ REPORTS_A_SECOND = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Properties of the first accepted worker, which count for the router's lifetime.
+    """Properties of the first accepted worker, which count as long as the fleet lives.
 
-    `difference` tells whether a later worker fits them.
+    `difference` tells whether a later worker fits them. If all workers come back with other ones, the router builds the
+    model's group anew, with a fleet of its own (`Fleet.is_outdated`).
     """
 
     model_fingerprint: str
@@ -72,7 +73,7 @@ class ModelIdentity:
     def difference(self, hello: session_pb2.Hello) -> str | None:
         """Return why a worker cannot serve beside the first one, or None if it can. Its context may be longer."""
         if hello.model_fingerprint != self.model_fingerprint:
-            return "another model or data type (--dtype) than the first worker's"
+            return "other model files or another data type (--dtype) than the first worker's"
         if hello.block_size != self.block_size:
             return f"block size {hello.block_size}, the first worker's is {self.block_size}"
         stride_blocks = max(1, hello.index_stride_blocks)
@@ -123,6 +124,8 @@ class Fleet(LinkEvents):
         """Times before which workers are not asked again to measure their links, by address."""
         self._told: set[frozenset[tuple[str, int]]] = set()
         """Pairs of workers that exchange no blocks, as the log has them: each with the kind of its blocks."""
+        self._served_at = clock()
+        """When `is_outdated` last saw an accepted worker. At first, when the fleet was made."""
         self._wanted: frozenset[str] = frozenset()
         self._rearrange = asyncio.Event()
         self._listeners: list[Callable[[str], None]] = []
@@ -141,6 +144,19 @@ class Fleet(LinkEvents):
         """Return True if the last attempt to connect to the address failed."""
         link = self.links.get(address)
         return link is not None and link.has_failed
+
+    def is_outdated(self) -> bool:
+        """Return True if no worker has been accepted for `lost_seconds`, and one is refused only because its files or
+        settings differ from those that this router knows. Call it often: it watches the time."""
+        workers, now = self.view.workers(), self._clock()
+        if any(worker.link is LinkState.ACCEPTED for worker in workers):
+            self._served_at = now
+        if now - self._served_at < self._lost_seconds:
+            return False
+        return any(
+            worker.link is LinkState.REFUSED and worker.hello is not None and self._differs(worker.hello)
+            for worker in workers
+        )
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -281,7 +297,9 @@ class Fleet(LinkEvents):
         if hello.model != self._model:
             return f"serves {_model_called(hello.model)}, and this address is one of {_model_called(self._model)}"
         if hello.tokenizer_fingerprint != self._tokenizer_fingerprint:
-            return "another tokenizer than the router's"
+            return (
+                "another tokenizer or chat template than the router's: the files changed, or differ by node"
+            )
         if hello.block_size < 1 or hello.max_model_len < 1 or hello.vocab_size < 1:
             return "a hello without block size, context or vocabulary"
         if hello.stalled_seconds > self._stall_seconds:
@@ -289,6 +307,12 @@ class Fleet(LinkEvents):
         if (namesake := self.view.namesake(address, hello)) is not None:
             return f"worker id {hello.worker_id} is already in use at {namesake}: choose another --worker-id"
         return self.identity.difference(hello) if self.identity else None
+
+    def _differs(self, hello: session_pb2.Hello) -> bool:
+        return hello.model == self._model and (
+            hello.tokenizer_fingerprint != self._tokenizer_fingerprint
+            or (self.identity is not None and self.identity.difference(hello) is not None)
+        )
 
     def _changed(self, address: str) -> None:
         for listener in self._listeners:

@@ -57,8 +57,10 @@ class AboutRoutes:
         if self._groups.registry.is_draining:
             return json_response({"status": "draining"}, status=503)
         is_ready = self._groups.num_ready_workers > 0
+        idle = [group.model.id for group in self._groups if not group.num_ready_workers]
+        status = {"status": "serving" if is_ready else "no workers"}
         return json_response(
-            {"status": "serving" if is_ready else "no workers"}, status=200 if is_ready else 503
+            {**status, **({"models_without_workers": idle} if idle else {})}, status=200 if is_ready else 503
         )
 
     async def version(self, request: BaseRequest, notes: CallNotes) -> Response:
