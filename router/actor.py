@@ -116,6 +116,10 @@ class RouterActor:
         """Return the models that this router cannot serve, and why, by their ids. It tries them again."""
         return self._server.refused
 
+    async def refused_workers(self) -> Mapping[str, str]:
+        """Return why this router refuses workers, by their incarnations."""
+        return self._server.refused_workers
+
     async def until_stopped(self) -> None:
         """Wait until the router fails. If the actor dies, Ray ends this call within milliseconds.
 

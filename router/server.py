@@ -32,6 +32,7 @@ from blockyard.router.calls.exporting import tracing_of
 from blockyard.router.calls.gate import CallGate
 from blockyard.router.calls.generating import Calls, outputs_a_call
 from blockyard.router.calls.intake import Intake
+from blockyard.router.cluster.worker_view import LinkState
 from blockyard.router.composition import build_group, build_shared
 from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.generation.registry import RequestRegistry
@@ -157,6 +158,16 @@ class RouterServer:
         """Return the incarnations of the workers that this router may send requests to."""
         groups = self._groups or ()
         return tuple(worker.incarnation for group in groups for worker in group.parts.fleet.view.ready())
+
+    @property
+    def refused_workers(self) -> Mapping[str, str]:
+        """Return why this router refuses workers, by their incarnations."""
+        views = [worker for group in self._groups or () for worker in group.parts.fleet.view.workers()]
+        return {
+            worker.incarnation: worker.reason
+            for worker in views
+            if worker.link is LinkState.REFUSED and worker.hello is not None
+        }
 
     @property
     def models(self) -> tuple[ServedModel, ...]:

@@ -98,6 +98,12 @@ class WorkerActor:
         alive."""
         return self._server is not None and self._started is not None and self._server.is_draining
 
+    async def changed_files(self) -> str:
+        """Return which of the model's files have changed since this worker read them, in words. Empty: none."""
+        if self._server is None or self._started is None:
+            return ""
+        return await asyncio.to_thread(self._server.changed_files)
+
     async def stop(self, grace_seconds: float) -> None:
         """Stop the metrics, drain, and leave routers and index. The caller ends the actor."""
         await self._reports.aclose()

@@ -231,6 +231,10 @@ class WorkerServer:
         """The data type of the model's computation, and why it was chosen."""
         return str(self._loaded.dtype)
 
+    def changed_files(self) -> str:
+        """Return which of the model's files have changed since they were read, in words. It may read all weights."""
+        return self._loaded.changed_files()
+
     @property
     def is_draining(self) -> bool:
         return self._administration.draining.is_on

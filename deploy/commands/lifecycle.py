@@ -189,18 +189,32 @@ def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @grace_option
+@click.option(
+    "--new-files",
+    "takes_new_files",
+    is_flag=True,
+    help="Restart the workers all at once, so that they read files of the model that have changed. Meanwhile the model "
+    "is not served. `blockyard model update` needs no pause.",
+)
 @cluster_option
 @output_option
-def restart(names: tuple[str, ...], grace_seconds: float, cluster: str, output: str) -> None:
+def restart(
+    names: tuple[str, ...], grace_seconds: float, takes_new_files: bool, cluster: str, output: str
+) -> None:
     """Restart workers and routers without losing a request.
 
     Restarts each NAME, one after the other. Default: all of them. Each one drains, restarts and serves again before the
-    next one drains. A cluster with one router serves no request while that router restarts."""
+    next one drains. A cluster with one router serves no request while that router restarts. If the files of a model
+    have changed since its workers read them, nothing is stopped, unless --new-files is given."""
     remembered = state.load(cluster)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
         restarted = administration.restart(
-            remembered, names, grace_seconds=grace_seconds, report=progress.report
+            remembered,
+            names,
+            grace_seconds=grace_seconds,
+            takes_new_files=takes_new_files,
+            report=progress.report,
         )
     show(output, {"restarted": restarted}, f"restarted {', '.join(restarted)}")
 

@@ -5,6 +5,7 @@ through a router's AdminService (router/client).
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.serving import Progress, Report
@@ -14,25 +15,50 @@ from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.proto.v1.admin_pb2 import FlushCacheResponse, PullPrefixResponse
 
+if TYPE_CHECKING:
+    from blockyard.deploy.supervision.replicas import Replica
+
 
 def restart(
     cluster: ClusterState,
     names: Sequence[str] = (),
     *,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
+    takes_new_files: bool = False,
     report: Report = lambda progress: None,
 ) -> list[str]:
     """Restart workers and routers one by one, workers first, and return their names. Without `names`, restart all.
 
-    Raise ValueError for an unknown name, before anything is stopped. Raise RuntimeError if one does not come back. The
-    ones after it are then not restarted.
+    With `takes_new_files` all workers restart at once, and then the routers one by one. Raise ValueError for an unknown
+    name, before anything is stopped. Raise RuntimeError if one does not come back, or if a model's files have changed
+    and `takes_new_files` is not set. The ones after it are then not restarted.
     """
     with on_ray.driver(cluster):
         replicas = on_ray.supervisor_report(on_ray.HELLO_SECONDS).replicas
         order = restart_order([replica.name for replica in replicas], names)
+        at_once = whole_models(replicas, order) if takes_new_files else []
+        if at_once:
+            started = Progress(stage="restarting workers", done=0, total=len(order))
+            on_ray.restart_at_once(at_once, grace_seconds, waiting=lambda seen: report(started))
         for number, name in enumerate(order):
-            _restart_one(name, number, len(order), grace_seconds, report)
+            if name not in at_once:
+                _restart_one(name, number, len(order), grace_seconds, report)
     return order
+
+
+def whole_models(replicas: Sequence["Replica"], wanted: Sequence[str]) -> list[str]:
+    """Return the workers among the wanted names.
+
+    Raise ValueError if they are a part only of a model's workers: routers would refuse them while the others serve.
+    """
+    workers = [replica for replica in replicas if replica.kind == "worker"]
+    models = {worker.model for worker in workers if worker.name in wanted}
+    names = [worker.name for worker in workers if worker.model in models]
+    if left := [name for name in names if name not in wanted]:
+        raise ValueError(
+            f"with --new-files all workers of a model restart at once: name {', '.join(left)} too"
+        )
+    return names
 
 
 def restart_order(known: Sequence[str], wanted: Sequence[str]) -> list[str]:

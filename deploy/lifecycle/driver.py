@@ -6,7 +6,7 @@ becoming a driver. Imports ray only inside functions, because Ray reads its cred
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -292,6 +292,16 @@ def restart(name: str, grace_seconds: float, waiting: Callable[["SupervisorRepor
     Raise RuntimeError if it does not come back.
     """
     _ask(lambda supervisor: supervisor.restart.remote(name, grace_seconds), waiting)
+
+
+def restart_at_once(
+    names: Sequence[str], grace_seconds: float, waiting: Callable[["SupervisorReport"], None]
+) -> None:
+    """Restart workers all at once and return once they are in use. Call `waiting` with reports meanwhile.
+
+    Raise RuntimeError if one does not come back.
+    """
+    _ask(lambda supervisor: supervisor.restart_at_once.remote(list(names), grace_seconds), waiting)
 
 
 def scale(

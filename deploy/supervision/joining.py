@@ -6,6 +6,7 @@ them. Changes nothing of them except how many workers a router reports as ready.
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -17,11 +18,16 @@ from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica, push_pa
 from blockyard.router.config import ServedModel
 from ray.exceptions import RayActorError, RayTaskError
 
+logger = logging.getLogger(__name__)
+
 LOOK_SECONDS = 0.05
 """Pause between two checks while a caller waits for a restart."""
 REFUSED_SECONDS = 10.0
 """Time for which a router must have refused a model before a caller gets an error. Between its first two attempts it
 pauses for 4 s."""
+REFUSED_WORKER_SECONDS = 20.0
+"""Time for which a router must have refused a worker before a caller gets an error. A router that reads changed files
+takes a few seconds."""
 MAX_FAILED_STARTS = 3
 """Failed starts in a row of a new or restarted replica before its caller gets an error. The supervisor keeps trying."""
 
@@ -69,12 +75,14 @@ class Joining:
             refusal = await self._refusal(replica) if replica.phase == "serving" else ""
             now = time.monotonic()
             refused_since = min(refused_since, now) if refusal else math.inf
-            if now - refused_since >= REFUSED_SECONDS:
+            if now - refused_since >= (REFUSED_WORKER_SECONDS if replica.refusal else REFUSED_SECONDS):
                 raise RuntimeError(refusal)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _refusal(self, worker: Replica) -> str:
-        """Return why a router cannot serve this worker's model. Empty if all can, as far as they answer."""
+        """Return why a router cannot serve this worker or its model. Empty if all can, as far as they answer."""
+        if worker.refusal:
+            return f"{worker.name} runs, but {worker.refusal}"
         for router, refused in await self._ask_routers(lambda actor: actor.refused_models.remote()):
             if worker.model in refused:
                 return f"{router} cannot serve {worker.model}, and tries again: {refused[worker.model]}"
@@ -140,11 +148,25 @@ class Joining:
             before = [replica.num_ready_workers for replica in routers]
             await all_of(*(self._inform(replica, addresses) for replica in routers))
             after = [replica.num_ready_workers for replica in routers]
+            are_joined = all(num_ready >= num_serving for num_ready in after)
+            await all_of(self._note_refusals(workers, are_joined=are_joined))
             pause_seconds = push_pause_seconds(
                 pause_seconds,
-                are_joined=all(num_ready >= num_serving for num_ready in after),
+                are_joined=are_joined,
                 has_news=has_news or after != before,
             )
+
+    async def _note_refusals(self, workers: Iterable[Replica], *, are_joined: bool) -> None:
+        """Note in each worker why a router refuses it. With `are_joined` none does."""
+        refusals: dict[str, str] = {}
+        if not are_joined:
+            for router, refused in await self._ask_routers(lambda actor: actor.refused_workers.remote()):
+                refusals |= {worker: f"{router} refuses it: {reason}" for worker, reason in refused.items()}
+        for worker in workers:
+            if (refusal := refusals.get(worker.incarnation, "")) != worker.refusal:
+                worker.refusal = refusal
+                if refusal:
+                    logger.error("%s: %s", worker.name, refusal)
 
     async def stop_serving(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
         """Have all routers serve these models and no others. Return once calls for others have ended."""

@@ -120,6 +120,8 @@ class Replica:
     """Whether the supervisor stops it. Its end is then no failure, and the next start has the shortest pause."""
     is_retiring: bool = False
     """Whether the supervisor stops it for good, because the cluster shrinks."""
+    refusal: str = ""
+    """Why a router refuses this worker, which runs. Empty: none does."""
     error: str = ""
     """Why the last process ended or did not start. It never quotes a prompt."""
     failed_at: float | None = None
@@ -132,8 +134,10 @@ class Replica:
 
     @property
     def shown_phase(self) -> str:
-        """Return the phase to show to people. A silent process is shown as such, whatever its phase."""
-        return "not answering" if self.is_up and self.num_missed else self.phase
+        """Return the phase to show to people. A silent process is shown as such, and a worker that a router refuses."""
+        if not self.is_up:
+            return self.phase
+        return "not answering" if self.num_missed else "refused" if self.refusal else self.phase
 
     @property
     def is_up(self) -> bool:

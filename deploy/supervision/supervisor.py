@@ -13,7 +13,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,11 +61,14 @@ from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_
 from blockyard.router.actor import StartedRouter
 from blockyard.router.config import ServedModel
 from blockyard.worker.actor import StartedWorker
+from ray.exceptions import RayError
 
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 30.0
 """After serving for this long, a replica's next failure counts as the first in a row."""
+FILES_SECONDS = 60.0
+"""Time for a worker to compare the files at its path with those that it read. It may have to read all weights."""
 GOODBYE_SECONDS = 30.0
 """Time beyond the grace period for a replica to stop, because the current step has to end."""
 
@@ -141,18 +145,59 @@ class Supervisor:
         """Drain, stop and start a worker or router. If it was taken out, only start it.
 
         Return once it is in use: a worker when every router sends it requests, a router when it has every worker.
-        Raise ValueError for an unknown name, RuntimeError if it does not come back.
+        Raise ValueError for an unknown name, RuntimeError if it does not come back. Raise RuntimeError with nothing
+        stopped if the files of a model have changed: the others that serve it would not serve beside new ones.
         """
-        replica = next(
-            (replica for replica in self._replicas if replica.name == name and not replica.is_retiring), None
-        )
-        if replica is None:
-            known = ", ".join(replica.name for replica in self._replicas)
-            raise ValueError(f"no worker or router is called {name!r}, only {known}")
+        replica = self._known(name)
+        await self._check_files(replica)
         num_starts = replica.num_starts
         await self._stop(replica, grace_seconds)
         self._wanted[name].set()
         await self._joining.wait_until_in_use(replica, num_starts)
+
+    async def restart_at_once(self, names: Sequence[str], grace_seconds: float) -> None:
+        """Drain, stop and start these workers, all at once, so that they read files that have changed.
+
+        Meanwhile their models are not served. Raise as `restart` does, but for changed files.
+        """
+        replicas = [self._known(name) for name in names]
+        num_starts = [replica.num_starts for replica in replicas]
+        await all_of(*(self._stop(replica, grace_seconds) for replica in replicas))
+        for name in names:
+            self._wanted[name].set()
+        for replica, number in zip(replicas, num_starts, strict=True):
+            await self._joining.wait_until_in_use(replica, number)
+
+    def _known(self, name: str) -> Replica:
+        """Return the worker or router of this name. Raise ValueError for an unknown one."""
+        for replica in self._replicas:
+            if replica.name == name and not replica.is_retiring:
+                return replica
+        known = ", ".join(replica.name for replica in self._replicas)
+        raise ValueError(f"no worker or router is called {name!r}, only {known}")
+
+    async def _check_files(self, replica: Replica) -> None:
+        """Raise RuntimeError if the files of this worker's model have changed since it read them. A router reads files
+        of all models, so for it each model's first worker is asked.
+
+        A worker that serves nothing may always restart, and so may one that does not answer.
+        """
+        asked = {worker.model: worker for worker in reversed(self._workers()) if self._serves(worker)}
+        if replica.kind == "worker":
+            asked = {replica.model: replica} if self._serves(replica) else {}
+        for model, worker in asked.items():
+            changed = ""
+            with suppress(RayError, TimeoutError):
+                changed = await answer(self._actors[worker.name].changed_files.remote(), FILES_SECONDS)
+            if changed:
+                raise RuntimeError(
+                    f"{changed}. {replica.name} was not stopped. Workers with new files are refused while others serve "
+                    f"{model} from the old ones. `blockyard model update` serves the new files without a pause, "
+                    "`blockyard restart --new-files` with one"
+                )
+
+    def _serves(self, worker: Replica) -> bool:
+        return worker.is_up and not worker.refusal and worker.name in self._actors
 
     async def scale(self, num_workers: int, grace_seconds: float, model: str = "") -> None:
         """Scale a model, or the first that is served, to this many workers.
@@ -364,6 +409,7 @@ class Supervisor:
                 return
             was_taken_out = replica.was_taken_out
             replica.phase, replica.num_ready_workers, replica.num_missed = "waiting", 0, 0
+            replica.refusal = ""
             self._changed.set()
             # The actor may live although a call to it failed. The next incarnation needs its name.
             if (actor := self._actors.pop(replica.name, None)) is not None:

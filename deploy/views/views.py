@@ -47,7 +47,13 @@ _RARE_COUNTS: dict[str, Callable[[cluster_pb2.WorkerLoad], int]] = {
 ANY_WIDTH = 10_000
 """Width of a console that neither cuts nor folds lines."""
 NO_WORKER = "No worker is registered with this router. `blockyard status` shows what each worker is doing."
-_PHASE_STYLES = {"serving": "green", "not answering": "red", "waiting": "red", "stopped": "red"}
+_PHASE_STYLES = {
+    "serving": "green",
+    "not answering": "red",
+    "refused": "red",
+    "waiting": "red",
+    "stopped": "red",
+}
 
 
 def workers_table(workers: Iterable[cluster_pb2.Worker]) -> RenderableType:
@@ -280,6 +286,7 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
         "incarnation",
         "code",
         "num_starts",
+        "refusal",
         "error",
     )
     ranks = [{"node_id": node_id, "pid": pid} for node_id, pid in replica.ranks]
@@ -324,7 +331,8 @@ def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> Re
         facts = (replica.address, str(replica.pid or "-"), str(replica.num_starts))
         age_seconds = report.error_age_seconds(replica)
         age = f" ({ago(age_seconds)})" if replica.error and age_seconds is not None else ""
-        table.add_row(replica.name, phase, *node, *facts, Text(f"{replica.error}{age}", style="red"))
+        error = replica.refusal or f"{replica.error}{age}"
+        table.add_row(replica.name, phase, *node, *facts, Text(error, style="red"))
         for rank, (node_id, pid) in enumerate(replica.ranks[1:], start=1):
             node = (names.get(node_id, "-"),) if node_heading else ()
             table.add_row(f"{replica.name} rank {rank}", "", *node, "", str(pid), "", "")

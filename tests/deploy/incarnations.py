@@ -50,6 +50,8 @@ class Worker:
     answers_after_seconds: float = 0.0
     downloads_for_seconds: float = 0.0
     loads_for_seconds: float = 0.0
+    changed: str = ""
+    """Files that have changed since it read them, in words."""
     stopped_with: list[float] = field(default_factory=list)
     may_stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Until it is set, a drain goes on."""
@@ -63,6 +65,7 @@ class Worker:
         self.fetch_model = Remote(self._fetch_model)
         self.start = Remote(self._start)
         self.until_stopped = Remote(self._until_stopped)
+        self.changed_files = Remote(self._changed_files)
 
     async def _whereabouts(self) -> tuple[str, int]:
         return NODE, PID
@@ -75,6 +78,9 @@ class Worker:
         return StartedWorker(
             address="worker:1", pid=PID, incarnation=self.incarnation, node_id=NODE, code="", dtype=""
         )
+
+    async def _changed_files(self) -> str:
+        return self.changed
 
     async def _until_stopped(self) -> None:
         await self.ended.wait()
@@ -102,6 +108,8 @@ class Router:
     num_kills: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     """Models that it cannot serve, and why."""
+    refused_lives: dict[str, str] = field(default_factory=dict)
+    """Incarnations of workers that it refuses, and why. It has no session with them."""
     num_refusals_told: int = 0
     """Number of answers in which it named such models."""
     adapters: frozenset[str] = frozenset()
@@ -109,6 +117,7 @@ class Router:
 
     def __post_init__(self) -> None:
         self.refused_models = Remote(self._refused_models)
+        self.refused_workers = Remote(self._refused_workers)
         self.adapter_names = Remote(self._adapter_names)
         self.set_workers = Remote(self._set_workers)
         self.set_models = Remote(self._set_models)
@@ -117,7 +126,10 @@ class Router:
     async def _set_workers(self, addresses: dict[str, list[str]], models: Sequence[ServedModel]) -> int:
         self.sent_addresses.append([address for each in addresses.values() for address in each])
         self.sent_models.append(tuple(model.id for model in models))
-        return len(self.sent_addresses[-1])
+        return len(self.sent_addresses[-1]) - len(self.refused_lives)
+
+    async def _refused_workers(self) -> dict[str, str]:
+        return self.refused_lives
 
     async def _set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
         self.sent_models.append(tuple(model.id for model in models))

@@ -3,10 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import pairwise
 
 import pytest
-from blockyard.deploy.lifecycle.administration import restart_order
+from blockyard.deploy.lifecycle.administration import restart_order, whole_models
+from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.supervision import joining
 from blockyard.deploy.supervision.replicas import (
     FIRST_BACKOFF_SECONDS,
     JOINING_SECONDS,
@@ -14,6 +17,8 @@ from blockyard.deploy.supervision.replicas import (
     Replica,
     push_pause_seconds,
 )
+from blockyard.deploy.views.views import status_view
+from rich.console import Console
 
 from .incarnations import FakeIncarnations, WithoutActors, until
 
@@ -189,6 +194,49 @@ async def test_a_drain_that_is_taken_back_is_seen_and_a_death_afterwards_healed(
     await until(lambda: worker.phase == "serving")
     supervisor.incarnations[0].ended.set()
     await until(lambda: len(supervisor.incarnations) == 2)
+
+
+async def test_no_worker_that_serves_is_stopped_once_its_models_files_have_changed(
+    supervisor: FakeIncarnations,
+) -> None:
+    await supervisor.scale(2, 0.0)
+    first, second = supervisor.incarnations
+    first.changed = second.changed = "the files at /models/m changed: model.safetensors"
+    for name in ("worker-0", "worker-1", "router-0"):
+        with pytest.raises(RuntimeError, match=rf"the files at /models/m changed.*{name} was not stopped"):
+            await supervisor.restart(name, 0.0)
+    assert (first.stopped_with, second.stopped_with, supervisor.router.num_kills) == ([], [], 0)
+    await supervisor.restart_at_once(["worker-0", "worker-1"], 2.5)
+    assert (first.stopped_with, second.stopped_with) == ([2.5], [2.5])
+    assert [worker.ended.is_set() for worker in supervisor.incarnations] == [True, True, False, False]
+    with pytest.raises(ValueError, match="name worker-1 too"):
+        whole_models((await supervisor.report()).replicas, ["worker-0", "router-0"])
+
+
+async def test_a_refused_worker_shows_as_such_and_ends_the_wait_of_commands(
+    supervisor: FakeIncarnations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "REFUSED_WORKER_SECONDS", 0.2)
+    supervisor.known = ("life-0",)
+    supervisor.router.refused_lives = {"life-1": "other model files than the first worker's"}
+    told = "router-0 refuses it: other model files than the first worker's"
+    with pytest.raises(RuntimeError, match=f"worker-1 runs, but {told}"):
+        await supervisor.scale(2, 0.0)
+    replica = await supervisor.replica("worker-1")
+    assert (replica.shown_phase, replica.refusal) == ("refused", told)
+    text = StringIO()
+    console = Console(file=text, width=300)
+    console.print(
+        status_view(ClusterState(cluster="c", model="m", secret="s"), await supervisor.report(), None, ())
+    )
+    assert told in text.getvalue()
+    supervisor.incarnations[1].changed = "the files changed"
+    supervisor.known, supervisor.router.refused_lives = None, {}
+    await supervisor.restart("worker-1", 0.0)
+    assert supervisor.incarnations[1].stopped_with == [0.0], (
+        "a refused worker serves nothing that a stop could end"
+    )
+    assert (await supervisor.replica("worker-1")).shown_phase == "serving"
 
 
 async def test_nobody_of_that_name_is_restarted(supervisor: FakeIncarnations) -> None:

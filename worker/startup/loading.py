@@ -4,6 +4,7 @@ up."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from blockyard.worker.simulated.runner import SimulatedRunner
 from blockyard.worker.speculation.draft_model import DraftModel
 from blockyard.worker.speculation.speculation import Speculation
 from blockyard.worker.startup.draft_model import DraftRunner, load_draft_model
+from blockyard.worker.startup.files_read import NOTHING_READ, FilesRead
 from blockyard.worker.startup.host_size import size_host_memory
 from blockyard.worker.startup.pool_size import (
     check_one_full_sequence_fits,
@@ -76,6 +78,13 @@ class LoadedEngine:
     """Ranks among which the model is divided."""
     adapters: AdapterReader | None = None
     """Reads adapters. None where none is served."""
+    files: FilesRead = NOTHING_READ
+    read_fingerprint: Callable[[], str] = str
+    """Computes the fingerprint of the model's files as they are now."""
+
+    def changed_files(self) -> str:
+        """Return which files have changed since they were read, in words. Empty: none. It may read all weights."""
+        return self.files.change(self.read_fingerprint, self.model_fingerprint)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -98,6 +107,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     tokenizer_path = resolve_tokenizer(config.tokenizer, path)
     model = load_config(path)
     device = _resolve_device(config)
+    draft_folders = () if config.draft_model is None else (resolve_model(config.draft_model),)
+    files = FilesRead.of((path, tokenizer_path, *draft_folders))
     dtype = dtype_of(config, model, on_cpu=device.type == "cpu")
     logger.info("computes in %s", dtype)
     if config.max_loras and config.adapter_dir is not None:
@@ -110,7 +121,10 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
     _check_stride_within_context(config, max_model_len)
     weights_before = weights_state(path)
     arithmetic = _arithmetic(config, dtype.name, ranks.collective.size)
-    fingerprint = _fingerprint_in_background(path, config, arithmetic)
+    read_fingerprint = partial(
+        model_fingerprint, path, load_format=config.load_format, seed=config.seed, dtype=arithmetic
+    )
+    fingerprint = _in_background(read_fingerprint)
     draft = load_draft_model(config, model, tokenizer_path, device)
     runner, kv_size, host_size = _load_runner(
         config, model, path, device, dtype.name, max_model_len, ranks, draft
@@ -144,6 +158,8 @@ def load_engine(config: EngineConfig, ranks: Ranks = ALONE) -> LoadedEngine:
         masks=masks,
         num_ranks=ranks.collective.size,
         adapters=_adapter_reader(config, model, runner),
+        files=files,
+        read_fingerprint=read_fingerprint,
     )
 
 
@@ -220,7 +236,7 @@ def _load_runner(
     return runner, kv_size, host_size
 
 
-def _fingerprint_in_background(path: Path, config: EngineConfig, arithmetic: str) -> Future[str]:
+def _in_background(read_fingerprint: Callable[[], str]) -> Future[str]:
     """Start to compute the model's fingerprint while its weights are loaded, and return its future.
 
     The first start on a checkpoint reads all of it for that.
@@ -231,9 +247,7 @@ def _fingerprint_in_background(path: Path, config: EngineConfig, arithmetic: str
 
     def run() -> None:
         try:
-            future.set_result(
-                model_fingerprint(path, load_format=config.load_format, seed=config.seed, dtype=arithmetic)
-            )
+            future.set_result(read_fingerprint())
         except BaseException as error:
             future.set_exception(error)
 
