@@ -293,6 +293,53 @@ def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> 
     show(output, {"removed": name}, f"{name} is not served any more")
 
 
+@model.command("update")
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--path",
+    metavar="MODEL",
+    callback=checked_by(model_path),
+    help="Folder or hub name of the new files. Default: the model's own, where its files have changed.",
+)
+@click.option(
+    "--workers",
+    "num_workers",
+    type=click.IntRange(min=1),
+    help="New workers. Default: as many as the model has.",
+)
+@grace_option
+@waits_option
+@cluster_option
+@output_option
+def update_model(
+    name: str,
+    path: str | None,
+    num_workers: int | None,
+    grace_seconds: float,
+    waits_for_nodes: bool,
+    cluster: str,
+    output: str,
+) -> None:
+    """Serve the model NAME from other files, without a pause.
+
+    New workers start beside those of now, with the same settings. Once they serve, requests for NAME go to them, and
+    the old ones drain and end. So there must be room for both. If a new worker does not start, NAME is served as
+    before. Adapters end: add them again."""
+    remembered = state.load(cluster)
+    on_ray.check_answers(remembered)
+    with StageProgress() as progress:
+        updated = models.update(
+            remembered,
+            name,
+            path,
+            num_workers=num_workers,
+            grace_seconds=grace_seconds,
+            waits_for_nodes=waits_for_nodes,
+            report=progress.report,
+        )
+    show(output, asdict(updated), models.added_line(updated))
+
+
 @model.command("list")
 @cluster_option
 @output_option

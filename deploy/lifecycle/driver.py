@@ -338,6 +338,24 @@ def add_model(plan: "ModelPlan", waiting: Callable[["SupervisorReport"], None]) 
     _ask(lambda supervisor: supervisor.add_model.remote(plan), waiting)
 
 
+def plan_update(model: str, path: str | None, num_workers: int | None) -> "ModelPlan":
+    """Return the plan of other workers for a model (Goal.plan_update). Nothing is changed. Raise RuntimeError."""
+    plan: ModelPlan = _ask(
+        lambda supervisor: supervisor.plan_update.remote(model, path, num_workers), lambda report: None
+    )
+    return plan
+
+
+def update_model(
+    plan: "ModelPlan", grace_seconds: float, waiting: Callable[["SupervisorReport"], None]
+) -> None:
+    """Serve a model from other workers. Return once those of before are gone. Call `waiting` with reports meanwhile.
+
+    Raise RuntimeError if the update fails. Everything is then as before.
+    """
+    _ask(lambda supervisor: supervisor.update_model.remote(plan, grace_seconds), waiting)
+
+
 def remove_model(model_id: str, grace_seconds: float, waiting: Callable[["SupervisorReport"], None]) -> None:
     """Stop serving a model. Return once its workers are gone. Call `waiting` with reports meanwhile.
 

@@ -91,6 +91,40 @@ def add(
     return next(one for one in models_of(after) if one.id == model.id)
 
 
+def update(
+    cluster: state.ClusterState,
+    model_id: str,
+    path: str | None,
+    *,
+    num_workers: int | None,
+    grace_seconds: float,
+    waits_for_nodes: bool,
+    report: Report = lambda progress: None,
+) -> Model:
+    """Serve a model from other workers, which read the files at `path`, or at its path of now.
+
+    They start beside those of before, which end once all routers use the new ones. Without `num_workers` there are as
+    many. Raise as `add` does. If a worker does not start or a router cannot read the files, the model is served as
+    before.
+    """
+    with on_ray.driver(cluster):
+        before = on_ray.supervisor_report(on_ray.HELLO_SECONDS)
+        plan = on_ray.plan_update(model_id, path, num_workers)
+        if cluster.head is not None or Path(plan.served.model).is_dir():
+            hub.download_all(plan.served.model, plan.served.tokenizer, report)
+            preflight.check_tokenizer(plan.served)
+            _check(plan, cluster, report)
+        if not waits_for_nodes:
+            share = plan.num_cpus_per_worker, plan.num_gpus_per_worker
+            check_room(on_ray.room(), before, plan.num_workers, share)
+        try:
+            on_ray.update_model(plan, grace_seconds, waiting=lambda seen: report(_updating(seen, plan)))
+        finally:
+            after = on_ray.supervisor_report()
+            _save(cluster, after)
+    return next(one for one in models_of(after) if one.id == model_id)
+
+
 def _check(plan: ModelPlan, cluster: state.ClusterState, report: Report) -> None:
     """Raise ValueError if workers of this plan cannot serve its model. The model's files must be on this machine."""
     address = None if cluster.head is not None else cluster.ray_address
@@ -145,6 +179,12 @@ def _save(cluster: state.ClusterState, report: SupervisorReport) -> None:
 def _starting(seen: SupervisorReport, model_id: str, num_workers: int) -> Progress:
     serving = sum(model.serving for model in models_of(seen) if model.id == model_id)
     return Progress(stage=f"starting workers of {model_id}", done=serving, total=num_workers)
+
+
+def _updating(seen: SupervisorReport, plan: ModelPlan) -> Progress:
+    new = [replica for replica in seen.replicas if replica.name.startswith(plan.workers_prefix)]
+    serving = sum(replica.phase == "serving" for replica in new)
+    return Progress(stage=f"starting other workers of {plan.id}", done=serving, total=plan.num_workers)
 
 
 def _ending(seen: SupervisorReport, model_id: str) -> Progress:

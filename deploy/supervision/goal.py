@@ -12,8 +12,13 @@ from typing import Any
 
 from blockyard.deploy.supervision.desired_state import DesiredState, DesiredStateStore
 from blockyard.deploy.supervision.model_plans import ModelPlan, ModelPlans
-from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, model_of, number_of, replicas_of
+from blockyard.deploy.supervision.replicas import ClusterSpec, Replica, model_of, replicas_of, workers_of
 from blockyard.router.config import RouterConfig, ServedModel
+
+UPDATE = " (update)"
+"""Ending of the model of workers that start for an update. Routers do not serve such a model."""
+REPLACED = " (replaced)"
+"""Ending of the model of workers that an update has replaced, and that end."""
 
 
 class Goal:
@@ -23,6 +28,8 @@ class Goal:
         self._spec = spec
         self._store = store
         self._one_at_a_time = asyncio.Lock()
+        self.update: ModelPlan | None = None
+        """An update whose workers start beside those of before. It is not stored: a restarted supervisor ends them."""
         self.desired = store.load() or DesiredState(
             num_workers=spec.num_workers, further_models=spec.further_models
         )
@@ -35,7 +42,8 @@ class Goal:
     def replicas(self) -> list[Replica]:
         """Return new replicas of all workers and routers that should run."""
         num_workers = self.desired.num_workers if self.desired.serves_first else 0
-        return replicas_of(self._spec, num_workers, self.desired.further_models)
+        updating = [] if self.update is None else workers_of(self.update, f"{self.update.id}{UPDATE}")
+        return [*updating, *replicas_of(self._spec, num_workers, self.desired.further_models)]
 
     def model_of(self, worker: str) -> str:
         """Return the id of the model of a worker with this name."""
@@ -45,6 +53,8 @@ class Goal:
         """Return the spec by which a replica runs: that of a worker's model, and a router's with the models of now."""
         if replica.kind == "router":
             return replace(self._spec, router=self.router())
+        if self.update is not None and replica.model == f"{self.update.id}{UPDATE}":
+            return self._spec.of_model(self.update)
         return self._spec.of_model(self.models.plan(replica.model))
 
     def router(self) -> RouterConfig:
@@ -54,19 +64,14 @@ class Goal:
     @property
     def has_ranks(self) -> bool:
         """Return True if workers of a model have several ranks."""
-        specs = (self._spec, *(self._spec.of_model(plan) for plan in self.models.further))
+        plans = (*self.models.further, *([] if self.update is None else [self.update]))
+        specs = (self._spec, *(self._spec.of_model(plan) for plan in plans))
         return any(spec.num_ranks > 1 for spec in specs)
 
     def beyond(self, workers: Iterable[Replica]) -> list[Replica]:
-        """Return the workers that should not run: of a higher number than their model has, or of no model."""
-        return [worker for worker in workers if number_of(worker.name) >= self._num_workers(worker.model)]
-
-    def _num_workers(self, model: str) -> int:
-        models = self.models
-        if models.is_first(model):
-            return self.desired.num_workers
-        plan = models.plan(model)
-        return 0 if plan is None else plan.num_workers
+        """Return the workers that should not run: of a higher number than their model has, of none, or replaced."""
+        wanted = {replica.name for replica in self.replicas()}
+        return [worker for worker in workers if worker.name not in wanted]
 
     async def change(self, **changes: Any) -> None:
         """Store a change of fields of the desired state. Raise TimeoutError if the store does not answer."""
@@ -127,6 +132,45 @@ class Goal:
     async def add(self, plan: ModelPlan) -> None:
         """Add a model. Raise ValueError for a name that another model has."""
         await self.change(further_models=self.models.adding(plan).further)
+
+    def plan_update(self, model: str, path: str | None, num_workers: int | None) -> ModelPlan:
+        """Return a plan of other workers for a model, which read the files at `path`, or at its path of now.
+
+        Raise ValueError for an unknown model, and for one with workers for prefill alone.
+        """
+        models, spec = self.models, self._spec
+        served, before = models.known(model), models.plan(model)
+        if before is None:
+            if spec.num_prefill_workers:
+                raise ValueError(
+                    f"{model} has workers for prefill, which an update would not have: `down` and `up`"
+                )
+            before = ModelPlan(
+                served=served,
+                engine=spec.worker.engine,
+                num_workers=self.desired.num_workers,
+                num_cpus_per_worker=spec.num_cpus_per_worker,
+                num_gpus_per_worker=spec.num_gpus_per_worker,
+            )
+        path, generation = path or served.model, before.generation + 1
+        index = f"{served.id}@{generation}"
+        plan = replace(
+            before,
+            served=replace(served, model=path, index=index, addition=secrets.token_hex(8)),
+            engine=replace(before.engine, model=path),
+            num_workers=num_workers or before.num_workers,
+            generation=generation,
+        )
+        models.updating(plan)
+        return plan
+
+    async def finish_update(self, grace_seconds: float) -> None:
+        """Have the workers of the update serve its model, in place of those of before."""
+        assert self.update is not None
+        models, self.update = self.models.updating(self.update), None
+        await self.change(
+            serves_first=models.first is not None, further_models=models.further, grace_seconds=grace_seconds
+        )
 
     async def remove(self, model: str, grace_seconds: float) -> ServedModel:
         """Remove a model and return it. Raise ValueError for an unknown one, and for the last one."""

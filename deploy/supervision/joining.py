@@ -64,9 +64,25 @@ class Joining:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _until_in_use(self, replica: Replica, num_starts: int) -> None:
+    async def wait_until_serving(self, new: Iterable[Replica]) -> None:
+        """Wait until each new replica serves, whether a router knows it or not. Raise as `wait_until_in_use` does."""
+
+        async def serves(replica: Replica) -> bool:
+            return replica.phase == "serving"
+
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                for replica in new:
+                    await self._until_in_use(replica, 0, serves)
+        except TimeoutError:
+            raise RuntimeError(f"not all workers served within {START_SECONDS:.0f} s") from None
+
+    async def _until_in_use(
+        self, replica: Replica, num_starts: int, is_done: Callable[[Replica], Awaitable[bool]] | None = None
+    ) -> None:
         refused_since = math.inf
-        while replica.num_starts == num_starts or not await self.is_in_use(replica):
+        is_done = is_done or self.is_in_use
+        while replica.num_starts == num_starts or not await is_done(replica):
             if replica.num_starts == num_starts and replica.num_failures_in_a_row >= MAX_FAILED_STARTS:
                 again = " again" if num_starts else ""
                 raise RuntimeError(f"{replica.name} does not start{again}: {replica.error}")

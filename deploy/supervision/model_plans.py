@@ -24,6 +24,8 @@ class ModelPlan:
     num_workers: int
     num_cpus_per_worker: float
     num_gpus_per_worker: float
+    generation: int = 1
+    """Which set of workers of the model it is. Each update has another one, whose workers have other names."""
 
     @property
     def id(self) -> str:
@@ -33,7 +35,8 @@ class ModelPlan:
     def workers_prefix(self) -> str:
         """Return how the names of its workers begin."""
         short = _NO_NAME.sub("-", self.id.lower()).strip("-.")[:MAX_PREFIX_LENGTH]
-        return f"{short or 'model'}-"
+        generation = f"-{self.generation}" if self.generation > 1 else ""
+        return f"{short or 'model'}{generation}-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,12 @@ class ModelPlans:
 
     def adding(self, plan: ModelPlan) -> "ModelPlans":
         return replace(self, further=(*self.further, plan))
+
+    def updating(self, plan: ModelPlan) -> "ModelPlans":
+        """Return the plans with this one in place of that of its model, which keeps its place in the order."""
+        if self.is_first(plan.id):
+            return replace(self, first=None, further=(plan, *self.further))
+        return replace(self, further=tuple(plan if each.id == plan.id else each for each in self.further))
 
     def without(self, model: str) -> "ModelPlans":
         """Return the plans without this model. Raises ValueError for an unknown one, and for the last one."""

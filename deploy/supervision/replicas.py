@@ -196,10 +196,10 @@ def number_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def workers_of(plan: ModelPlan) -> list[Replica]:
-    """Return the workers of a further model."""
+def workers_of(plan: ModelPlan, model: str = "") -> list[Replica]:
+    """Return the workers of a further model, as those of its id or of another name."""
     return [
-        Replica(name=worker_name(number, plan), kind="worker", model=plan.id)
+        Replica(name=worker_name(number, plan), kind="worker", model=model or plan.id)
         for number in range(plan.num_workers)
     ]
 

@@ -34,7 +34,7 @@ from blockyard.deploy.supervision.actors import (
 )
 from blockyard.deploy.supervision.announcing import keep_announced, put, withdraw
 from blockyard.deploy.supervision.desired_state import DesiredStateStore, RayDesiredStateStore
-from blockyard.deploy.supervision.goal import Goal
+from blockyard.deploy.supervision.goal import REPLACED, Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthChecks, HungError
@@ -261,6 +261,48 @@ class Supervisor:
             await self._retire_those_beyond()
             if (urls := self._spec.worker.redis_url) is not None:
                 await erase_index(urls, self._spec.worker.cluster, model=removed.index)
+
+    def plan_update(self, model: str, path: str | None, num_workers: int | None) -> ModelPlan:
+        """Return the plan of an update, as Goal.plan_update does, and change nothing."""
+        return self._goal.plan_update(model, path, num_workers)
+
+    async def update_model(self, plan: ModelPlan, grace_seconds: float) -> None:
+        """Start other workers for a model beside its own, have routers serve it from them, and end those of before.
+
+        Running requests end on the workers of before, within the grace period. Raise RuntimeError if a worker does not
+        start, or a router cannot serve the new files: then everything is as before.
+        """
+        async with self._one_scaling_at_a_time:
+            before, served = self._goal.desired, self._goal.models.known(plan.id)
+            self._goal.update = plan
+            self._add_missing()
+            new = [worker for worker in self._workers() if worker.name.startswith(plan.workers_prefix)]
+            logger.info("%s is updated: %d other workers start", plan.id, len(new))
+            try:
+                await self._joining.wait_until_serving(new)
+                await self._goal.finish_update(grace_seconds)
+                self._rename_models()
+                await self._joining.wait_until_all_in_use(new)
+            except BaseException as error:
+                logger.error("%s is not updated: %s", plan.id, error)
+                self._goal.update = None
+                if self._goal.models.known(plan.id) != served:
+                    further = before.further_models
+                    await self._goal.change(serves_first=before.serves_first, further_models=further)
+                self._rename_models()
+                await self._joining.stop_serving(self._goal.models.served, grace_seconds)
+                await self._retire_those_beyond()
+                raise
+            await self._retire_those_beyond()
+            if (urls := self._spec.worker.redis_url) is not None:
+                await erase_index(urls, self._spec.worker.cluster, model=served.index)
+
+    def _rename_models(self) -> None:
+        """Give each worker the model that it serves now, and tell the routers."""
+        models = {replica.name: replica.model for replica in self._goal.replicas()}
+        for worker in self._workers():
+            worker.model = models.get(worker.name, f"{worker.model.removesuffix(REPLACED)}{REPLACED}")
+        self._changed.set()
 
     def _add_missing(self) -> None:
         """Add the workers that should run and are not there yet."""

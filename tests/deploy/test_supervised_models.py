@@ -317,3 +317,71 @@ async def test_a_push_while_a_model_goes_does_not_bring_it_back(supervisor: Fake
     assert supervisor.router.sent_models[-1] == ("m",)
     supervisor.incarnations[1].may_stop.set()
     await removing
+
+
+@pytest.mark.parametrize("model", ["m", "hub/Other-1.5B"])
+async def test_an_update_serves_a_model_from_other_workers_before_its_own_end(
+    supervisor: FakeIncarnations, model: str
+) -> None:
+    await supervisor.serve_too(OTHER, 2)
+    await supervisor.scale(2, 0.0, "m")
+    before = dict(supervisor.left.workers)
+    old = {worker.name for worker in (await supervisor.report()).replicas if worker.model == model}
+    served = [one.id for one in models_of(await supervisor.report())]
+    plan = supervisor.plan_update(model, "/models/new", None)
+    await supervisor.update_model(plan, 7.5)
+    stopped = {name for name, worker in before.items() if worker.stopped_with == [7.5]}
+    assert stopped == old, "its own workers drain, and no others"
+    assert [one.id for one in models_of(await supervisor.report())] == served, (
+        "it keeps its place in the order"
+    )
+    updated = next(one for one in models_of(await supervisor.report()) if one.id == model)
+    assert updated.workers == tuple(f"{plan.workers_prefix}worker-{number}" for number in range(2))
+    assert not old & set(updated.workers)
+    await until(lambda: len(supervisor.router.sent_addresses[-1]) == 4)
+    assert {f"{name}:1" for name in updated.workers} <= set(supervisor.router.sent_addresses[-1])
+    goal = Goal(SPEC, supervisor.left)
+    worker = next(each for each in goal.replicas() if each.name == updated.workers[0])
+    assert goal.spec_of(worker).worker.engine.model == goal.models.known(model).model == "/models/new"
+    assert goal.router().models == goal.models.served
+    again = supervisor.plan_update(model, None, 1)
+    assert (again.served.model, again.num_workers, again.generation) == ("/models/new", 1, 3)
+    await supervisor.update_model(again, 0.0)
+    assert [one.serving for one in models_of(await supervisor.report()) if one.id == model] == [1]
+
+
+@pytest.mark.parametrize("fault", ["does not start", "cannot serve"])
+async def test_an_update_that_fails_leaves_the_model_as_it_was(
+    supervisor: FakeIncarnations, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(joining, "REFUSED_SECONDS", 0.1)
+    await supervisor.serve_too(OTHER, 1)
+    before = models_of(await supervisor.report())
+    desired = decoded(supervisor.left.desired or b"")
+    if fault == "does not start":
+        supervisor.fails_to_start = True
+    else:
+        supervisor.router.refused, supervisor.known = {"m": "no tokenizer there"}, ("life-0", "life-1")
+    with pytest.raises(RuntimeError, match=fault):
+        await supervisor.update_model(supervisor.plan_update("m", "/models/new", None), 0.0)
+    assert models_of(await supervisor.report()) == before
+    assert [worker.stopped_with for worker in supervisor.incarnations[:2]] == [[], []]
+    assert decoded(supervisor.left.desired or b"") == desired
+    supervisor.fails_to_start, supervisor.router.refused, supervisor.known = False, {}, None
+    await supervisor.scale(2, 0.0, "m")
+    assert [model.serving for model in models_of(await supervisor.report())] == [2, 1]
+
+
+async def test_a_supervisor_that_died_during_an_update_ends_its_workers() -> None:
+    first = FakeIncarnations()
+    await until(lambda: len(first.incarnations) == 1)
+    first.loads_for_seconds = 60.0
+    updating = asyncio.create_task(first.update_model(first.plan_update("m", "/models/new", None), 0.0))
+    await until(lambda: len(first.incarnations) == 2)
+    await first.leave()
+    second = FakeIncarnations(first.left)
+    await until(lambda: first.incarnations[1].ended.is_set())
+    assert not first.incarnations[0].ended.is_set()
+    await second.leave()
+    updating.cancel()
+    await asyncio.gather(updating, return_exceptions=True)
