@@ -388,8 +388,10 @@ class RouterServer:
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def _renew_outdated(self, groups: ModelGroups) -> None:
-        """Build a model anew when none of its workers serves, and some have other files than those that this router
-        knows: it then reads its own files again, and takes the first worker's identity. Waiting calls get an error."""
+        """Build a model anew when none of its workers serves, and some have other files than this router.
+
+        The router then reads its own files again, and takes the identity of the first worker. Waiting calls get an
+        error."""
         attempts = self.outdated
         while True:
             await asyncio.sleep(RENEW_SECONDS)

@@ -25,7 +25,7 @@ class ModelPlan:
     num_cpus_per_worker: float
     num_gpus_per_worker: float
     generation: int = 1
-    """Which set of workers of the model it is. Each update has another one, whose workers have other names."""
+    """Number of this set of workers of the model. Each update begins another one, whose workers have other names."""
 
     @property
     def id(self) -> str:
