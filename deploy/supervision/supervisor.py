@@ -13,8 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -149,7 +148,9 @@ class Supervisor:
         stopped if the files of a model have changed: the others that serve it would not serve beside new ones.
         """
         replica = self._known(name)
-        await self._check_files(replica)
+        # A router reads files of all models.
+        asked = [replica] if replica.kind == "worker" else self._first_workers()
+        await self._check_files(asked, f"{name} was not stopped")
         num_starts = replica.num_starts
         await self._stop(replica, grace_seconds)
         self._wanted[name].set()
@@ -176,28 +177,35 @@ class Supervisor:
         known = ", ".join(replica.name for replica in self._replicas)
         raise ValueError(f"no worker or router is called {name!r}, only {known}")
 
-    async def _check_files(self, replica: Replica) -> None:
-        """Raise RuntimeError if the files of this worker's model have changed since it read them. A router reads files
-        of all models, so for it each model's first worker is asked.
+    async def _check_files(self, workers: Iterable[Replica], undone: str) -> None:
+        """Raise RuntimeError if the files of one of these workers have changed since it read them.
 
-        A worker that serves nothing may always restart, and so may one that does not answer.
+        `undone` says what was therefore not done. A worker that serves nothing, or does not answer, is not asked.
         """
-        asked = {worker.model: worker for worker in reversed(self._workers()) if self._serves(worker)}
-        if replica.kind == "worker":
-            asked = {replica.model: replica} if self._serves(replica) else {}
-        for model, worker in asked.items():
+        for worker in filter(self._serves, workers):
             changed = ""
-            with suppress(RayError, TimeoutError):
+            try:
                 changed = await answer(self._actors[worker.name].changed_files.remote(), FILES_SECONDS)
+            except TimeoutError:
+                changed = (
+                    f"the files of {worker.model} were written, and to compare them takes long: try again"
+                )
+            except RayError:
+                pass  # It has just ended.
             if changed:
                 raise RuntimeError(
-                    f"{changed}. {replica.name} was not stopped. Workers with new files are refused while others serve "
-                    f"{model} from the old ones. `blockyard model update` serves the new files without a pause, "
-                    "`blockyard restart --new-files` with one"
+                    f"{changed}. {undone}. Workers with new files are refused while others serve {worker.model} from "
+                    "the old ones. `blockyard model update` serves the new files without a pause, `blockyard restart "
+                    "--new-files` with one"
                 )
 
     def _serves(self, worker: Replica) -> bool:
-        return worker.is_up and not worker.refusal and worker.name in self._actors
+        answers = worker.is_up and not worker.num_missed
+        return answers and not worker.refusal and worker.name in self._actors
+
+    def _first_workers(self) -> list[Replica]:
+        """Return one worker that serves of each model."""
+        return list({worker.model: worker for worker in self._workers() if self._serves(worker)}.values())
 
     async def scale(self, num_workers: int, grace_seconds: float, model: str = "") -> None:
         """Scale a model, or the first that is served, to this many workers.
@@ -206,9 +214,14 @@ class Supervisor:
 
         Surplus workers drain first, all at once, so that none hands its requests to another that leaves. A worker that
         was taken out counts and stays out. Raise ValueError for less than one worker, RuntimeError if a new one does
-        not start. The supervisor keeps trying to start it.
+        not start. The supervisor keeps trying to start it. Raise RuntimeError with nothing changed if workers would be
+        added and the model's files have changed.
         """
         async with self._one_scaling_at_a_time:
+            model = model or self._goal.models.served[0].id
+            if num_workers > sum(worker.model == model for worker in self._workers()):
+                asked = [worker for worker in self._first_workers() if worker.model == model]
+                await self._check_files(asked, f"no worker of {model} was added")
             model = await self._goal.scale(model, num_workers, grace_seconds)
             logger.info("%s scales to %d workers", model, num_workers)
             self._add_missing()

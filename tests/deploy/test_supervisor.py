@@ -205,7 +205,10 @@ async def test_no_worker_that_serves_is_stopped_once_its_models_files_have_chang
     for name in ("worker-0", "worker-1", "router-0"):
         with pytest.raises(RuntimeError, match=rf"the files at /models/m changed.*{name} was not stopped"):
             await supervisor.restart(name, 0.0)
+    with pytest.raises(RuntimeError, match=r"the files at /models/m changed.*no worker of m was added"):
+        await supervisor.scale(3, 0.0)
     assert (first.stopped_with, second.stopped_with, supervisor.router.num_kills) == ([], [], 0)
+    assert len(supervisor.incarnations) == 2
     await supervisor.restart_at_once(["worker-0", "worker-1"], 2.5)
     assert (first.stopped_with, second.stopped_with) == ([2.5], [2.5])
     assert [worker.ended.is_set() for worker in supervisor.incarnations] == [True, True, False, False]
