@@ -195,8 +195,8 @@ class Supervisor:
             if changed:
                 raise RuntimeError(
                     f"{changed}. {undone}. Workers with new files are refused while others serve {worker.model} from "
-                    "the old ones. `blockyard model update` serves the new files without a pause, `blockyard restart "
-                    "--new-files` with one"
+                    f"the old ones. `blockyard model update {worker.model}` serves the new files without a pause, "
+                    "`blockyard restart --new-files` with one"
                 )
 
     def _serves(self, worker: Replica) -> bool:
@@ -286,6 +286,8 @@ class Supervisor:
         start, or a router cannot serve the new files: then everything is as before.
         """
         async with self._one_scaling_at_a_time:
+            if plan.generation != self._goal.plan_update(plan.id, None, None).generation:
+                raise RuntimeError(f"{plan.id} was updated meanwhile: try again")
             before, served = self._goal.desired, self._goal.models.known(plan.id)
             self._goal.update = plan
             self._add_missing()

@@ -385,3 +385,14 @@ async def test_a_supervisor_that_died_during_an_update_ends_its_workers() -> Non
     await second.leave()
     updating.cancel()
     await asyncio.gather(updating, return_exceptions=True)
+
+
+async def test_of_two_updates_of_one_model_at_once_the_second_is_refused(
+    supervisor: FakeIncarnations,
+) -> None:
+    plans = [supervisor.plan_update("m", path, None) for path in ("/models/new", "/models/newer")]
+    done = await asyncio.gather(
+        *(supervisor.update_model(plan, 0.0) for plan in plans), return_exceptions=True
+    )
+    assert [str(each) for each in done] == ["None", "m was updated meanwhile: try again"]
+    assert Goal(SPEC, supervisor.left).models.known("m").model == "/models/new"
