@@ -6,9 +6,9 @@ Owns how an operator's mistake looks, and the exit codes:
 - 1: the command failed or was interrupted.
 - 2: the command line or the configuration is wrong.
 
-Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `model`, `status`
-and `doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard` without extras.
-Commands that need more packages then say what to install.
+Commands ask a cluster through the public gRPC client. Only `serve`, `up`, `down`, `restart`, `scale`, `model`,
+`status`, `export` and `doctor --address` need Ray or torch. A machine that only calls clusters installs `blockyard`
+without extras. Commands that need more packages then say what to install.
 """
 
 from collections import UserDict
@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 import grpc
-from blockyard.deploy.machine.state import NoSuchClusterError
+from blockyard.deploy.machine.state import NoSuchClusterError, which
 from blockyard.router.client import BlockyardError
 from blockyard.router.client.connection import TOKEN_VARIABLE
 
@@ -40,6 +40,7 @@ COMMANDS = {
     "figures": "commands.estimate.figures_command",
     "doctor": "commands.estimate.doctor",
     "config": "commands.configure.config",
+    "export": "commands.configure.export",
     "token": "commands.tokens.token",
 }
 """Module and attribute of each command, below blockyard.deploy."""
@@ -83,14 +84,14 @@ def _with_hint(error: BlockyardError) -> str:
 
 
 def _with_start_hint(error: NoSuchClusterError, command: str | None) -> str:
-    """Return the error's text, with the command that starts such a cluster and with other ways that `command` accepts.
+    """Return the error's text, with the commands that start or find such a cluster, and other ways of `command`.
 
-    `down` gets no hint: a cluster that does not exist needs no start before its end.
+    `down` is not told of a start: a cluster that does not exist needs none before its end.
     """
-    if command == "down":
-        return str(error)
-    named = "" if error.cluster == "default" else f" --cluster {error.cluster}"
-    ways = (f"`blockyard up --model MODEL{named}` starts it", *getattr(error, "__notes__", ()))
+    named = which(error.cluster)
+    starts = [] if command == "down" else [f"`blockyard up --model MODEL{named}` starts it"]
+    finds = f"`blockyard status --address HEAD:6379{named}` finds one that was started on another machine"
+    ways = (*starts, finds, *getattr(error, "__notes__", ()))
     return f"{error}: {', '.join(ways)}"
 
 

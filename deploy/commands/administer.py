@@ -8,6 +8,7 @@ from blockyard.deploy.commands.printing import (
     as_dict,
     asking,
     connected,
+    known_cluster,
     naming_workers,
     show,
     which_cluster,
@@ -15,10 +16,10 @@ from blockyard.deploy.commands.printing import (
 from blockyard.deploy.lifecycle import administration, scaling
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.progress import StageProgress
-from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS
 from blockyard.deploy.settings.options import (
     cluster_option,
+    found_option,
     grace_option,
     output_option,
     router_option,
@@ -143,16 +144,23 @@ def pull(
     "--model", default="", help="Model whose workers they are. Default: the first one, as `model list` shows."
 )
 @cluster_option
+@found_option
 @output_option
 def scale(
-    num_workers: int, grace_seconds: float, waits_for_nodes: bool, model: str, cluster: str, output: str
+    num_workers: int,
+    grace_seconds: float,
+    waits_for_nodes: bool,
+    model: str,
+    cluster: str,
+    address: str | None,
+    output: str,
 ) -> None:
     """Change the number of workers to WORKERS.
 
     New workers take requests once they are warm. To scale down, the workers with the highest numbers drain and end.
     Their requests that still run after the grace period move to other workers. A worker that was drained and taken out
     counts too, and stays out until `blockyard restart` brings it back."""
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
         scaled = scaling.scale(

@@ -15,7 +15,7 @@ from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.machine import check_results
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
 from blockyard.deploy.settings import size
-from blockyard.deploy.settings.options import model_path, output_option, ray_address
+from blockyard.deploy.settings.options import found_address, model_path, output_option
 from blockyard.deploy.settings.redis_given import checked_redis_url
 from blockyard.deploy.settings.setting import checked_by
 from blockyard.deploy.views import views
@@ -189,7 +189,7 @@ def figures_command(output: str, folder: Path | None) -> None:
 )
 @click.option(
     "--address",
-    callback=checked_by(ray_address),
+    callback=checked_by(found_address),
     help="Also check each node of the Ray cluster at host:port: versions, code, model, Redis, ports.",
 )
 @output_option

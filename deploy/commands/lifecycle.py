@@ -5,13 +5,13 @@ lifecycle/dry_run.py does that of a dry run.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 import click
-from blockyard.deploy.commands.printing import show
+from blockyard.deploy.commands.printing import known_cluster, show
 from blockyard.deploy.lifecycle import administration, dry_run, hub, models
 from blockyard.deploy.lifecycle import cluster as clusters
 from blockyard.deploy.lifecycle import driver as on_ray
@@ -25,6 +25,7 @@ from blockyard.deploy.settings.config_options import own_engine_options, own_eng
 from blockyard.deploy.settings.from_vllm import VllmCommand
 from blockyard.deploy.settings.options import (
     cluster_option,
+    found_option,
     further_model,
     grace_option,
     kept_model,
@@ -103,7 +104,7 @@ def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> 
         if _is_remembered(started):
             with undisturbed(), StageProgress() as progress:
                 clusters.down(started, report=progress.report)
-        click.echo(_down_words(started.cluster), err=True)
+        click.echo(_down_words(started), err=True)
 
 
 def _show_plan(options: UpOptions, output: str) -> NoReturn:
@@ -158,12 +159,9 @@ def _is_remembered(started: state.ClusterState) -> bool:
         return False
 
 
-def _down_words(cluster: str) -> str:
-    return f"cluster {cluster} is down: all of its processes have ended"
-
-
 @click.command()
 @cluster_option
+@found_option
 @click.option(
     "--drain",
     "drain_seconds",
@@ -173,17 +171,55 @@ def _down_words(cluster: str) -> str:
     help="Seconds for running requests to finish.",
 )
 @click.option(
-    "--forget", is_flag=True, help="Do not contact Ray. For a joined Ray cluster that no longer exists."
+    "--forget",
+    is_flag=True,
+    help="Do not ask Ray, and end nothing there: only forget the cluster. For a joined Ray cluster that is gone.",
 )
 @output_option
-def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
+def down(cluster: str, address: str | None, drain_seconds: float, forget: bool, output: str) -> None:
     """Stop everything that `up` started."""
-    remembered = state.load(cluster)
-    if remembered.head is None and remembered.ray_address is not None and not forget:
-        on_ray.check_answers(remembered, asks_supervisor=False)
+    remembered = known_cluster(cluster, address)
+    is_joined, has_ended = remembered.head is None and remembered.ray_address is not None, False
+    if is_joined and not forget:
+        try:
+            on_ray.check_answers(remembered, asks_supervisor=False)
+        except state.EndedElsewhereError:
+            has_ended = True
     with StageProgress() as progress:
-        clusters.down(remembered, drain_seconds=drain_seconds, forget=forget, report=progress.report)
-    show(output, {"cluster": cluster, "down": True}, _down_words(cluster))
+        without_ray = forget or has_ended
+        clusters.down(remembered, drain_seconds=drain_seconds, forget=without_ray, report=progress.report)
+    if forget and is_joined:
+        answering = clusters.answering(remembered)
+        document = {"cluster": cluster, "down": False, "forgotten": True, "answering": answering}
+        show(output, document, _forgotten_words(remembered, answering))
+        return
+    words = f"cluster {cluster} had ended before: what was left of it here is removed"
+    words = words if has_ended else _down_words(remembered)
+    show(output, {"cluster": cluster, "down": True, "elsewhere": remembered.elsewhere}, words)
+
+
+def _down_words(cluster: state.ClusterState) -> str:
+    if not cluster.elsewhere:
+        return f"cluster {cluster.cluster} is down: all of its processes have ended"
+    return (
+        f"all workers and routers of cluster {cluster.cluster} have ended; {cluster.machine} still has "
+        f"{', '.join(cluster.elsewhere)}: `blockyard down{state.which(cluster.cluster)}` there removes that"
+    )
+
+
+def _forgotten_words(cluster: state.ClusterState, answering: Sequence[str]) -> str:
+    """Return what `down --forget` did on a joined Ray, and what it did not end. `answering` still take connections."""
+    private = "its private Redis has ended, and " if cluster.redis is not None else ""
+    words = (
+        f"cluster {cluster.cluster} is forgotten: {private}its files here are removed. Ray was not asked, and no "
+        "worker or router was ended"
+    )
+    if not answering:
+        return f"{words}. Neither Ray at {cluster.ray_address} nor a router takes connections"
+    return (
+        f"{words}. These still take connections: {', '.join(answering)}. If Ray still runs, `blockyard down --address "
+        f"{cluster.ray_address}{state.which(cluster.cluster)}` ends the cluster; if not, it ends with Ray's processes"
+    )
 
 
 @click.command()
@@ -197,16 +233,22 @@ def down(cluster: str, drain_seconds: float, forget: bool, output: str) -> None:
     "is not served. `blockyard model update` needs no pause.",
 )
 @cluster_option
+@found_option
 @output_option
 def restart(
-    names: tuple[str, ...], grace_seconds: float, takes_new_files: bool, cluster: str, output: str
+    names: tuple[str, ...],
+    grace_seconds: float,
+    takes_new_files: bool,
+    cluster: str,
+    address: str | None,
+    output: str,
 ) -> None:
     """Restart workers and routers without losing a request.
 
     Restarts each NAME, one after the other. Default: all of them. Each one drains, restarts and serves again before the
     next one drains. A cluster with one router serves no request while that router restarts. If the files of a model
     have changed since its workers read them, nothing is stopped, unless --new-files is given."""
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
         restarted = administration.restart(
@@ -243,6 +285,7 @@ def model() -> None:
 )
 @waits_option
 @cluster_option
+@found_option
 @output_option
 def add_model(
     path: str,
@@ -253,6 +296,7 @@ def add_model(
     cpus_per_worker: float | None,
     waits_for_nodes: bool,
     cluster: str,
+    address: str | None,
     output: str,
     **own: Any,
 ) -> None:
@@ -260,7 +304,7 @@ def add_model(
 
     Settings without an option here are those of the cluster. Requests choose a model by `model`."""
     settings = own_engine_settings(own)
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     served = further_model(path, names=names, tokenizer=tokenizer, chat_template=chat_template)
     with StageProgress() as progress:
@@ -280,13 +324,14 @@ def add_model(
 @click.argument("name", metavar="NAME")
 @grace_option
 @cluster_option
+@found_option
 @output_option
-def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> None:
+def remove_model(name: str, grace_seconds: float, cluster: str, address: str | None, output: str) -> None:
     """Stop serving the model NAME, and end its workers.
 
     New requests for it get NOT_FOUND at once. Running ones may finish during the grace period. Requests that name no
     model go to the next one from then. The last model cannot be removed."""
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
         models.remove(remembered, name, grace_seconds=grace_seconds, report=progress.report)
@@ -310,6 +355,7 @@ def remove_model(name: str, grace_seconds: float, cluster: str, output: str) -> 
 @grace_option
 @waits_option
 @cluster_option
+@found_option
 @output_option
 def update_model(
     name: str,
@@ -318,6 +364,7 @@ def update_model(
     grace_seconds: float,
     waits_for_nodes: bool,
     cluster: str,
+    address: str | None,
     output: str,
 ) -> None:
     """Serve the model NAME from other files, without a pause.
@@ -325,7 +372,7 @@ def update_model(
     New workers start beside those of now, with the same settings. Once they serve, requests for NAME go to them, and
     the old ones drain and end. So there must be room for both. If a new worker does not start, NAME is served as
     before. Adapters end: add them again."""
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     with StageProgress() as progress:
         updated = models.update(
@@ -342,10 +389,11 @@ def update_model(
 
 @model.command("list")
 @cluster_option
+@found_option
 @output_option
-def list_models(cluster: str, output: str) -> None:
+def list_models(cluster: str, address: str | None, output: str) -> None:
     """List the models of a cluster. Requests that name none go to the first one."""
-    remembered = state.load(cluster)
+    remembered = known_cluster(cluster, address)
     on_ray.check_answers(remembered)
     found = models.list_models(remembered)
     lines = (f"{one.id}: {one.serving} of {counted(len(one.workers), 'worker')} serve" for one in found)

@@ -11,12 +11,12 @@ from contextlib import suppress
 from itertools import cycle
 
 import click
+from blockyard.deploy.commands.printing import known_cluster
 from blockyard.deploy.lifecycle.log_files import LogFile, Logs, logs_of
-from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import Budget
 from blockyard.deploy.machine.interruption import end_like_ctrl_c, raise_if_asked
 from blockyard.deploy.machine.log_lines import Line, LineReader, merged
-from blockyard.deploy.settings.options import cluster_option
+from blockyard.deploy.settings.options import cluster_option, found_option
 
 LOOK_SECONDS = 0.5
 FIND_SECONDS = 5.0
@@ -44,6 +44,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red")
     help="Begin each line with the name of its process. Default: yes, unless WORKER is given.",
 )
 @cluster_option
+@found_option
 def logs(
     worker: str | None,
     follow: bool,
@@ -51,12 +52,13 @@ def logs(
     num_lines: int | None,
     has_prefix: bool | None,
     cluster: str,
+    address: str | None,
 ) -> None:
     """Print the logs of all processes, merged by time.
 
     WORKER chooses one of them: a worker with all its ranks, one rank such as "worker-0 rank 1", a router, or
     `supervisor`. Processes that have ended are included."""
-    budget, remembered = Budget.of_this_process(), state.load(cluster)
+    budget, remembered = Budget.of_this_process(), known_cluster(cluster, address)
     found = logs_of(remembered, budget.step_seconds())
     printer = _Printer(has_prefix if has_prefix is not None else worker is None)
     reading = _Reading(found, worker, request_id)

@@ -24,6 +24,21 @@ from google.protobuf.message import Message
 from rich.console import Console, RenderableType
 
 
+def known_cluster(cluster: str, address: str | None) -> state.ClusterState:
+    """Return a cluster's state: from this machine's file or, with Ray's address, from Ray. Keep the latter here.
+
+    Raise NoSuchClusterError without a file, and what driver.find raises.
+    """
+    if address is None:
+        return state.load(cluster)
+    from blockyard.deploy.lifecycle.driver import find  # it needs a server's packages
+
+    found, note = state.keep(find(cluster, address))
+    if note:
+        click.echo(note, err=True)
+    return found
+
+
 def connected(
     cluster: str, routers: tuple[str, ...], timeout_seconds: float, tenant: str | None = None
 ) -> Client:

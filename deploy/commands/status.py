@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from blockyard.deploy.commands.printing import as_dict, show
+from blockyard.deploy.commands.printing import as_dict, known_cluster, show
 from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.deadline import Budget
-from blockyard.deploy.settings.options import cluster_option, output_option
+from blockyard.deploy.settings.options import cluster_option, found_option, output_option
 from blockyard.deploy.settings.security import client_connection, connection_options
 from blockyard.deploy.settings.setting import wrong_values_are_usage
 from blockyard.deploy.views import views
@@ -29,14 +29,15 @@ LOOK_SECONDS = 3.0
 
 @click.command()
 @cluster_option
+@found_option
 @connection_options
 @output_option
-def status(cluster: str, output: str) -> None:
+def status(cluster: str, address: str | None, output: str) -> None:
     """Show the processes that should run, and those that do.
 
     Also shows what the routers see. It answers within ten seconds. If the supervisor or Ray does not answer, it prints
     what the routers report, names the silent part, and ends with exit code 1."""
-    budget, remembered = Budget.of_this_process(), state.load(cluster)
+    budget, remembered = Budget.of_this_process(), known_cluster(cluster, address)
     with wrong_values_are_usage():
         connection = client_connection()
     # Fork the child before the thread starts: a fork copies no threads.

@@ -12,19 +12,27 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from blockyard.deploy.lifecycle import driver as on_ray
-from blockyard.deploy.lifecycle import hub, preflight
+from blockyard.deploy.lifecycle import hub, models, preflight
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.serving import Progress, Report, wait_until_all_serve, wait_until_connected
 from blockyard.deploy.lifecycle.shape import shape_on
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.interruption import raise_if_asked, undisturbed
-from blockyard.deploy.machine.processes import end_session, identify, is_alive, owns_session, session_members
+from blockyard.deploy.machine.processes import (
+    boot_id,
+    end_session,
+    identify,
+    is_alive,
+    owns_session,
+    session_members,
+)
 from blockyard.deploy.machine.redis_server import (
     RedisProcess,
     private_server_warning,
@@ -38,6 +46,7 @@ from blockyard.deploy.ray import nodes
 from blockyard.deploy.ray.nodes import NodeFacts
 from blockyard.deploy.ray.shipping import shipped
 from blockyard.deploy.settings import redis_given
+from blockyard.deploy.settings.options import further_model
 from blockyard.deploy.settings.page_token import draw_page_token
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.proto.security.loopback import is_loopback
@@ -102,6 +111,9 @@ def _take_name(options: UpOptions) -> ClusterState:
             directory=str(_make_directory()),
             host=options.host,
             starter=identify(os.getpid()),
+            identity=secrets.token_hex(8),
+            machine=socket.gethostname(),
+            boot_id=boot_id(),
         )
         return _saved(cluster)
 
@@ -118,6 +130,7 @@ def _up(cluster: ClusterState, options: UpOptions, report_and_check: Report, rep
             cluster = _start_redis(cluster, options, report_and_check)
         cluster = _start_ray(cluster, options, report_and_check)
         cluster = _start_serving(cluster, options, report_and_check)
+        cluster = _add(cluster, options, report_and_check)
         raise_if_asked()
         return cluster
     except BaseException:
@@ -148,6 +161,12 @@ def down(
     if cluster.redis is not None and identify(cluster.redis.process.pid) == cluster.redis.process:
         _redis_process(cluster, cluster.redis).stop()
     _remove_files(cluster)
+
+
+def answering(cluster: ClusterState) -> list[str]:
+    """Return those addresses of a cluster's Ray and its routers that still take connections."""
+    addresses = dict.fromkeys(filter(None, (cluster.ray_address, *cluster.routers)))
+    return [address for address in addresses if ray_head.takes_connections(address)]
 
 
 def leftovers(cluster: ClusterState) -> list[str]:
@@ -247,6 +266,7 @@ def _start_ray(cluster: ClusterState, options: UpOptions, report: Report) -> Clu
             cluster,
             ray_address=head.address,
             ray_token_path=str(head.token_path),
+            reconnect_seconds=ray_head.reconnect_seconds(),
             head=_head_state(head.session),
         )
     )
@@ -269,6 +289,9 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             asked = nodes.ask_nodes()
             if wheel is None:
                 nodes.check_code(asked)
+            if warning := nodes.short_reconnect(asked):
+                report(Progress(stage="comparing the nodes", warning=warning))
+            cluster = replace(cluster, reconnect_seconds=nodes.reconnect_seconds(asked))
         hardware = on_ray.hardware()
         other_hosts = preflight.other_hosts()
         preflight.check_reachable(other_hosts, has_private_redis=options.given_redis_url is None)
@@ -303,6 +326,26 @@ def _start_serving(cluster: ClusterState, options: UpOptions, report: Report) ->
             replace(cluster, routers=serving.routers, gateways=serving.gateways, dtypes=serving.dtypes)
         )
         wait_until_connected(shape.all_workers, report)
+    return cluster
+
+
+def _add(cluster: ClusterState, options: UpOptions, report: Report) -> ClusterState:
+    """Add the models and adapters beside the first model. An adapter that cannot be added is a warning."""
+    for added in options.additions.models:
+        models.add(
+            cluster,
+            further_model(
+                added.model, names=added.names, tokenizer=added.tokenizer, chat_template=added.chat_template
+            ),
+            num_workers=added.workers,
+            settings=added.settings,
+            cpus_per_worker=added.cpus_per_worker,
+            waits_for_nodes=False,
+            report=report,
+        )
+        cluster = state.load(cluster.cluster)
+    for warning in models.add_adapters(cluster, options):
+        report(Progress(stage="adding adapters", warning=warning))
     return cluster
 
 

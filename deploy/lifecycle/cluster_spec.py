@@ -4,12 +4,11 @@ Pure. It combines the operator's options (settings/wanted_cluster.py), the state
 of workers (shape.py).
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from blockyard.deploy.lifecycle import driver as on_ray
 from blockyard.deploy.lifecycle.shape import Shape
-from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.machine.state import ClusterState, handle_of
 from blockyard.deploy.settings.page_token import page_token_sha256
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.proto.naming.code_version import code_version
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "ClusterSpec":
     """Return the spec from which the supervisor starts a cluster's workers and routers."""
     from blockyard.deploy.supervision.model_plans import ModelPlan
-    from blockyard.deploy.supervision.replicas import ClusterSpec
+    from blockyard.deploy.supervision.replicas import ClusterSpec, namespace
 
     return ClusterSpec(
-        namespace=on_ray.namespace(cluster.cluster),
+        namespace=namespace(cluster.cluster),
         worker=_worker_of(cluster, options),
         num_workers=shape.num_workers,
         num_prefill_workers=options.num_prefill_workers,
@@ -48,6 +47,7 @@ def spec_of(cluster: ClusterState, options: UpOptions, shape: Shape) -> "Cluster
         router_resource=options.router_resource,
         hung_seconds=options.hung_seconds,
         code="" if options.address is None else code_version(),
+        handle=handle_of(cluster) | {"settings": options.written, "engine": asdict(options.engine)},
     )
 
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from blockyard.deploy.machine.deadline import ANSWER_SECONDS, Budget, Child
 from blockyard.deploy.machine.interruption import handlers_kept
-from blockyard.deploy.machine.state import ClusterState
+from blockyard.deploy.machine.processes import is_alive
+from blockyard.deploy.machine.state import ClusterState, which
 from blockyard.deploy.ray import head as ray_head
-from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
+from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME, namespace
 
 if TYPE_CHECKING:
     from blockyard.deploy.ray.nodes import RayNode
+    from blockyard.deploy.supervision.desired_state import DesiredState
     from blockyard.deploy.supervision.model_plans import ModelPlan
     from blockyard.deploy.supervision.replicas import ClusterSpec, SupervisorReport
     from blockyard.router.config import ServedModel
@@ -40,17 +42,6 @@ class Hardware:
     """GPUs of the same nodes."""
 
 
-def namespace(cluster: str) -> str:
-    return f"blockyard-{cluster}"
-
-
-_WITHOUT_HEAD = (
-    "if its head has died, workers and routers keep serving until Ray's reconnect time is over "
-    f"({ray_head.RECONNECT_SECONDS} s unless {ray_head.RECONNECT_VARIABLE} says otherwise), but none is replaced: "
-    "`blockyard down`, then `blockyard up`"
-)
-
-
 _IN_A_MINUTE = "if it hangs, it is restarted within a minute; meanwhile `blockyard workers` asks the routers"
 
 
@@ -63,13 +54,33 @@ def _silent(address: str | None) -> str:
     )
 
 
+def without_head(cluster: ClusterState) -> str:
+    """Return what works without Ray's control service, for how long, and the way out."""
+    seconds = cluster.reconnect_seconds
+    until = (
+        f"{seconds:g} s after its death"
+        if seconds
+        else "a minute after its death, unless its nodes wait longer"
+    )
+    way_out = f"`blockyard down{which(cluster.cluster)}`, then `blockyard up`"
+    if cluster.head is None:
+        way_out = (
+            "`ray start` it again as it was if it keeps its state in Redis. Otherwise "
+            f"`blockyard down --forget{which(cluster.cluster)}`, start Ray again on every node, then `blockyard up`"
+        )
+    return (
+        "if its control service (gcs_server) has died, workers and routers keep serving until Ray ends them all, "
+        f"{until}, and none is replaced meanwhile: {way_out}"
+    )
+
+
 def silence_of(cluster: ClusterState) -> str:
     """Return the error message for a Ray that does not answer in time."""
-    which = "" if cluster.cluster == "default" else f" --cluster {cluster.cluster}"
-    ends = f"`blockyard down{which}` ends what is left"
+    named = which(cluster.cluster)
+    ends = f"`blockyard down{named}` ends what is left"
     if cluster.head is None:
-        ends = f"`blockyard down --forget{which}` forgets a Ray that is gone for good"
-    return f"{_silent(cluster.ray_address)}; `blockyard workers{which}` asks the routers, which need no Ray, and {ends}"
+        ends = f"`blockyard down --forget{named}` forgets a Ray that is gone for good"
+    return f"{_silent(cluster.ray_address)}; `blockyard workers{named}` asks the routers, which need no Ray, and {ends}"
 
 
 @contextlib.contextmanager
@@ -111,7 +122,7 @@ def _connecting(cluster: ClusterState) -> Iterator[str]:
     except ray_head.RayConnectError as error:
         if not cluster.routers or isinstance(error, ray_head.RayletDiedError):
             raise
-        raise ray_head.RayConnectError(f"{error}; {_WITHOUT_HEAD}") from error
+        raise ray_head.RayConnectError(f"{error}; {without_head(cluster)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +144,7 @@ def looking(cluster: ClusterState, budget: Budget, supervisor_seconds: float) ->
             service = ray_head.control_service(address, token_path=cluster.ray_token_path)
         if not cluster.is_supervised:
             raise ValueError(f"cluster {cluster.cluster!r} is still starting: it has no supervisor yet")
+        _check_is_of(service, cluster, budget.step_seconds())
         send(_cluster_answers(service, cluster.cluster, budget.step_seconds(supervisor_seconds)))
 
     return Child(look)
@@ -167,16 +179,63 @@ def check_answers(cluster: ClusterState, *, asks_supervisor: bool = True) -> Non
 
     A child process asks, because Ray would keep the command waiting for minutes.
 
-    Raise TimeoutError if Ray does not answer within the command's budget, and what `driver` and `supervisor_report`
-    raise.
+    Raise TimeoutError if Ray does not answer within the command's budget, EndedElsewhereError or AnotherClusterError
+    if it runs no such cluster, and what `driver` and `supervisor_report` raise.
     """
     budget = Budget.of_this_process()
 
     def look(send: Callable[[Any], None]) -> None:
+        with _connecting(cluster) as address:
+            service = ray_head.control_service(address, token_path=cluster.ray_token_path)
+        _check_is_of(service, cluster, budget.step_seconds())
         with driver(cluster):
             send(supervisor_report(budget.step_seconds(HELLO_SECONDS)) if asks_supervisor else None)
 
     Child(look).answer(budget.left_seconds, silence_of(cluster))
+
+
+def _check_is_of(service: Any, cluster: ClusterState, seconds: float) -> None:
+    """Raise EndedElsewhereError or AnotherClusterError if Ray does not run this cluster. Not while `up` starts it."""
+    from blockyard.deploy.supervision.handles import check_is_of
+
+    if cluster.starter is None or not is_alive(cluster.starter):
+        check_is_of(service, cluster, seconds)
+
+
+def find(cluster: str, address: str) -> ClusterState:
+    """Return a cluster's state as Ray at this address knows it, without this machine's file.
+
+    Raise ValueError if it runs no such cluster, TimeoutError if Ray is silent, RayConnectError if it refuses.
+    """
+    budget = Budget.of_this_process()
+
+    def look(send: Callable[[Any], None]) -> None:
+        service = ray_head.control_service(address, token_path=None)
+        from blockyard.deploy.supervision import handles
+
+        token_path = ray_head.operators_token_path()
+        send(handles.find(service, cluster, address, token_path, budget.step_seconds()))
+
+    found: ClusterState = Child(look).answer(budget.left_seconds, _silent(address))
+    return found
+
+
+def desired_state(cluster: ClusterState) -> "DesiredState":
+    """Return what should run in a cluster, as Ray's store has it. Raise what `check_answers` raises."""
+    budget = Budget.of_this_process()
+
+    def look(send: Callable[[Any], None]) -> None:
+        with _connecting(cluster) as address:
+            service = ray_head.control_service(address, token_path=cluster.ray_token_path)
+        from blockyard.deploy.supervision.handles import desired_of
+
+        _check_is_of(service, cluster, budget.step_seconds())
+        send(desired_of(service, cluster.cluster, budget.step_seconds()))
+
+    found: DesiredState | None = Child(look).answer(budget.left_seconds, silence_of(cluster))
+    if found is None:
+        raise ValueError(f"cluster {cluster.cluster!r} is still starting: try again")
+    return found
 
 
 def check_lets_in(address: str) -> None:
@@ -242,7 +301,7 @@ def refuse_if_taken(cluster: str) -> None:
         ray.get_actor(SUPERVISOR_NAME)
         raise NameTakenError(
             f"this Ray already has a cluster called {cluster!r}, started from another place: give this one another "
-            "name (--cluster), or end that one with `blockyard down` there"
+            "name (--cluster), or use that one: `blockyard status` and `blockyard down` find it with --address"
         )
 
 
@@ -386,11 +445,13 @@ def shut_down(drain_seconds: float) -> None:
     Do nothing without a supervisor. Raise RuntimeError if it does not answer.
     """
     import ray
+    from ray.exceptions import ActorDiedError
 
     try:
         supervisor = ray.get_actor(SUPERVISOR_NAME)
     except ValueError:
         return  # Without a supervisor there are no other actors, because it creates them.
     supervisor_report(HELLO_SECONDS)  # Fails early if the supervisor hangs.
-    ray.get(supervisor.shut_down.remote(drain_seconds), timeout=drain_seconds + CALL_SECONDS)
+    with contextlib.suppress(ActorDiedError):  # Another command has ended the cluster meanwhile.
+        ray.get(supervisor.shut_down.remote(drain_seconds), timeout=drain_seconds + CALL_SECONDS)
     ray.kill(supervisor)

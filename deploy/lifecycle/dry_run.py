@@ -159,7 +159,7 @@ def _refusals(options: UpOptions) -> Iterator[Finding]:
 def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardware, int]:
     """Return the CPUs and GPUs of the nodes, and the number of other machines.
 
-    Add a finding if a given Ray does not answer or its nodes have other code.
+    Add a finding if a given Ray does not answer, or its nodes have other code or end too early.
     """
     if options.address is None:
         node_cpus, num_gpus = preflight.local_hardware(options)
@@ -167,17 +167,20 @@ def _hardware(options: UpOptions, findings: list[Finding]) -> tuple[on_ray.Hardw
     asked = ClusterState(cluster=options.cluster, model="", secret="", ray_address=options.address)
     try:
         with on_ray.driver(asked):
-            if not options.ships_code:
-                findings.extend(_other_code())
+            findings.extend(_of_nodes(options))
             return on_ray.hardware(), preflight.other_hosts()
     except RuntimeError as error:
         findings.append(_failure("ray", str(error)))
         return on_ray.Hardware(node_cpus=(), num_gpus=0.0, node_gpus=()), 0
 
 
-def _other_code() -> Iterator[Finding]:
+def _of_nodes(options: UpOptions) -> Iterator[Finding]:
+    asked = nodes.ask_nodes()
+    if warning := nodes.short_reconnect(asked):
+        yield Finding(verdict="warn", subject="ray", detail=warning)
     try:
-        nodes.check_code(nodes.ask_nodes())
+        if not options.ships_code:
+            nodes.check_code(asked)
     except ValueError as error:
         yield _failure("code", str(error))
 

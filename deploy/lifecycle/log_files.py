@@ -23,11 +23,10 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from blockyard.deploy.lifecycle.driver import namespace
 from blockyard.deploy.machine.log_lines import process_name
 from blockyard.deploy.machine.state import ClusterState
 from blockyard.deploy.supervision.incidents import FIND_SECONDS, Incidents
-from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME
+from blockyard.deploy.supervision.replicas import SUPERVISOR_NAME, namespace
 
 HEAD_BYTES = 65536
 """Length of the beginning of a log that is searched for Ray's markers."""

@@ -4,7 +4,8 @@ Owns the checks before an addition, and the progress and result messages. Does n
 which is the supervisor's.
 """
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.deploy.supervision.replicas import SupervisorReport
 from blockyard.deploy.views.quantities import counted
+from blockyard.router.client import BlockyardError, Client
 from blockyard.router.config import ServedModel
 from blockyard.worker.model.config import ModelConfig
+
+ADAPTER_SECONDS = 65.0
+"""Deadline of a call that has workers read an adapter. They take a minute at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +170,29 @@ def remove(
     with on_ray.driver(cluster):
         on_ray.remove_model(model_id, grace_seconds, waiting=lambda seen: report(_ending(seen, model_id)))
         _save(cluster, on_ray.supervisor_report())
+
+
+def add_adapters(cluster: state.ClusterState, options: UpOptions) -> Iterator[str]:
+    """Add the adapters that `up` was given. Yield a warning for each that could not be added.
+
+    Where routers ask for tokens or TLS, `up` has none, and the operator has to add them.
+    """
+    security = options.security
+    for adapter in options.additions.adapters:
+        why = "routers ask for a token or TLS"
+        if security.auth_file is None and security.tls is None:
+            try:
+                with Client(list(cluster.routers), timeout_seconds=ADAPTER_SECONDS) as client:
+                    client.add_adapter(
+                        adapter.name, adapter.path, tenant=adapter.tenant, model=adapter.model or None
+                    )
+                continue
+            except BlockyardError as error:
+                why = str(error)
+        options_of = {"--model": adapter.model, "--tenant": adapter.tenant}
+        more = [word for pair in options_of.items() if pair[1] for word in pair]
+        command = shlex.join(["blockyard", "lora", "add", adapter.name, adapter.path, *more])
+        yield f"adapter {adapter.name} is not added ({why}): `{command}{state.which(cluster.cluster)}`"
 
 
 def added_line(model: Model) -> str:

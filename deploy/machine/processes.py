@@ -43,6 +43,11 @@ def identify(pid: int) -> ProcessIdentity | None:
     return None if status is None else ProcessIdentity(pid=pid, start_ticks=status.start_ticks)
 
 
+def boot_id() -> str:
+    """Return the id of this machine's boot. A pid and its start time are unique only together with it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
 def is_alive(process: ProcessIdentity) -> bool:
     return identify(process.pid) == process
 

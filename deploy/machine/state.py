@@ -1,7 +1,8 @@
 """State file of a cluster: `up` writes it, and `down`, `status` and other commands find the cluster by it.
 
 Owns one file for each cluster, `$BLOCKYARD_HOME/<cluster>.json` (default ~/.blockyard). Only its owner can read it,
-because it holds the cluster secret and the Redis URL. Does not own the processes that it names.
+because it holds the cluster secret and the Redis URL. A copy without these, the handle, is in Ray, where a machine
+without the file finds the cluster (supervision/handles.py). Does not own the processes that it names.
 """
 
 import contextlib
@@ -9,17 +10,23 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from blockyard.deploy.machine.processes import ProcessIdentity, is_alive
+from blockyard.deploy.machine.processes import ProcessIdentity, boot_id, is_alive
 from blockyard.proto.security.loopback import LOOPBACK
 
 HOME_VARIABLE = "BLOCKYARD_HOME"
 _ALWAYS_WRITTEN = ("cluster", "model", "secret", "routers", "head", "redis")
 """Fields that every version has written."""
+_ONLY_HERE = frozenset(
+    ("secret", "redis_url", "router_redis_url", "ray_address", "ray_token_path", "starter", "elsewhere")
+)
+"""Fields that are secret, or that no other machine can use. A handle has none of them."""
+_KNOWN_BY_RAY = ("model", "num_workers", "ray_address", "routers", "gateways")
+"""Fields of which Ray knows the latest values."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
@@ -31,6 +38,14 @@ class NoSuchClusterError(ValueError):
         others = f", only {', '.join(known)} (--cluster)" if known else ", and no other"
         super().__init__(f"no cluster {cluster!r} is known here{others}")
         self.cluster = cluster
+
+
+class EndedElsewhereError(RuntimeError):
+    """Ray answers, and has no cluster of the state file's name any more."""
+
+
+class AnotherClusterError(RuntimeError):
+    """Ray has another cluster of this name than the state file is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +76,14 @@ class ClusterState:
     redis_url: str | None = field(default=None, repr=False)
     """URL by which workers reach Redis."""
     router_redis_url: str | None = field(default=None, repr=False)
+    identity: str = ""
+    """Random text that tells this cluster from every other of its name. Empty if an older version started it."""
+    machine: str = ""
+    """Name of the machine on which `up` ran. It has the head, the private Redis and the folder, if there are any."""
+    boot_id: str = ""
+    """Id of that machine's boot. Processes and the folder are found only while it is the same."""
+    elsewhere: tuple[str, ...] = ()
+    """What the cluster has on `machine` and `down` cannot end from here."""
     num_workers: int = 0
     cpus_per_worker: float = 0.0
     """CPUs of each worker. 0 if unknown: not decided yet, or saved by an older version."""
@@ -68,6 +91,8 @@ class ClusterState:
     ray_token_path: str | None = None
     """Token file for Ray and its dashboard. None if Ray asks for no token, or the operator gives it by a variable."""
     dashboard_url: str | None = None
+    reconnect_seconds: float | None = None
+    """Time after which Ray ends all workers and routers once its control service has died. None if unknown."""
     metrics_port: int | None = None
     """Port of this node's metrics, on every interface."""
     node_address: str = LOOPBACK
@@ -112,6 +137,11 @@ def checked_name(cluster: str) -> str:
     return cluster
 
 
+def which(cluster: str) -> str:
+    """Return the option with which a command finds the cluster, after a space, or nothing for the default one."""
+    return "" if cluster == "default" else f" --cluster {cluster}"
+
+
 def home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".blockyard")
 
@@ -154,13 +184,66 @@ def load(cluster: str) -> ClusterState:
     except FileNotFoundError:
         raise NoSuchClusterError(cluster) from None
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or f"it is no JSON document ({error})"
+        raise ValueError(f"{path} cannot be read: {why}. {_written_anew(cluster)}") from error
     try:
         if wrong := _wrong_with(document):
             raise TypeError(wrong)
         return _from_document(document)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(_damaged(path, error)) from error
+        raise ValueError(_damaged(path, cluster, error)) from error
+
+
+def handle_of(cluster: ClusterState) -> dict[str, Any]:
+    """Return what another machine may know of a cluster."""
+    return {name: value for name, value in asdict(cluster).items() if name not in _ONLY_HERE}
+
+
+def of_handle(handle: Mapping[str, Any], **known: Any) -> ClusterState:
+    """Return a cluster's state from its handle. `known` has fields that precede it.
+
+    On another machine than that of `up`, the state has no processes and no folder, but names them as `elsewhere`.
+    """
+    names = {member.name for member in fields(ClusterState)} - _ONLY_HERE
+    of_handle = {name: value for name, value in handle.items() if name in names}
+    empty = {"model": "", "secret": "", "routers": (), "head": None, "redis": None}
+    cluster = _from_document(empty | of_handle | known)
+    if cluster.boot_id == boot_id():
+        return cluster
+    parts = {
+        "its Ray head": cluster.head,
+        "its private Redis": cluster.redis,
+        cluster.directory: cluster.directory,
+    }
+    elsewhere = tuple(str(words) for words, part in parts.items() if part is not None)
+    return replace(cluster, head=None, redis=None, directory=None, logs_directory=None, elsewhere=elsewhere)
+
+
+def keep(found: ClusterState) -> tuple[ClusterState, str]:
+    """Save a cluster that was found in Ray, so that later commands here find it. Return its state, and a note.
+
+    What the file of the same cluster knows already stays. A file of another cluster is replaced only if nothing of that
+    one is left here. If the file cannot be written, the note says why.
+    """
+    path = state_path(found.cluster)
+    try:
+        with alone():
+            try:
+                here = load(found.cluster)
+            except ValueError:  # It is missing or damaged.
+                here = None
+            if here is not None and here.identity == found.identity != "":
+                news = {name: getattr(found, name) for name in _KNOWN_BY_RAY}
+                token_path = found.ray_token_path or here.ray_token_path
+                found = replace(here, **news, ray_token_path=token_path, is_supervised=True)
+                save(found)
+                return found, ""
+            if here is not None and (here.directory is not None or here.anything_alive()):
+                return found, f"{path} is of another cluster of this name, and stays"
+            save(found)
+    except OSError as error:
+        return found, f"{path} cannot be written: {error.strerror}. Later commands need --address too"
+    return found, f"{path} remembers the cluster now: later commands here need no --address"
 
 
 def forget(cluster: str) -> None:
@@ -183,11 +266,16 @@ def _wrong_with(document: object) -> str:
     return f"it has {', '.join(unknown)}, unknown to this version" if unknown else ""
 
 
-def _damaged(path: Path, error: Exception) -> str:
+def _written_anew(cluster: str) -> str:
+    return f"`blockyard status --address HEAD:6379{which(cluster)}` finds a cluster on Ray and writes the file anew"
+
+
+def _damaged(path: Path, cluster: str, error: Exception) -> str:
     problem = f"{error} is missing" if isinstance(error, LookupError) else str(error)
     return (
         f"{path} does not say what `up` writes of a cluster: {problem}. If another version of Blockyard wrote it, "
-        "run that version's `blockyard down`. Otherwise end the cluster's processes, then delete the file"
+        f"run that version's `blockyard down`. {_written_anew(cluster)}. Otherwise end the cluster's processes, then "
+        "delete the file"
     )
 
 
@@ -196,6 +284,7 @@ def _from_document(document: dict[str, Any]) -> ClusterState:
     document["routers"] = tuple(document["routers"])
     document["gateways"] = tuple(document.get("gateways", ()))
     document["dtypes"] = tuple(document.get("dtypes", ()))
+    document["elsewhere"] = tuple(document.get("elsewhere", ()))
     document.setdefault("is_supervised", True)  # An older version did not write it.
     if document.get("starter") is not None:
         document["starter"] = ProcessIdentity(**document["starter"])

@@ -25,8 +25,11 @@ from blockyard.deploy.dashboard.metrics_tab import GRAFANA_VARIABLE, TAB_VARIABL
 from blockyard.deploy.dashboard.start_hook import HOOK, HOOK_VARIABLE, TOKEN_FILE_VARIABLE
 from blockyard.deploy.machine.interruption import handlers_kept
 from blockyard.deploy.machine.processes import STOPPED, command_of, end_session, session_members, state_of
+from blockyard.deploy.ray import node_probe
 from blockyard.deploy.ray.guardian import GCS, RAYLET
 from blockyard.deploy.ray.head_probes import HTTP2_HEAD_BYTES, HTTP2_PREFACE, HTTP2_SETTINGS
+from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
+from blockyard.deploy.ray.nodes import RECONNECT_SECONDS
 from blockyard.proto.runtime.niceness import NICENESS_VARIABLE
 
 START_SECONDS = 120.0
@@ -40,11 +43,10 @@ _BY_ITSELF = (
 METRICS_REPORT_INTERVAL_MS = 5000
 GRAFANA_UID = "blockyard"
 """Uid of deploy/grafana/dashboard.json."""
+_RIGHT_TOKEN = (
+    "copy the token file of the machine on which Ray's head was started, or name it by RAY_AUTH_TOKEN_PATH"
+)
 NO_TOKEN_HINT = "; if it asks for a token, set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
-RECONNECT_SECONDS = 600
-"""Time for which nodes, and so our workers, keep running after Ray's control service has died. Then they end. Ray's
-default of 60 s leaves an operator too little time to notice."""
-RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 MEMORY_MONITOR_VARIABLE = "RAY_memory_monitor_refresh_ms"
 MEMORY_MONITOR_OFF = "0"
 """Switches off Ray's memory monitor, which kills Ray's workers at 95 % of the machine's memory, whichever program uses
@@ -146,10 +148,26 @@ def _spawn(command: list[str], environment: dict[str, str], log_path: Path) -> s
 
 
 def use_token(token_path: str | None) -> None:
-    """Set this process's credentials for Ray, before ray is imported. None keeps the operator's own."""
+    """Set this process's credentials for Ray, before ray is imported. None keeps the operator's own.
+
+    Raise RayConnectError if they are in a file that cannot be read. Ray itself would abort this process.
+    """
     if token_path is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = token_path
+    if os.environ.get("RAY_AUTH_MODE") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    path = _token_file()
+    try:
+        why = "" if path.read_text(encoding="ascii").strip() else "it is empty"
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it holds no token"
+    if why:
+        raise RayConnectError(f"Ray's token file {path} cannot be used: {why}; {_RIGHT_TOKEN}")
+
+
+def _token_file() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().absolute()
 
 
 def operators_token_path() -> str | None:
@@ -160,7 +178,7 @@ def operators_token_path() -> str | None:
     """
     if os.environ.get("RAY_AUTH_MODE") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().absolute()
+    path = _token_file()
     return str(path) if path.is_file() else None
 
 
@@ -199,7 +217,7 @@ def control_service(address: str, *, token_path: str | None) -> Any:
     use_token(token_path)
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    with _refusals_explained(address):
+    with _refusals_explained(address), words_kept(Path(os.devnull)):
         return GcsClient(address=address)
 
 
@@ -211,6 +229,11 @@ def _refusals_explained(address: str) -> Iterator[None]:
         yield
     except (RayError, ConnectionError) as error:
         hint = "" if os.environ.get("RAY_AUTH_MODE") == "token" else NO_TOKEN_HINT
+        if "InvalidAuthToken" in str(error) and not hint:
+            ours = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else _token_file()
+            raise RayConnectError(
+                f"Ray at {address} refuses the token in {ours}: it was started with another one; {_RIGHT_TOKEN}"
+            ) from error
         raise RayConnectError(f"Ray at {address} does not let us in: {error}{hint}") from error
 
 
@@ -239,9 +262,27 @@ def words_kept(path: Path) -> Iterator[None]:
 def host_and_port(address: str) -> tuple[str, int]:
     """Split an address. Raise ValueError if it is not host:port."""
     host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit():
+    if not separator or not port.isdigit() or "/" in address:
         raise ValueError(f"Ray's address is host:port, not {address!r}")
     return host, int(port)
+
+
+def address_of_this_machine() -> str:
+    """Return the address of the one Ray cluster of which a node runs on this machine. Raise ValueError otherwise."""
+    option = "--gcs-address="
+    found = {
+        argument.removeprefix(option)
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if (argv := command_of(pid)) and Path(argv[0]).name == RAYLET
+        for argument in argv
+        if argument.startswith(option)
+    }
+    if len(found) != 1:
+        which = (
+            f"several Rays run here: {', '.join(sorted(found))}" if found else "no Ray runs on this machine"
+        )
+        raise ValueError(f"{which}: name the address host:port")
+    return found.pop()
 
 
 def check_alive(session: int) -> None:
@@ -272,6 +313,14 @@ def is_supervisor_stopped(session: int) -> bool:
     )
 
 
+def takes_connections(address: str) -> bool:
+    try:
+        socket.create_connection(host_and_port(address), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
 def check_listening(address: str) -> None:
     """Raise RayConnectError if no Ray listens at this address, ValueError if it is not host:port."""
     try:
@@ -292,6 +341,11 @@ def _speaks_http2(connection: socket.socket) -> bool:
     while len(answer) < HTTP2_HEAD_BYTES and (more := connection.recv(HTTP2_HEAD_BYTES - len(answer))):
         answer += more
     return answer[3:4] == HTTP2_SETTINGS
+
+
+def reconnect_seconds() -> float:
+    """Return how long the processes of a head that we start outlive its control service."""
+    return node_probe.reconnect_seconds({RECONNECT_VARIABLE: str(RECONNECT_SECONDS), **os.environ})
 
 
 def free_port() -> int:

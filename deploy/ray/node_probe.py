@@ -5,14 +5,19 @@ our code only inside calls that may fail, and it answers with plain values.
 """
 
 import asyncio
+import base64
 import importlib.metadata
+import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONNECT_SECONDS = 3.0
+RECONNECT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAYS_RECONNECT_SECONDS = 60.0
+"""Ray's default of RECONNECT_VARIABLE."""
 
 
 class NodeProbe:
@@ -28,6 +33,8 @@ class NodeProbe:
             "code": _code(),
             "has_bfloat16": _has_bfloat16(),
             "niceness": os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid()),
+            "reconnect_seconds": reconnect_seconds(os.environ),
+            "reconnect_seconds_of_all": _reconnect_seconds_of_all(os.getppid()),
             "model": None if model is None else _model(model),
             "redis": None if redis_url is None else await _redis(redis_url),
         }
@@ -78,6 +85,40 @@ def _has_bfloat16() -> bool:
         return cpu_has_bfloat16()
     except Exception:
         return False
+
+
+def reconnect_seconds(environment: Mapping[str, str]) -> float:
+    """Return how long Ray's processes with this environment outlive Ray's control service."""
+    try:
+        return float(environment[RECONNECT_VARIABLE])
+    except (KeyError, ValueError):
+        return RAYS_RECONNECT_SECONDS
+
+
+def _reconnect_seconds_of_all(raylet: int) -> float | None:
+    """Return what `ray start --system-config` says of it for all nodes, which precedes the variable.
+
+    It is found on the head alone, beside the control service of this node's raylet. Elsewhere return None.
+    """
+    for entry in os.listdir("/proc"):
+        program, options = _arguments(entry)
+        if os.path.basename(program) == "gcs_server" and options.get("--session-name") == (
+            _arguments(str(raylet))[1].get("--session-name")
+        ):
+            config = json.loads(base64.b64decode(options.get("--config_list") or "e30="))
+            seconds = config.get(RECONNECT_VARIABLE.removeprefix("RAY_"))
+            return None if seconds is None else float(seconds)
+    return None
+
+
+def _arguments(pid: str) -> tuple[str, dict[str, str]]:
+    """Return a process's program, and its options with values. Empty if it has ended or is another user's."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            program, *options = file.read().split("\0")
+    except OSError:
+        return "", {}
+    return program, dict(option.split("=", 1) for option in options if "=" in option)
 
 
 def _model(folder: str) -> str:

@@ -11,10 +11,14 @@ from typing import Any
 
 from blockyard.deploy.machine.check_results import Finding, Verdict
 from blockyard.deploy.ray import node_probe
+from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
 from blockyard.proto.naming.code_version import code_version
 from blockyard.proto.runtime.niceness import NICENESS_VARIABLE
 
 PROBE_SECONDS = 60.0
+RECONNECT_SECONDS = 600
+"""Time for which nodes, and so our workers, keep running after Ray's control service has died. Then they end. Ray's
+default of 60 s leaves an operator too little time to notice."""
 DYING_SECONDS = 3.0
 DYING_TRIES = 4
 SHOWN_ID_CHARS = 8
@@ -49,6 +53,8 @@ class NodeFacts:
     """Whether its CPU has bfloat16 instructions."""
     niceness: int
     """Niceness that Ray on this node adds to its workers."""
+    reconnect_seconds: float
+    """Seconds after which Ray ends everything on this node once its control service has died."""
     model: str | None
     """The problem with the model's files, or empty. None if the node was not asked."""
     redis: str | None
@@ -119,6 +125,11 @@ def _ask_living(packages: Sequence[str], model: str | None, redis_url: str | Non
         unreachable = _each(probes, "unreachable", lambda node_id: (listeners,))
     finally:
         cloudpickle.unregister_pickle_by_value(node_probe)  # type: ignore[no-untyped-call]
+    of_all = [
+        seconds for node in facts.values() if (seconds := node.pop("reconnect_seconds_of_all")) is not None
+    ]
+    for node in facts.values():
+        node["reconnect_seconds"] = min(of_all, default=node["reconnect_seconds"])
     return [
         NodeFacts(address=name, unreachable=tuple(unreachable[node_id]), **facts[node_id])
         for node_id, name in sorted(names.items(), key=lambda item: item[1])
@@ -174,6 +185,23 @@ def differ_in_bfloat16(nodes: Sequence[NodeFacts]) -> bool:
     return len({node.has_bfloat16 for node in nodes}) > 1
 
 
+def reconnect_seconds(nodes: Sequence[NodeFacts]) -> float | None:
+    """Return after how many seconds the first node ends once Ray's control service has died. None without nodes."""
+    return min((node.reconnect_seconds for node in nodes), default=None)
+
+
+def short_reconnect(nodes: Sequence[NodeFacts]) -> str | None:
+    """Return the warning that nodes end too soon after Ray's control service has died, or None."""
+    short = [node for node in nodes if node.reconnect_seconds < RECONNECT_SECONDS]
+    if not short:
+        return None
+    seconds, them = min(node.reconnect_seconds for node in short), ", ".join(node.address for node in short)
+    return (
+        f"if Ray's control service (gcs_server) dies, Ray ends all workers and routers on {them} after "
+        f"{seconds:g} s: start these nodes with {RECONNECT_VARIABLE}={RECONNECT_SECONDS}"
+    )
+
+
 def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python: str) -> Iterator[Finding]:
     """Yield doctor's lines about each node, compared with the packages and the Python of this machine."""
     if differ_in_bfloat16(nodes):
@@ -182,6 +210,8 @@ def findings(nodes: Sequence[NodeFacts], here: Mapping[str, str | None], python:
             f"no bfloat16 instructions on {without}: workers on CPUs all compute in float32 (see --dtype)"
         )
         yield Finding(verdict="warn", subject="data type", detail=detail)
+    if warning := short_reconnect(nodes):
+        yield Finding(verdict="warn", subject="ray", detail=warning)
     for node in nodes:
         yield _versions(node, here, python)
         yield _code(node)

@@ -13,11 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import click
-from blockyard.deploy.settings.setting import VARIABLE_PREFIX, Command, Setting, masked, settings_of
+from blockyard.deploy.settings.setting import (
+    VARIABLE_PREFIX,
+    Command,
+    Setting,
+    is_template,
+    masked,
+    settings_of,
+)
 
 CONFIG_VARIABLE = "BLOCKYARD_CONFIG"
 FILE_KEY = "blockyard.config_file"
 """Key in click's context for the path of the configuration file."""
+ADDITIONS_KEY = "blockyard.additions"
+"""Key in click's context for the file's tables that are no settings."""
+ADDITIONS = frozenset(("models", "adapters"))
+"""Names of those tables. They are for `up` and `serve` alone (exported.py)."""
 Places = dict[tuple[str, str], Any]
 """Values of settings, by section and key."""
 
@@ -56,6 +67,7 @@ def read_config(path: Path, known: Mapping[tuple[str, str], Setting], context: c
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    context.meta[ADDITIONS_KEY] = {name: document.pop(name) for name in ADDITIONS if name in document}
     sections = {section for section, _ in known}
     values: Places = {}
     for section, table in document.items():
@@ -164,7 +176,7 @@ def _absolute(path: Path, setting: Setting, value: Any) -> Any:
 
     A SIZE that is a number becomes text. Other values stay as they are.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or is_template(value):
         return str(value) if setting.metavar == "SIZE" else value
     beside = path.resolve().parent / Path(value).expanduser()
     is_folder = setting.key == "model" and value != "demo" and beside.is_dir()

@@ -61,9 +61,9 @@ def effective(context: click.Context) -> list[Effective]:
             Effective(
                 section=setting.section,
                 key=setting.key,
-                value=_plain(masked(value) if setting.is_secret else value),
-                source=_source(context, setting),
-                defaults=_table_defaults(context, setting),
+                value=plain(masked(value) if setting.is_secret else value),
+                source=source_of(context, setting),
+                defaults=table_defaults(context, setting),
             )
         )
     return found
@@ -102,10 +102,11 @@ def _rows(setting: Effective) -> Iterator[tuple[str, str, str]]:
         yield name, "-" if value in (None, [], {}) else _text(value), source
 
 
-def _table_defaults(context: click.Context, setting: Setting) -> Mapping[str, Any]:
+def table_defaults(context: click.Context, setting: Setting) -> Mapping[str, Any]:
+    """Return the defaults by name of a setting that is a table, and nothing for another one."""
     if not setting.takes_pairs or setting.callback is None:
         return {}
-    defaults: Mapping[str, Any] = _plain(setting.callback(context, setting, ()))
+    defaults: Mapping[str, Any] = plain(setting.callback(context, setting, ()))
     return defaults
 
 
@@ -150,7 +151,8 @@ def _example_value(setting: Setting) -> str:
     return _EXAMPLES.get(setting.kind, '"..."')
 
 
-def _source(context: click.Context, setting: Setting) -> str:
+def source_of(context: click.Context, setting: Setting) -> str:
+    """Return the source of a setting's value: flag, a variable's name, file or default."""
     assert setting.name is not None
     source = context.get_parameter_source(setting.name)
     if source is ParameterSource.ENVIRONMENT:
@@ -158,7 +160,8 @@ def _source(context: click.Context, setting: Setting) -> str:
     return _SOURCES.get(source, "default") if source is not None else "default"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON and TOML have it."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return list(value) if isinstance(value, tuple) else value

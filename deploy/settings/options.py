@@ -3,20 +3,22 @@
 Does not own the options of `up` (up_options.py) and of a request (request_options.py).
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from blockyard.deploy.machine.state import checked_name
-from blockyard.deploy.ray.head import host_and_port
+from blockyard.deploy.ray.head import address_of_this_machine, host_and_port
 from blockyard.deploy.settings.setting import Command as Command
-from blockyard.deploy.settings.setting import checked_by, setting
+from blockyard.deploy.settings.setting import checked_by, is_template, setting
 from blockyard.proto.naming.model_files import OTHER_FORMATS, model_names
 from blockyard.proto.runtime.grace import DEFAULT_GRACE_SECONDS, MAX_GRACE_SECONDS
 from blockyard.router.config import ServedModel
 
 DEMO_MODEL = "demo"
+RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"
 MAX_TEMPLATE_BYTES = 2**20
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(@[\w./-]+)?")
 
@@ -54,10 +56,40 @@ def at_revision(model: str, revision: str | None) -> str:
     return model_path(f"{model}@{revision}")
 
 
-def ray_address(address: str) -> str:
-    """Return the address unchanged. Raise ValueError if it is not host:port."""
+def ray_address(address: str) -> str | None:
+    """Return an address of Ray as host:port, or None for `local`, a Ray that `up` starts. As `ray.init` does, take
+    `auto` for the address in RAY_ADDRESS or, if that is not set, of the Ray on this machine.
+
+    Raise ValueError for any other text.
+    """
+    if address == "auto":
+        address = os.environ.get(RAY_ADDRESS_VARIABLE, "auto")
+    if address == "auto":
+        address = address_of_this_machine()
+    if address == "local":
+        return None
     host_and_port(address)
     return address
+
+
+def found_address(address: str) -> str:
+    """Return the address of a Ray that runs, as `ray_address` does. Raise ValueError for `local` too."""
+    found = ray_address(address)
+    if found is None:
+        raise ValueError("`local` is for `up` alone, which starts a Ray")
+    return found
+
+
+def found_option(command: Command) -> Command:
+    """Add `--address`, by which a command finds a cluster that this machine does not remember."""
+    add = click.option(
+        "--address",
+        metavar="HOST:PORT",
+        callback=checked_by(found_address),
+        help="Find the cluster on the Ray cluster at this address, also if this machine does not remember it. `auto` "
+        "is RAY_ADDRESS or, if that is not set, the Ray on this machine.",
+    )
+    return add(command)
 
 
 def served_names(model: str) -> tuple[str, ...]:
@@ -74,11 +106,14 @@ def kept_model(model: str) -> str:
 
 
 def text_of(file: str) -> str:
-    """Return the text of a chat template's file. Raise ValueError if it is too long or cannot be read."""
+    """Return the text of a chat template's file, or the text itself, which `blockyard export` writes.
+
+    Raise ValueError if it is too long or cannot be read.
+    """
     try:
-        content = Path(file).read_bytes()
+        content = file.encode() if is_template(file) else Path(file).read_bytes()
         if len(content) > MAX_TEMPLATE_BYTES:
-            raise ValueError(f"is longer than {MAX_TEMPLATE_BYTES:,} bytes: {file}")
+            raise ValueError(f"is longer than {MAX_TEMPLATE_BYTES:,} bytes: {file[:99]}")
         return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read ({type(error).__name__}): {file}") from None

@@ -158,6 +158,11 @@ def checked_by(check: Callable[[Any], Any]) -> Callable[[click.Context, click.Pa
     return callback
 
 
+def is_template(value: str) -> bool:
+    """Tell whether a value is the text of a Jinja template, and not the name of its file."""
+    return "{%" in value or "{{" in value
+
+
 def settings_of(command: click.Command) -> list[Setting]:
     return [parameter for parameter in command.params if isinstance(parameter, Setting)]
 

@@ -10,22 +10,26 @@ from typing import Any, get_args
 
 import click
 from blockyard.deploy.machine.redis_server import REDIS_URL_VARIABLE
-from blockyard.deploy.settings.config_file import config_option
+from blockyard.deploy.settings.config_file import ADDITIONS_KEY, config_option
 from blockyard.deploy.settings.config_options import (
     engine_config,
     engine_options,
     limit_options,
     placement_options,
 )
+from blockyard.deploy.settings.exported import additions_of, written_settings
 from blockyard.deploy.settings.options import (
+    RAY_ADDRESS_VARIABLE,
     cluster_option,
     kept_model,
+    ray_address,
     served_names,
     text_of,
 )
 from blockyard.deploy.settings.redis_given import checked_redis_url
 from blockyard.deploy.settings.security import security, security_options
 from blockyard.deploy.settings.setting import (
+    VARIABLE_PREFIX,
     Command,
     checked_by,
     field_setting,
@@ -70,6 +74,7 @@ _OF_THE_CLUSTER = field_settings(
     host={"callback": checked_by(_checked_host)},
     router_port={"type": _PORT, "default": None, "show_default": False},
     http_port={"type": _PORT},
+    address={"envvar": (f"{VARIABLE_PREFIX}ADDRESS", RAY_ADDRESS_VARIABLE)},
     hung_seconds={"section": "limits"},
     redis_url={
         "section": "redis",
@@ -151,10 +156,15 @@ def up_options(values: dict[str, Any], *, default_ports: Mapping[str, int | None
 def _up_options(values: dict[str, Any], default_ports: Mapping[str, int | None]) -> UpOptions:
     if values["model_names"] and values["further_models"]:
         raise ValueError("--model-name is for one model, and this cluster begins with several")
+    if values["address"] is not None:
+        values["address"] = ray_address(values["address"])
     model_names = values.pop("model_names") or served_names(values["model"])
     movable_ports = frozenset(name for name in default_ports if values[name] is None)
     values |= {name: default_ports[name] for name in movable_ports}
+    context = click.get_current_context(silent=True)
     return UpOptions(
+        written={} if context is None else written_settings(context),
+        additions=additions_of({} if context is None else context.meta.get(ADDITIONS_KEY, {})),
         engine=engine_config(values),
         model_names=model_names,
         movable_ports=movable_ports,

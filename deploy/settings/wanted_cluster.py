@@ -6,10 +6,12 @@ Owns its defaults, and refuses values that are wrong on any machine. Does not ow
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from blockyard.deploy.machine import state
 from blockyard.deploy.machine.redis_server import configured_redis_url
 from blockyard.deploy.ray.head import host_and_port
+from blockyard.deploy.settings.exported import Additions
 from blockyard.deploy.settings.options import further_model
 from blockyard.deploy.settings.security import SecurityOptions
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
@@ -116,7 +118,8 @@ class UpOptions:
     )
     address: str | None = setting(
         None,
-        help="Address host:port of an existing Ray cluster. Default: a local one is started.",
+        help="Address host:port of an existing Ray cluster, `auto` for the one on this machine, or `local` to start "
+        "one. Default: RAY_ADDRESS, if set, and otherwise `local`.",
         group=JOINED,
     )
     ships_code: bool = setting(
@@ -147,6 +150,10 @@ class UpOptions:
         "is started. A URL with a password comes only by the variable.",
     )
     """URLs of the Redis servers to which workers write."""
+    written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The same settings as a configuration file has them, for `blockyard export`. Empty if no command gave them."""
+    additions: Additions = field(default_factory=Additions)
+    """Models and adapters beside the first model. They are added once the cluster serves."""
     router_redis_url: str | None = setting(
         None,
         help="URLs of the same servers for routers, in the same order, with a user that only reads (SECURITY.md). "

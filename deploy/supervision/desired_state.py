@@ -1,13 +1,15 @@
-"""Stores what operators have changed since `up`, and routers' addresses, where a restarted supervisor finds them.
+"""Stores what operators have changed since `up`, routers' addresses and the cluster's handle in Ray.
 
-The store is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault
-tolerant. Does not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the
-number of workers that `up` started. It would also start workers that an operator has taken out.
+A restarted supervisor finds them there, and so does a command without the cluster's state file (handles.py). The store
+is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault tolerant. Does
+not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the number of workers
+that `up` started. It would also start workers that an operator has taken out.
 """
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from blockyard.deploy.supervision.model_plans import ModelPlan
@@ -18,7 +20,7 @@ from ray.experimental import internal_kv
 SAVE_SECONDS = 10.0
 FORGET_SECONDS = 2.0
 """Limit on the wait for the deletion when a cluster ends. A later cluster of the same name deletes the state too."""
-_KV_NAMESPACE = b"blockyard-wish"
+KV_NAMESPACE = b"blockyard-wish"
 """Not the namespace of announcements, because the dashboard reads all of that one. The name is historical and stays,
 so that the state of a running cluster is still found."""
 
@@ -39,6 +41,8 @@ class DesiredState:
     """Models beside the first one."""
     addresses: tuple[tuple[str, str, str], ...] = ()
     """Each router's name, address and gateway address. A restarted router listens at the same addresses."""
+    handle: Mapping[str, Any] = field(default_factory=dict)
+    """What `up` knows of the cluster and says to every machine: `ClusterSpec.handle`."""
 
 
 class DesiredStateStore(Protocol):
@@ -59,7 +63,7 @@ class RayDesiredStateStore:
 
     def load(self) -> DesiredState | None:
         """Return the stored state, or None if nothing was stored yet."""
-        found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=_KV_NAMESPACE)
+        found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
         return None if found is None else decoded(found)
 
     async def save(self, desired: DesiredState) -> None:
@@ -73,14 +77,19 @@ class RayDesiredStateStore:
             await asyncio.to_thread(self.forget_now)
 
     def forget_now(self) -> None:
-        internal_kv._internal_kv_del(self._key, namespace=_KV_NAMESPACE)
+        internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
 
     def _put(self, text: bytes) -> None:
-        internal_kv._internal_kv_put(self._key, text, overwrite=True, namespace=_KV_NAMESPACE)
+        internal_kv._internal_kv_put(self._key, text, overwrite=True, namespace=KV_NAMESPACE)
 
     @property
     def _key(self) -> bytes:
-        return f"wish:{self.namespace}".encode()
+        return key_of(self.namespace)
+
+
+def key_of(namespace: str) -> bytes:
+    """Return the key of the desired state of the cluster in this namespace of Ray's."""
+    return f"wish:{namespace}".encode()
 
 
 def encoded(desired: DesiredState) -> bytes:

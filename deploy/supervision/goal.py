@@ -31,7 +31,7 @@ class Goal:
         self.update: ModelPlan | None = None
         """An update whose workers start beside those of before. It is not stored: a restarted supervisor ends them."""
         self.desired = store.load() or DesiredState(
-            num_workers=spec.num_workers, further_models=spec.further_models
+            num_workers=spec.num_workers, further_models=spec.further_models, handle=spec.handle
         )
 
     @property
@@ -79,6 +79,10 @@ class Goal:
             desired = replace(self.desired, **changes)
             await self._store.save(desired)
             self.desired = desired
+
+    async def keep(self) -> None:
+        """Store the desired state as it is, so that a command finds the cluster's handle."""
+        await self.change()
 
     async def keep_addresses(self, replicas: Iterable[Replica]) -> None:
         """Store the routers' addresses. After a restart of all of Ray they are known nowhere else."""

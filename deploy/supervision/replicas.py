@@ -9,7 +9,7 @@ Owns names, phases, and the pure rules of ports and pauses. Does not own startin
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.proto.roles import Role
@@ -34,6 +34,14 @@ Kind = Literal["worker", "router"]
 Phase = Literal["starting", "downloading", "serving", "draining", "waiting", "stopped"]
 
 
+NAMESPACE_PREFIX = "blockyard-"
+
+
+def namespace(cluster: str) -> str:
+    """Return the Ray namespace of a cluster's actors."""
+    return NAMESPACE_PREFIX + cluster
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """Workers and routers that should run. The configs are templates: each replica gets its own id and port."""
@@ -53,6 +61,8 @@ class ClusterSpec:
     """Code version that every node must have. Empty accepts any."""
     further_models: tuple[ModelPlan, ...] = ()
     """Models beside the first one, as `up` started them."""
+    handle: Mapping[str, Any] = field(default_factory=dict)
+    """What a command needs to know of the cluster, without secrets (machine/state.py). It is kept in Ray's store."""
     hung_seconds: float = DEFAULT_HUNG_SECONDS
     """Silence after which the supervisor kills a serving worker or router and starts it again."""
 

@@ -436,6 +436,7 @@ class Supervisor:
             self._loops.create_task(self._joining.keep_routers_informed())
             self._loops.create_task(self._watch_all())
             self._loops.create_task(self._finish_scaling())
+            self._loops.create_task(all_of(self._goal.keep()))
             self._loops.create_task(self._announce())
             self._loops.create_task(self._store_reports())
             for replica in self._replicas:

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from blockyard import deploy
 from blockyard.deploy.machine.processes import end_session, session_members
-from blockyard.deploy.ray.head import RECONNECT_VARIABLE, RayHead, start_head
+from blockyard.deploy.ray.head import RayHead, start_head
+from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
 from blockyard.router.client.errors import BlockyardError

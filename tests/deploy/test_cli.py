@@ -76,16 +76,19 @@ def test_a_cluster_that_is_not_known_is_named(command: str) -> None:
     assert result.output.startswith("Error: no cluster 'nowhere' is known here")
 
 
+STARTS = "`blockyard up --model MODEL --cluster nowhere` starts it"
+FINDS = (
+    "`blockyard status --address HEAD:6379 --cluster nowhere` finds one that was started on another machine"
+)
+
+
 @pytest.mark.parametrize(
     ("command", "ways"),
     [
-        (("down",), ""),
-        (("open",), ": `blockyard up --model MODEL --cluster nowhere` starts it"),
-        (("status",), ": `blockyard up --model MODEL --cluster nowhere` starts it"),
-        (
-            ("workers",),
-            ": `blockyard up --model MODEL --cluster nowhere` starts it, or name a router with --router",
-        ),
+        (("down",), f": {FINDS}"),
+        (("open",), f": {STARTS}, {FINDS}"),
+        (("status",), f": {STARTS}, {FINDS}"),
+        (("workers",), f": {STARTS}, {FINDS}, or name a router with --router"),
     ],
 )
 def test_who_names_no_known_cluster_is_told_those_that_are_and_what_this_command_takes(
@@ -99,7 +102,8 @@ def test_who_names_no_known_cluster_is_told_those_that_are_and_what_this_command
 
 
 def test_the_default_cluster_needs_no_name() -> None:
-    assert run("status").output.strip().endswith("`blockyard up --model MODEL` starts it")
+    told = run("status").output
+    assert "`blockyard up --model MODEL` starts it, `blockyard status --address HEAD:6379` finds one" in told
 
 
 def test_a_router_that_does_not_answer_is_an_error_and_no_traceback() -> None:

@@ -215,7 +215,8 @@ def test_every_option_of_up_is_a_setting_that_file_and_environment_may_give() ->
 def test_no_two_settings_have_one_place_or_variable_and_each_section_is_told() -> None:
     settings = [option for option in main.commands["up"].params if isinstance(option, Setting)]
     assert len({setting.place for setting in settings}) == len(settings)
-    assert len({variable for setting in settings for variable in setting.variables}) == len(settings)
+    variables = [variable for setting in settings for variable in setting.variables]
+    assert len(set(variables)) == len(variables)
     assert {section for section, _ in known_settings(main)} == set(SECTIONS)
 
 

@@ -6,7 +6,17 @@ import pytest
 from blockyard.deploy.lifecycle.cluster import UNLIKE_CPUS, with_one_dtype
 from blockyard.deploy.lifecycle.serving import Progress
 from blockyard.deploy.machine.check_results import exit_code
-from blockyard.deploy.ray.nodes import NodeFacts, check_code, distinct_names, findings
+from blockyard.deploy.ray import node_probe
+from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
+from blockyard.deploy.ray.nodes import (
+    RECONNECT_SECONDS,
+    NodeFacts,
+    check_code,
+    distinct_names,
+    findings,
+    reconnect_seconds,
+    short_reconnect,
+)
 from blockyard.deploy.settings.wanted_cluster import UpOptions
 from blockyard.deploy.views.views import finding_line
 from blockyard.proto.naming.code_version import code_version
@@ -21,6 +31,7 @@ SOUND = NodeFacts(
     code=code_version(),
     has_bfloat16=True,
     niceness=0,
+    reconnect_seconds=RECONNECT_SECONDS,
     model="",
     redis="",
     unreachable=(),
@@ -107,3 +118,23 @@ def test_a_node_whose_ray_lowers_the_priority_of_workers_is_warned_about() -> No
     slow = [finding for finding in told if "niceness" in finding.detail]
     assert [finding.verdict for finding in slow] == ["warn"]
     assert "RAY_worker_niceness=0" in slow[0].detail
+
+
+def test_nodes_that_end_soon_after_rays_control_service_are_warned_about() -> None:
+    short = replace(SOUND, address="10.0.0.8", reconnect_seconds=60.0)
+    assert short_reconnect([SOUND]) is None
+    (told,) = (found for found in findings([SOUND, short], HERE, "3.11.2") if found.subject == "ray")
+    assert told.verdict == "warn"
+    for words in ("on 10.0.0.8 after 60 s", f"{RECONNECT_VARIABLE}={RECONNECT_SECONDS}"):
+        assert words in told.detail
+    assert reconnect_seconds([SOUND, short]) == 60.0, "the first node to end takes its workers with it"
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [({}, 60.0), ({RECONNECT_VARIABLE: "600"}, 600.0), ({RECONNECT_VARIABLE: "soon"}, 60.0)],
+)
+def test_a_node_ends_after_what_its_environment_says_or_rays_default(
+    environment: dict[str, str], seconds: float
+) -> None:
+    assert node_probe.reconnect_seconds(environment) == seconds
