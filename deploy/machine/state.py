@@ -83,7 +83,7 @@ class ClusterState:
     boot_id: str = ""
     """Id of that machine's boot. Processes and the folder are found only while it is the same."""
     elsewhere: tuple[str, ...] = ()
-    """What the cluster has on `machine` and `down` cannot end from here."""
+    """Parts of the cluster on `machine` that `down` cannot end from here."""
     num_workers: int = 0
     cpus_per_worker: float = 0.0
     """CPUs of each worker. 0 if unknown: not decided yet, or saved by an older version."""

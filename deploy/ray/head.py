@@ -190,8 +190,7 @@ def connect(
     Actors that the driver starts get the package from `wheel`, if given. Raise RayConnectError at once if nothing
     listens there, where Ray itself would retry for minutes. Raise it too if Ray does not let us in.
     """
-    check_listening(address)
-    use_token(token_path)
+    control_service(address, token_path=token_path)  # It says why Ray refuses us, and a driver does not.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray

@@ -57,7 +57,7 @@ class AddedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Additions:
-    """What a cluster serves beside its first model."""
+    """Models and adapters that a cluster serves beside its first model."""
 
     models: tuple[AddedModel, ...] = ()
     adapters: tuple[AddedAdapter, ...] = ()
@@ -232,10 +232,10 @@ def _lines(
     yield "# A cluster as `blockyard export` found it. `blockyard up --config FILE` starts the same one."
     if adapters is None:
         yield "# Its LoRA adapters are missing here, because no router named them."
-    for section, values in settings.items():
+    for section, values in sorted(settings.items()):
         if values:
             yield from ("", f"[{section}]")
-        for key, value in values.items():
+        for key, value in sorted(values.items()):
             if value is None:
                 yield f"# {key} is left out, because it holds a password: give it by its variable (docs/cli.md)"
             else:

@@ -42,7 +42,7 @@ class DesiredState:
     addresses: tuple[tuple[str, str, str], ...] = ()
     """Each router's name, address and gateway address. A restarted router listens at the same addresses."""
     handle: Mapping[str, Any] = field(default_factory=dict)
-    """What `up` knows of the cluster and says to every machine: `ClusterSpec.handle`."""
+    """Copy of `ClusterSpec.handle`."""
 
 
 class DesiredStateStore(Protocol):

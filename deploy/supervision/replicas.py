@@ -62,7 +62,7 @@ class ClusterSpec:
     further_models: tuple[ModelPlan, ...] = ()
     """Models beside the first one, as `up` started them."""
     handle: Mapping[str, Any] = field(default_factory=dict)
-    """What a command needs to know of the cluster, without secrets (machine/state.py). It is kept in Ray's store."""
+    """Facts of the cluster for commands, without secrets (machine/state.py). They are kept in Ray's store."""
     hung_seconds: float = DEFAULT_HUNG_SECONDS
     """Silence after which the supervisor kills a serving worker or router and starts it again."""
 

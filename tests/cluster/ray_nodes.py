@@ -1,6 +1,8 @@
 """A Ray cluster of two nodes on this machine, of an operator who follows docs/deploying.md."""
 
 import os
+import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from blockyard.deploy.dashboard.start_hook import HOOK_VARIABLE
 from blockyard.deploy.machine.processes import ProcessIdentity, end_session, session_members
-from blockyard.deploy.ray.head import RayHead, start_head
+from blockyard.deploy.ray.head import RayHead, free_port, start_head
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deploying.md"
 JOIN_SECONDS = 120.0
@@ -88,11 +90,51 @@ def second_node(head: RayHead, *, num_cpus: int, python_path: Path | None = None
         node.end()
 
 
+@contextmanager
+def documented_head(directory: Path, port: int, **variables: str) -> Iterator[Node]:
+    """Start a head as the document says, with its own variables, but for `variables`. Nothing watches its processes.
+
+    The folder's path must be short: Ray puts sockets in it. It holds the token.
+    """
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    program, *arguments = shlex.split(documented("ray start --head").replace("6379", str(port)))
+    assert program == "ray"
+    ours = (f"--temp-dir={directory / 'ray'}", "--num-cpus=2", "--object-store-memory=100000000")
+    ports = (f"--ray-client-server-port={free_port()}", f"--dashboard-port={free_port()}")
+    environment = {**os.environ, **documented_variables(), "RAY_AUTH_TOKEN_PATH": str(token), **variables}
+    with (directory / "start.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *arguments, *ours, *ports],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        assert process.wait(JOIN_SECONDS) == 0, (directory / "start.log").read_text()
+        yield Node(session=process.pid, processes=tuple(session_members(process.pid)))
+    finally:
+        end_session(process.pid, session_members(process.pid))
+
+
+def documented_variables() -> dict[str, str]:
+    """Return Ray's variables that the document sets for the head."""
+    return dict(re.findall(r"^export (RAY_\w+)=(\S+)", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE))
+
+
 def documented_join() -> str:
     """Return the command with which the document has a second machine join."""
+    return documented("ray start --address")
+
+
+def documented(command: str) -> str:
+    """Return the one line of the document that begins with this command."""
     (line,) = {
         line.partition("#")[0].strip()
         for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
-        if line.startswith("ray start --address")
+        if line.startswith(command)
     }
     return line

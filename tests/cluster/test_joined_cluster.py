@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from blockyard import deploy
 from blockyard.deploy.machine.processes import ProcessIdentity, is_alive, session_members
 from blockyard.deploy.ray.head import RayHead
 from blockyard.router.client import Client
@@ -15,6 +16,7 @@ from .ray_nodes import operators_head
 
 pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
 
+MODEL = Path(deploy.__file__).parent / "demo_model" / "checkpoint"
 SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--kv-cache-memory", "18MiB")
 
 
@@ -109,3 +111,65 @@ def test_a_worker_that_cannot_start_fails_up_with_its_reason(head: RayHead, tmp_
     assert "Traceback" not in result.stderr
     assert eventually(lambda: actors_of(head) == [], seconds=10)
     assert not command.home.exists() or list(command.home.iterdir()) == []
+
+
+def test_a_cluster_whose_state_file_is_lost_is_found_ended_and_started_again(
+    head: RayHead, tmp_path: Path
+) -> None:
+    """Lose the home of `up`, use the cluster from two other homes, end it from one, and start its export."""
+    lost, other, third = (
+        Command(home=tmp_path / name, cluster="lost") for name in ("lost", "other", "third")
+    )
+    found = ("--address", head.address)
+    small = ("--workers", "1", "--cpus-per-worker", "0.25", "--max-requests", "77", "--http-port", "0")
+    assert lost.run("up", *SIMULATED, *small, *found).returncode == 0
+    private_redis = remembered_state(lost).redis
+    assert private_redis is not None
+    (lost.home / "lost.json").unlink()
+    refused = lost.run("up", *SIMULATED, *small, *found)
+    assert "`blockyard down` find it with --address" in refused.stderr
+    told = lost.run("scale", "2")
+    assert "`blockyard status --address HEAD:6379 --cluster lost`" in told.stderr
+    scaled = other.run("scale", "2", *found)
+    assert scaled.returncode == 0, scaled.stderr
+    assert other.run("model", "add", str(MODEL), "--name", "second", "--max-num-seqs", "7").returncode == 0
+    for command in (other, third, lost):
+        assert {place["phase"] for place in command.json("status", *found)["places"]} == {"serving"}
+        assert remembered_state(command).routers
+    (third.home / "lost.json").write_text('{"cluster": "lo')  # half written
+    exported = third.run("export", *found)
+    assert exported.returncode == 0, exported.stderr
+    assert other.run("down").returncode == 0
+    assert eventually(lambda: actors_of(head) == [], seconds=10)
+    assert not is_alive(private_redis.process)
+    for command in ("status", "scale"):
+        told = third.run(*((command, "2") if command == "scale" else (command,)))
+        assert told.returncode == 1
+        assert "it was ended from another place" in told.stderr
+    ended = third.run("down")
+    assert (ended.returncode, "had ended before" in ended.stdout) == (0, True), ended.stderr
+    file = tmp_path / "cluster.toml"
+    file.write_text(exported.stdout)
+    again = third.run("up", "--config", str(file))
+    assert again.returncode == 0, again.stderr
+    assert third.run("export").stdout == exported.stdout
+    told = lost.run("down")
+    assert told.returncode == 1
+    assert "another one of this name runs now" in told.stderr
+    assert lost.run("down", "--forget").returncode == 0
+    assert lost.run("down", *found).returncode == 0
+    assert eventually(lambda: actors_of(head) == [], seconds=10)
+
+
+def test_a_wrong_token_of_ray_names_its_file(
+    head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("ab" * 32)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(wrong))
+    command = Command(home=tmp_path / "home", cluster="guest")
+    for arguments in (("status",), ("scale", "2"), ("down",), ("export",), ("up", *SIMULATED)):
+        told = command.run(*arguments, "--address", head.address)
+        assert told.returncode == 1
+        assert f"refuses the token in {wrong}" in told.stderr
+        assert "Traceback" not in told.stderr

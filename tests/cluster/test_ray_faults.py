@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from blockyard import deploy
-from blockyard.deploy.machine.processes import end_session, session_members
-from blockyard.deploy.ray.head import RayHead, start_head
+from blockyard.deploy.machine.processes import command_of, end_session, is_alive, session_members
+from blockyard.deploy.ray.head import RayHead, free_port, start_head
 from blockyard.deploy.ray.node_probe import RECONNECT_VARIABLE
 from blockyard.proto.v1 import cluster_pb2
 from blockyard.router.client import Client
@@ -26,6 +26,7 @@ from blockyard.router.client.errors import BlockyardError
 from blockyard.router.client.results import Completion, completion
 
 from .harness import Cluster, Command, eventually, remembered_state
+from .ray_nodes import documented_head
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.slow_fault]
 
@@ -40,6 +41,7 @@ SIMULATED = (
 HEAL_SECONDS = 120.0
 STREAM_SECONDS = 120.0
 RECONNECT_SECONDS = 30
+SHORT_SECONDS = 20
 
 
 @pytest.fixture
@@ -155,6 +157,65 @@ def test_streams_go_on_when_the_head_of_ray_has_died_and_its_end_is_told(
         assert "Traceback" not in status.stderr
     measured["note"] = f"served for {served_seconds:.0f} s more, of {RECONNECT_SECONDS} configured"
     assert served_seconds >= 0.8 * RECONNECT_SECONDS
+
+
+@pytest.mark.fault(86)
+def test_a_joined_ray_whose_control_service_died_is_told_with_its_own_time_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
+) -> None:
+    """The operator started Ray with SHORT_SECONDS, and waits until Ray has really ended all of it."""
+    command, port = Command(home=tmp_path / "home", cluster="joined"), free_port()
+    directory = Path(tempfile.mkdtemp(prefix="by-fault-", dir="/tmp"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(directory / "token"))
+    address = f"127.0.0.1:{port}"
+    up = (
+        "up",
+        "--model",
+        "demo",
+        "--workers",
+        "2",
+        "--cpus-per-worker",
+        "0.5",
+        *SIMULATED,
+        "--address",
+        address,
+    )
+    try:
+        with documented_head(directory, port, **{RECONNECT_VARIABLE: str(SHORT_SECONDS)}) as head:
+            started = command.run(*up)
+            assert started.returncode == 0, started.stderr
+            assert (
+                f"after {SHORT_SECONDS} s: start these nodes with {RECONNECT_VARIABLE}=600" in started.stderr
+            )
+            cluster = Cluster(command=command, state=remembered_state(command))
+            with disturbed(cluster, measured):
+                os.kill(_member(head.session, b"gcs_server"), signal.SIGKILL)
+            died = time.monotonic()
+            for told in (command.run("status"), command.run("down"), command.run("scale", "3")):
+                assert told.returncode == 1
+                assert f"until Ray ends them all, {SHORT_SECONDS} s after its death" in told.stderr
+                assert "`blockyard down --forget --cluster joined`" in told.stderr
+            pids = [member for member in session_members(head.session) if _is_ours(member.pid)]
+            assert eventually(lambda: not any(map(is_alive, pids)), seconds=10 * SHORT_SECONDS)
+            measured["note"] = f"ended {time.monotonic() - died:.0f} s later, of {SHORT_SECONDS} said"
+        forgotten = command.run("down", "--forget")
+        assert forgotten.returncode == 0, forgotten.stderr
+        assert "Ray was not asked, and no worker or router was ended" in forgotten.stdout
+        assert f"Neither Ray at {address} nor a router takes connections" in forgotten.stdout
+        with documented_head(directory, port):
+            again = command.run(*up)
+            assert again.returncode == 0, again.stderr
+            assert RECONNECT_VARIABLE not in again.stderr, "the document's own commands need no warning"
+            with Client(list(remembered_state(command).routers)) as client:
+                assert client.generate("def", max_tokens=4, ignore_eos=True).finish.completion_tokens == 4
+            assert command.run("down", "--drain", "0").returncode == 0
+    finally:
+        shutil.rmtree(directory)
+
+
+def _is_ours(pid: int) -> bool:
+    return command_of(pid)[:1] in (["ray::WorkerActor"], ["ray::RouterActor"])
 
 
 def _last_served(client: Client) -> float:

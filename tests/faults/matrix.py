@@ -153,4 +153,9 @@ MATRIX = (
     _fault(83, "router SIGKILL within a batch", "started again, it goes on: each line is answered once"),
     _fault(84, "as 83, with another router of its folder", "the other one goes on within seconds"),
     _fault(85, "router SIGSTOP for seconds, then SIGCONT", "its streams go on where they were; none moves"),
+    _fault(
+        86,
+        "the control service of a joined Ray dies",
+        "as 34, and the time is its nodes' own; `down --forget`, `ray start` and `up` bring all back",
+    ),
 )
