@@ -101,10 +101,11 @@ def serve(given_model: str | None, is_dry: bool, output: str, **values: Any) -> 
     except KeyboardInterrupt:
         pass  # Ctrl-C is the usual end.
     finally:
+        ended = started.head is not None or _is_remembered(started)
         if _is_remembered(started):
             with undisturbed(), StageProgress() as progress:
                 clusters.down(started, report=progress.report)
-        click.echo(_down_words(started), err=True)
+        click.echo(_down_words(started) if ended else _lost_words(started), err=True)
 
 
 def _show_plan(options: UpOptions, output: str) -> NoReturn:
@@ -153,10 +154,21 @@ def wait_for_end(started: state.ClusterState, incidents: Callable[[], Iterable[s
 
 
 def _is_remembered(started: state.ClusterState) -> bool:
+    """Tell whether no command has taken the cluster down. Write its state file anew if that was lost or damaged.
+
+    A `down` ends the session of a head that we started before it deletes the file. On a joined Ray a missing file
+    always counts as a `down`.
+    """
     try:
-        return state.load(started.cluster).secret == started.secret
-    except state.NoSuchClusterError:
-        return False
+        return state.load(started.cluster).identity == started.identity
+    except ValueError as error:
+        head = started.head
+        runs = head is not None and owns_session(head.session, head.processes)
+        if isinstance(error, state.NoSuchClusterError) and not runs:
+            return False
+        with suppress(OSError):  # The next look tries again.
+            state.save(started)
+        return True
 
 
 @click.command()
@@ -204,6 +216,13 @@ def _down_words(cluster: state.ClusterState) -> str:
     return (
         f"all workers and routers of cluster {cluster.cluster} have ended; {cluster.machine} still has "
         f"{', '.join(cluster.elsewhere)}: `blockyard down{state.which(cluster.cluster)}` there removes that"
+    )
+
+
+def _lost_words(cluster: state.ClusterState) -> str:
+    return (
+        f"cluster {cluster.cluster} is not remembered here any more: `blockyard status --address {cluster.ray_address}"
+        f"{state.which(cluster.cluster)}` tells whether it runs"
     )
 
 

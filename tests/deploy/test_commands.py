@@ -18,7 +18,13 @@ from tools.cli_reference import all_commands
 
 from ..faults.processes import SIMULATED, Processes, processes  # noqa: TID252
 
-TALKS = {"blockyard chat", "blockyard config example", "blockyard logs", "blockyard run-batch"}
+TALKS = {
+    "blockyard chat",
+    "blockyard config example",
+    "blockyard export",
+    "blockyard logs",
+    "blockyard run-batch",
+}
 """Commands that print a conversation, a file, or the lines of other processes."""
 PROMPT = "def join_paths(first, second):\n    " * 4
 

@@ -91,6 +91,7 @@ def test_a_client_and_the_commands_that_call_a_cluster_need_the_base_packages_al
         "figures",
         "doctor",
         "config",
+        "export",
     ]
     assert told.returncode == 1
     assert told.stderr == (

@@ -1,6 +1,7 @@
 """`serve` and `up`: ports, the one rule for the addresses of routers, the model's names, and the text about them."""
 
 import json
+import os
 import shlex
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from blockyard.deploy.lifecycle import preflight
 from blockyard.deploy.lifecycle.cluster_spec import spec_of
 from blockyard.deploy.lifecycle.shape import Shape
 from blockyard.deploy.machine import state
-from blockyard.deploy.machine.processes import ProcessIdentity
+from blockyard.deploy.machine.processes import ProcessIdentity, session_members
 from blockyard.deploy.machine.shared_port import can_bind, next_free, reserved_port
 from blockyard.deploy.settings.options import MAX_TEMPLATE_BYTES
 from blockyard.deploy.settings.security import SecurityOptions
@@ -306,8 +307,35 @@ def test_a_shared_port_may_be_one_of_ipv6() -> None:
 
 def test_serve_ends_where_another_command_has_taken_the_cluster_down() -> None:
     lifecycle.wait_for_end(CLUSTER)
-    state.save(replace(CLUSTER, secret="of another start"))
+    state.save(replace(CLUSTER, identity="of another start"))
     lifecycle.wait_for_end(CLUSTER)
+
+
+@pytest.mark.parametrize("content", [None, '{"cluster": "def'])
+def test_serve_goes_on_and_writes_its_state_file_anew_where_that_was_lost_or_damaged(
+    content: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session of this very process stands for the head's."""
+    monkeypatch.setattr(lifecycle, "END_LOOK_SECONDS", 0.0)
+    session = os.getsid(0)
+    served = replace(
+        CLUSTER, head=state.HeadState(session=session, processes=tuple(session_members(session)))
+    )
+    path, steps = state.state_path(served.cluster), 0
+
+    def incidents() -> Iterator[str]:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            path.unlink(missing_ok=True) if content is None else path.write_text(content)
+        elif steps == 3:
+            assert state.load(served.cluster) == served
+            state.save(replace(served, identity="of another start"))  # It ends the loop.
+        yield from ()
+
+    state.save(served)
+    lifecycle.wait_for_end(served, incidents)
+    assert steps == 3
 
 
 def test_serve_says_where_its_ray_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
