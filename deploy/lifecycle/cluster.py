@@ -212,7 +212,7 @@ def refuse_if_up(cluster: str) -> ClusterState | None:
 def _remove_files(cluster: ClusterState) -> None:
     if cluster.directory is not None:
         shutil.rmtree(cluster.directory, ignore_errors=True)
-    state.forget(cluster.cluster)
+    state.forget(cluster)
 
 
 def _make_directory() -> Path:

@@ -201,7 +201,7 @@ def added_line(model: Model) -> str:
 
 def _save(cluster: state.ClusterState, report: SupervisorReport) -> None:
     num_workers = len(workers_of(report))
-    state.save(replace(cluster, model=", ".join(report.models), num_workers=num_workers))
+    state.update(replace(cluster, model=", ".join(report.models), num_workers=num_workers))
 
 
 def _starting(seen: SupervisorReport, model_id: str, num_workers: int) -> Progress:

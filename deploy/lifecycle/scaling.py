@@ -65,7 +65,7 @@ def scale(
         )
         after = on_ray.supervisor_report()
     scaled = scaled_of(names, after, model)
-    state.save(replace(cluster, num_workers=len(workers_of(after))))
+    state.update(replace(cluster, num_workers=len(workers_of(after))))
     return scaled
 
 

@@ -246,8 +246,19 @@ def keep(found: ClusterState) -> tuple[ClusterState, str]:
     return found, f"{path} remembers the cluster now: later commands here need no --address"
 
 
-def forget(cluster: str) -> None:
-    state_path(cluster).unlink(missing_ok=True)
+def update(cluster: ClusterState) -> None:
+    """Save news of a cluster, if it has a file here. Another cluster's file stays as it is."""
+    with contextlib.suppress(ValueError, OSError):
+        if load(cluster.cluster).identity == cluster.identity:
+            save(cluster)
+
+
+def forget(cluster: ClusterState) -> None:
+    """Delete a cluster's file, also a damaged one, but not that of another cluster of its name."""
+    with contextlib.suppress(ValueError):
+        if load(cluster.cluster).identity != cluster.identity:
+            return
+    state_path(cluster.cluster).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # It holds other clusters, or it has been removed.
         home().rmdir()
 

@@ -33,9 +33,13 @@ def desired_of(service: Any, cluster: str, seconds: float) -> DesiredState | Non
     try:
         return None if text is None else decoded(text)
     except (ValueError, TypeError, LookupError, AttributeError):
-        raise ValueError(
-            f"cluster {cluster!r} was started by another version of Blockyard: use that version's command"
-        ) from None
+        raise _other_version(cluster) from None
+
+
+def _other_version(cluster: str) -> ValueError:
+    return ValueError(
+        f"cluster {cluster!r} was started by another version of Blockyard: use that version's command"
+    )
 
 
 def find(service: Any, cluster: str, address: str, token_path: str | None, seconds: float) -> ClusterState:
@@ -49,17 +53,20 @@ def find(service: Any, cluster: str, address: str, token_path: str | None, secon
         )
     first = [desired.handle.get("model", "").partition(", ")[0]] if desired.serves_first else []
     workers = sum(plan.num_workers for plan in desired.further_models)
-    return of_handle(
-        desired.handle,
-        cluster=cluster,
-        model=", ".join([*first, *(plan.id for plan in desired.further_models)]),
-        num_workers=workers + (desired.num_workers if desired.serves_first else 0),
-        ray_address=address,
-        ray_token_path=token_path,
-        routers=tuple(dict.fromkeys(router for _, router, _ in desired.addresses)),
-        gateways=tuple(dict.fromkeys(gateway for _, _, gateway in desired.addresses if gateway)),
-        is_supervised=True,
-    )
+    try:
+        return of_handle(
+            desired.handle,
+            cluster=cluster,
+            model=", ".join([*first, *(plan.id for plan in desired.further_models)]),
+            num_workers=workers + (desired.num_workers if desired.serves_first else 0),
+            ray_address=address,
+            ray_token_path=token_path,
+            routers=tuple(dict.fromkeys(router for _, router, _ in desired.addresses)),
+            gateways=tuple(dict.fromkeys(gateway for _, _, gateway in desired.addresses if gateway)),
+            is_supervised=True,
+        )
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise _other_version(cluster) from None
 
 
 def check_is_of(service: Any, cluster: ClusterState, seconds: float) -> None:

@@ -116,6 +116,9 @@ def test_a_found_cluster_leaves_what_the_file_of_the_same_one_knows_and_spares_a
     kept, note = state.keep(found)
     assert (kept, state.load("default")) == (found, other)
     assert "is of another cluster of this name, and stays" in note
+    state.update(replace(found, num_workers=9))
+    state.forget(found)
+    assert state.load("default") == other
     state.state_path("default").write_text("{")
     assert state.keep(found)[0] == state.load("default") == found
 

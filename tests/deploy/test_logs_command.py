@@ -239,7 +239,7 @@ def test_what_cannot_be_shown_has_a_sentence(folder: Path) -> None:
     gone = run()
     assert gone.exit_code == 1
     assert gone.output.startswith("Error: the logs of this cluster are gone: ")
-    state.forget("trial")
+    state.forget(state.load("trial"))
     assert run().output.startswith("Error: no cluster 'trial' is known here")
 
 
