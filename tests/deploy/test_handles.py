@@ -1,6 +1,7 @@
 """A cluster whose state file is lost, damaged or old: Ray's store says what runs, and each command what to do next."""
 
 import json
+import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,27 @@ def test_addresses_mean_what_they_mean_to_ray(monkeypatch: pytest.MonkeyPatch) -
 
 def test_json_of_a_handle_is_small_enough_for_rays_store() -> None:
     assert len(json.dumps(asdict(desired())["handle"])) < 16_384
+
+
+def test_what_was_forgotten_is_told_with_all_that_still_takes_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as router, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone, there = (f"127.0.0.1:{one.getsockname()[1]}" for one in (closed, router))
+        joined = replace(STARTED, redis=None, directory=None, ray_address=gone, routers=(there,))
+        state.save(joined)
+        told = CliRunner().invoke(main, ["down", "--forget"])
+        assert told.exit_code == 0, told.output
+        assert "Ray was not asked, and no worker or router was ended" in told.stdout
+        assert (
+            f"These still take connections: {there}. If Ray still runs, `blockyard down --address {gone}`"
+            in told.stdout
+        )
+        assert not state.state_path("default").exists()
+        state.save(replace(joined, routers=()))
+        told = CliRunner().invoke(main, ["down", "--forget", "--output", "json"])
+        assert json.loads(told.stdout) == {
+            "cluster": "default",
+            "down": False,
+            "forgotten": True,
+            "answering": [],
+        }
