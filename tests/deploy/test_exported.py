@@ -151,3 +151,11 @@ def test_every_field_of_an_addition_is_read_back() -> None:
     )
     document = {"models": [asdict(model) | {"names": ["n"]}]}
     assert additions_of(document).models == (model,)
+
+
+def test_up_joins_the_ray_of_its_environment_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    assert parsed("--model", "demo").address == "10.0.0.9:6379"
+    assert parsed("--model", "demo", "--address", "auto").address == "10.0.0.9:6379"
+    assert parsed("--model", "demo", "--address", "local").address is None
+    assert parsed(*GIVEN).address == "10.0.0.7:6379"
