@@ -65,8 +65,8 @@ def without_head(cluster: ClusterState) -> str:
     way_out = f"`blockyard down{which(cluster.cluster)}`, then `blockyard up`"
     if cluster.head is None:
         way_out = (
-            "`ray start` it again as it was if it keeps its state in Redis. Otherwise "
-            f"`blockyard down --forget{which(cluster.cluster)}`, start Ray again on every node, then `blockyard up`"
+            f"`blockyard down --forget{which(cluster.cluster)}`, start Ray again on every node, then `blockyard up`. A "
+            "head that keeps its state in Redis (RAY_REDIS_ADDRESS) is only to be stopped and started again"
         )
     return (
         "if its control service (gcs_server) has died, workers and routers keep serving until Ray ends them all, "
