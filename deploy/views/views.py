@@ -8,7 +8,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -296,25 +296,44 @@ def replica_dict(replica: "Replica") -> dict[str, object]:
 def status_view(
     cluster: ClusterState,
     report: "SupervisorReport | None",
-    info: cluster_pb2.ClusterInfo | None,
+    answers: Mapping[str, cluster_pb2.ClusterInfo | str],
     nodes: Sequence["RayNode"],
-    trouble: str = "",
 ) -> RenderableType:
     """Return the view of `status`. Without a supervisor's report, it has only what the routers know.
 
-    `trouble` says why there is no `info`."""
+    `answers` are the routers' views by their addresses, or the reasons why they give none.
+    """
     num_workers = cluster.num_workers
     if report is not None:
         num_workers = sum(replica.kind == "worker" for replica in report.replicas)
-    failure = trouble or "no router answers"
-    counts = Text(failure, "red") if info is None else Text(_counts(num_workers, info))
+    info = seen_by_routers(answers)
+    counts = [Text(_counts(num_workers, info))] if info is not None else []
+    reasons = {each: answer for each, answer in answers.items() if isinstance(answer, str)}
+    for address, reason in reasons.items():
+        counts.append(Text(reason if address in reason else f"the router at {address}: {reason}", "red"))
+    if not answers:
+        counts.append(Text("no router answers", "red"))
     if report is None:
         return Group(
-            counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")
+            *counts, Text("the supervisor did not answer: the state of its processes is unknown", "red")
         )
     where = [*dashboard_lines(cluster), *metrics_lines(cluster, nodes)]
     table = _replica_table(report, nodes)
-    return Group(counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
+    return Group(*counts, Text(f"code {report.code}"), table, Text("\n".join(where)))
+
+
+def seen_by_routers(
+    answers: Mapping[str, cluster_pb2.ClusterInfo | str],
+) -> cluster_pb2.ClusterInfo | None:
+    """Return the view of the router that reaches most workers, with the requests of all routers. None: none answers."""
+    told = [answer for answer in answers.values() if not isinstance(answer, str)]
+    if not told:
+        return None
+    seen = cluster_pb2.ClusterInfo()
+    seen.CopyFrom(max(told, key=lambda answer: answer.workers_ready))
+    seen.requests_running = sum(answer.requests_running for answer in told)
+    seen.requests_waiting = sum(answer.requests_waiting for answer in told)
+    return seen
 
 
 def _replica_table(report: "SupervisorReport", nodes: Sequence["RayNode"]) -> RenderableType:

@@ -230,7 +230,7 @@ async def test_a_refused_worker_shows_as_such_and_ends_the_wait_of_commands(
     text = StringIO()
     console = Console(file=text, width=300)
     console.print(
-        status_view(ClusterState(cluster="c", model="m", secret="s"), await supervisor.report(), None, ())
+        status_view(ClusterState(cluster="c", model="m", secret="s"), await supervisor.report(), {}, ())
     )
     assert told in text.getvalue()
     supervisor.incarnations[1].changed = "the files changed"

@@ -109,7 +109,7 @@ def status_on(*nodes: RayNode) -> str:
         pid=1, code="c", replicas=replicas, cpus_per_worker=1.0, gpus_per_worker=0.0, at_seconds=0.0
     )
     cluster = ClusterState(cluster="default", model="demo", secret="s", metrics_port=4001)
-    return printed(status_view(cluster, report, None, nodes))
+    return printed(status_view(cluster, report, {}, nodes))
 
 
 def test_status_tells_each_nodes_metrics_port_and_which_node_a_place_is_on() -> None:
@@ -127,7 +127,7 @@ def test_status_tells_node_and_pid_of_each_rank() -> None:
         pid=1, code="c", replicas=[worker], cpus_per_worker=2.0, gpus_per_worker=0.0, at_seconds=0.0
     )
     cluster = ClusterState(cluster="default", model="demo", secret="s")
-    told = printed(status_view(cluster, report, None, (HEAD, OTHER)))
+    told = printed(status_view(cluster, report, {}, (HEAD, OTHER)))
     rows = [line.split() for line in told.splitlines() if line.startswith("worker-0")]
     assert rows[0][:5] == ["worker-0", "starting", "10.0.0.1", "11", "0"]
     assert rows[1] == ["worker-0", "rank", "1", "10.0.0.2", "12"]
@@ -161,16 +161,33 @@ def test_status_tells_how_long_ago_the_last_error_was(seconds: float, told: str)
         at_seconds=50.0 + seconds,
     )
     cluster = ClusterState(cluster="default", model="demo", secret="s")
-    shown = printed(status_view(cluster, report, None, ()))
+    shown = printed(status_view(cluster, report, {}, ()))
     assert f"its process was killed by SIGKILL ({told})" in shown
 
 
 def test_without_the_supervisors_word_status_tells_what_the_routers_say() -> None:
     cluster = ClusterState(cluster="default", model="demo", secret="s", num_workers=3)
     info = cluster_pb2.ClusterInfo(workers_ready=2, index_available=True)
-    told = printed(status_view(cluster, None, info, ()))
+    told = printed(status_view(cluster, None, {"10.0.0.1:1": info}, ()))
     assert "on 2 of 3 workers" in told
     assert "the supervisor did not answer" in told
+
+
+def test_status_names_each_router_that_does_not_answer_and_adds_the_requests_of_the_others() -> None:
+    cluster = ClusterState(cluster="c", model="m", secret="s", directory="/d", host="0.0.0.0")
+    near = cluster_pb2.ClusterInfo(policy="prefix", workers_ready=2, requests_running=3, requests_waiting=1)
+    cut_off = cluster_pb2.ClusterInfo(policy="prefix", workers_ready=1, requests_running=4)
+    answers = {"10.0.0.1:1": cut_off, "10.0.0.2:1": "it is late", "10.0.0.3:1": near}
+    told = printed(status_view(cluster, None, answers, ()))
+    assert " on 2 of " in told
+    assert "7 running, 1 waiting" in told
+    assert "the router at 10.0.0.2:1: it is late" in told
+    assert "10.0.0.1" not in told
+    refused = printed(
+        status_view(cluster, None, {"10.0.0.1:1": "no router answers at 10.0.0.1:1: refused"}, ())
+    )
+    assert refused.startswith("no router answers at 10.0.0.1:1: refused")
+    assert "no router answers" in printed(status_view(cluster, None, {}, ()))
 
 
 def test_with_one_node_status_names_no_nodes() -> None:
