@@ -8,7 +8,8 @@ Clients speak gRPC to the router itself. No request passes through Ray.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
@@ -24,6 +25,9 @@ from blockyard.router.config import RouterConfig, ServedModel
 from blockyard.router.supervision import Attempts, SupervisorWatch
 
 logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 5.0
+"""Age of an answer of Ray up to which a router acts on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +46,15 @@ class StartedRouter:
 class RouterActor:
     """Ray actor with one router, which the supervisor creates. `start` raises what RouterServer.start raises."""
 
-    def __init__(self, config: RouterConfig, router_id: str, supervisor: str) -> None:
-        """`supervisor` is the name of the actor that created this one."""
+    def __init__(
+        self, config: RouterConfig, router_id: str, supervisor: str, check_leader: Callable[[], None]
+    ) -> None:
+        """`supervisor` is the name of the actor that created this one.
+
+        `check_leader` raises an error if that one does not lead any more.
+        """
         end_at_sigterm()
+        check_leader()
         # Ray keeps each actor's stderr as a file in the dashboard's Logs tab.
         configure_logging(config.log, router_id=router_id)
         take_usual_priority()
@@ -59,11 +69,15 @@ class RouterActor:
         # `start` raises the failure of its task. The other two tasks catch every exception.
         self._tasks = BackgroundTasks(on_failure=None)
         self._starting: asyncio.Task[StartedRouter] | None = None
-        self._watch = SupervisorWatch(lambda: asyncio.to_thread(_end_supervisor, supervisor))
+        self._watch = SupervisorWatch(
+            lambda is_silent: asyncio.to_thread(_end_supervisor, supervisor, is_silent)
+        )
         self._watching: asyncio.Task[None] | None = None
         self._changing: asyncio.Task[None] | None = None
         """Serves the models that the supervisor has named last."""
         self._attempts = Attempts()
+        self._epoch = 0
+        """The newest epoch of a supervisor that has called."""
 
     def __repr__(self) -> str:
         return self._router_id
@@ -79,11 +93,17 @@ class RouterActor:
             self._starting = self._tasks.start(self._start(), name="start")
         return await asyncio.shield(self._starting)
 
-    async def set_workers(self, addresses: Mapping[str, Sequence[str]], models: Sequence[ServedModel]) -> int:
+    async def set_workers(
+        self, addresses: Mapping[str, Sequence[str]], models: Sequence[ServedModel], epoch: int
+    ) -> int:
         """Set the supervisor's models, the default one first, and the addresses of their workers by the models' ids.
 
-        Models that come or go do so soon after. Return how many workers are ready in this router now.
+        Models that come or go do so soon after. Return how many workers are ready in this router now. Ignore a
+        supervisor of an older epoch: its call was on its way while another one took over.
         """
+        if epoch < self._epoch:
+            return self._server.num_ready_workers
+        self._epoch = epoch
         self._watch.heard()
         for model in models:
             self._server.set_workers(addresses.get(model.id, ()), model.id)
@@ -92,13 +112,19 @@ class RouterActor:
             self._changing = self._tasks.start(self._change_models(models), name="models")
         return self._server.num_ready_workers
 
-    async def set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
-        """Serve these models and no others. Return once calls for others have ended."""
+    async def set_models(
+        self, models: Sequence[ServedModel], grace_seconds: float, check_leader: Callable[[], None]
+    ) -> None:
+        """Serve these models and no others. Return once calls for others have ended.
+
+        Raises what `check_leader` raises, if the caller does not lead any more.
+        """
+        await asyncio.to_thread(check_leader)
         await self._server.set_models(models, grace_seconds=grace_seconds)
 
     async def _change_models(self, models: Sequence[ServedModel]) -> None:
         try:
-            await self.set_models(models, DEFAULT_GRACE_SECONDS)
+            await self._server.set_models(models, grace_seconds=DEFAULT_GRACE_SECONDS)
         except Exception as error:
             self._attempts.failed(tuple(models), error)
         finally:
@@ -128,8 +154,12 @@ class RouterActor:
         await self._server.failed.wait()
         raise RuntimeError("the router has failed; its log says why")
 
-    async def stop(self, grace_seconds: float) -> None:
-        """Refuse new requests and let running ones finish. The caller then ends the actor."""
+    async def stop(self, grace_seconds: float, check_leader: Callable[[], None]) -> None:
+        """Refuse new requests and let running ones finish. The caller then ends the actor.
+
+        The call may arrive late. Raises what `check_leader` raises, if the caller does not lead any more.
+        """
+        await asyncio.to_thread(check_leader)
         if self._watching is not None:
             self._watching.cancel()
         await self._server.stop(grace_seconds)
@@ -152,6 +182,12 @@ class RouterActor:
         return address and f"{self._advertise_host}:{address.rpartition(':')[2]}"
 
 
-def _end_supervisor(name: str) -> None:
-    """Kill the supervisor's process, on any node. Ray starts it again."""
-    ray.kill(ray.get_actor(name), no_restart=False)
+def _end_supervisor(name: str, is_silent: Callable[[], bool]) -> None:
+    """Kill the supervisor's process, on any node. Ray starts it again.
+
+    Do nothing if Ray answers late, or if the supervisor has called meanwhile: this router itself was cut off.
+    """
+    asked_at = time.monotonic()
+    supervisor = ray.get_actor(name)
+    if is_silent() and time.monotonic() - asked_at < FRESH_SECONDS:
+        ray.kill(supervisor, no_restart=False)

@@ -26,13 +26,16 @@ MAX_PAUSE_SECONDS = 120.0
 class SupervisorWatch:
     """Watch of one router. It counts checks, not seconds, so a router that was itself frozen counts only one check."""
 
-    def __init__(self, end: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, end: Callable[[Callable[[], bool]], Awaitable[None]]) -> None:
+        """`end` gets a function that tells whether the supervisor is still silent."""
         self._end = end
+        self._num_messages = 0
         self._num_silent = 0
         self._limit_seconds = SILENCE_SECONDS
 
     def heard(self) -> None:
         """Record a message of the supervisor."""
+        self._num_messages += 1
         self._num_silent, self._limit_seconds = 0, SILENCE_SECONDS
 
     async def run(self) -> None:
@@ -45,11 +48,12 @@ class SupervisorWatch:
 
     async def _end_it(self) -> None:
         logger.error("no message from the supervisor for %.0f s: ending it", self._limit_seconds)
+        before = self._num_messages
         self._num_silent = 0
         self._limit_seconds = min(2 * self._limit_seconds, MAX_SILENCE_SECONDS)
         try:
             async with asyncio.timeout(END_SECONDS):
-                await self._end()
+                await self._end(lambda: self._num_messages == before)
         except Exception as error:  # Ray's control service may be down: the next check tries again
             logger.error("cannot end the supervisor: %s", type(error).__name__)
 

@@ -7,6 +7,7 @@ owns a call that ends with the actor. Does not own serving. Tokens never pass th
 import asyncio
 import importlib
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,8 +51,10 @@ class StartedWorker:
 class WorkerActor:
     """Made an actor by the supervisor. Raises from `start` what the engine raises."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, check_leader: Callable[[], None]) -> None:
+        """`check_leader` raises an error if the supervisor that asked for this actor does not lead any more."""
         end_at_sigterm()
+        check_leader()
         self._worker_id = config.worker_id
         self._model = Path(config.engine.model).name
         self._config = config
@@ -104,8 +107,12 @@ class WorkerActor:
             return ""
         return await asyncio.to_thread(self._server.changed_files)
 
-    async def stop(self, grace_seconds: float) -> None:
-        """Stop the metrics, drain, and leave routers and index. The caller ends the actor."""
+    async def stop(self, grace_seconds: float, check_leader: Callable[[], None]) -> None:
+        """Stop the metrics, drain, and leave routers and index. The caller ends the actor.
+
+        The call may arrive late. Raises what `check_leader` raises, if the caller does not lead any more.
+        """
+        await asyncio.to_thread(check_leader)
         await self._reports.aclose()
         await self._ranks.aclose()
         if self._server is not None:

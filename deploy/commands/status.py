@@ -92,7 +92,7 @@ def routers_now(remembered: Sequence[str], report: "SupervisorReport | None") ->
 
 
 def _cluster_info(address: str, seconds: float, connection: dict[str, Any]) -> ClusterInfo | str:
-    """Return one router's view of the cluster, or the reason why there is none. `status` shows the rest all the same."""
+    """Return one router's view of the cluster, or the reason why there is none."""
     try:
         with Client(address, timeout_seconds=seconds, retries=0, **connection) as client:
             return client.cluster_info()

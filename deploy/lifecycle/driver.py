@@ -445,13 +445,17 @@ def shut_down(drain_seconds: float) -> None:
     Do nothing without a supervisor. Raise RuntimeError if it does not answer.
     """
     import ray
-    from ray.exceptions import ActorDiedError
+    from ray.exceptions import ActorDiedError, RayTaskError
 
     try:
         supervisor = ray.get_actor(SUPERVISOR_NAME)
     except ValueError:
         return  # Without a supervisor there are no other actors, because it creates them.
     supervisor_report(HELLO_SECONDS)  # Fails early if the supervisor hangs.
-    with contextlib.suppress(ActorDiedError):  # Another command has ended the cluster meanwhile.
+    try:
         ray.get(supervisor.shut_down.remote(drain_seconds), timeout=drain_seconds + CALL_SECONDS)
+    except RayTaskError as error:
+        raise RuntimeError(str(error.cause)) from None
+    except ActorDiedError:  # Another command has ended the cluster meanwhile.
+        return
     ray.kill(supervisor)

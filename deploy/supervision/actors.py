@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import ray
 from blockyard.deploy.machine.deaths import DeathWatch
 from blockyard.deploy.machine.processes import command_of
+from blockyard.deploy.supervision.leadership import Claim, NotLeadingError
 from blockyard.deploy.supervision.liveness import HungError
 from blockyard.deploy.supervision.replicas import (
     SUPERVISOR_NAME,
@@ -24,11 +25,13 @@ from blockyard.deploy.supervision.replicas import (
 )
 from blockyard.router.actor import RouterActor
 from blockyard.worker.actor import WorkerActor
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 START_SECONDS = 600.0
 CALL_SECONDS = 5.0
+END_SECONDS = 30.0
+"""Limit on the end of a silent process, for which Ray may have to start a process on its node."""
 ACTOR_TITLES = ("ray::WorkerActor", "ray::RouterActor")
 """Beginnings of the process titles that Ray gives to workers and routers."""
 KILLED_FOR_MEMORY = "Ray killed its process: its node was short of memory"
@@ -41,8 +44,10 @@ _RAYS_WORDS = {
 Reply = TypeVar("Reply")
 
 
-def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any) -> Any:
+def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any, claim: Claim) -> Any:
     """Return the living actor that has this replica's name, or create it on Ray.
+
+    A new actor ends itself at once if `claim` does not hold any more where it starts.
 
     `group` is the placement group for a worker of several ranks. Its actor is rank 0, which creates the others.
     """
@@ -57,7 +62,7 @@ def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any) -> Any:
         router = router_config(spec.router, replica)
         where = {spec.router_resource: 1.0} if spec.router_resource else {}
         made = ray.remote(RouterActor).options(**options, num_cpus=0, resources=where)
-        return made.remote(router, replica.name, SUPERVISOR_NAME)
+        return made.remote(router, replica.name, SUPERVISOR_NAME, claim.check)
     config = worker_config(spec, replica)
     resources = {
         "num_cpus": spec.num_cpus_per_worker / spec.num_ranks,
@@ -66,7 +71,7 @@ def adopt_or_create(spec: ClusterSpec, replica: Replica, group: Any) -> Any:
     # SPREAD, so that the death of a node ends as few workers as possible.
     strategy = "SPREAD" if group is None else PlacementGroupSchedulingStrategy(group, 0)
     options |= {"scheduling_strategy": strategy}
-    return ray.remote(WorkerActor).options(**options, **resources).remote(config)
+    return ray.remote(WorkerActor).options(**options, **resources).remote(config, claim.check)
 
 
 def living_names() -> frozenset[str]:
@@ -74,14 +79,44 @@ def living_names() -> frozenset[str]:
     return frozenset(ray.util.list_named_actors())
 
 
-def end_process(node_id: str, pid: int) -> None:
-    """Have Ray send SIGKILL to a hanging actor's process on its node. Return at once.
+async def end_process(actor: Any, node_id: str, pid: int, claim: Claim, *, if_silent: bool) -> bool:
+    """Kill a silent actor's process by a task on its node. Return whether that was done within END_SECONDS.
 
-    Ray's own kill goes through a connection to the process. A process that froze before Ray was connected to it never
-    gets the request and keeps its CPUs.
+    The silence may be that of a link, and a kill that was sent before the link dropped would end a healthy process
+    minutes later. So the task itself asks the actor once more (`if_silent`), and Ray's head for the newest epoch. Ray's
+    own kill cannot do that, and misses a process that froze before Ray was connected to it.
     """
+    if not pid:
+        node_id, pid = await asyncio.to_thread(_whereabouts_by_ray, actor)
+    if not pid:
+        return False
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    ray.remote(_sigkill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+    task = ray.remote(_end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    # In a thread, because the first call stores the function at Ray's head.
+    ending = asyncio.create_task(asyncio.to_thread(task.remote, actor, pid, claim, if_silent))
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            return bool(await (await ending))
+    except (RayError, TimeoutError):
+        return False
+
+
+def _whereabouts_by_ray(actor: Any) -> tuple[str, int]:
+    """Return an actor's node id and process id as Ray's head knows them. The pid is 0 if it has no process."""
+    found = ray._private.state.actors(actor._actor_id.hex())
+    return (found["Address"]["NodeID"], found["Pid"] or 0) if found else ("", 0)
+
+
+def _end_here(actor: Any, pid: int, claim: Claim, if_silent: bool) -> bool:
+    """Kill the actor's process on this node, unless it answers or another supervisor leads. Return whether it ended."""
+    if if_silent and ray.wait([actor.whereabouts.remote()], timeout=CALL_SECONDS)[0]:
+        return False
+    try:
+        claim.check()
+    except NotLeadingError:
+        return False
+    _sigkill(pid)
+    return True
 
 
 def is_actor(pid: int) -> bool:
@@ -111,9 +146,15 @@ class DiedError(RuntimeError):
     """An actor's process or node has ended unasked. The text says how."""
 
 
+class UnreachableError(RuntimeError):
+    """An actor cannot be called, and may live."""
+
+
 @contextlib.asynccontextmanager
 async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
     """Raise DiedError in place of Ray's error if an actor dies inside the block. Yield a DeathWatch.
+
+    Raise UnreachableError if Ray has lost the connection to the actor, which may well live.
 
     The text gives the reason in Ray's words or, for a process that the DeathWatch watches, the kernel's.
     """
@@ -122,6 +163,8 @@ async def deaths_as_errors() -> AsyncIterator[DeathWatch]:
             yield death
         except OutOfMemoryError:
             raise DiedError(KILLED_FOR_MEMORY) from None
+        except ActorUnavailableError:
+            raise UnreachableError("the connection to it was lost") from None
         except RayActorError as error:
             raise DiedError(reason_by_ray(str(error)) or await death.reason() or "its process died") from None
 
@@ -134,7 +177,7 @@ def reason_by_ray(words: str) -> str:
 def reason(error: Exception) -> str:
     """Describe why a worker or router ended or did not start."""
     match error:
-        case OtherCodeError() | HungError() | DiedError():
+        case OtherCodeError() | HungError() | DiedError() | UnreachableError() | NotLeadingError():
             return str(error)
         case RayTaskError():
             return f"{type(error.cause).__name__}: {error.cause}"

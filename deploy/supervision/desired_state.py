@@ -4,14 +4,18 @@ A restarted supervisor finds them there, and so does a command without the clust
 is Ray's own key-value store. It lives as long as Ray's control service, or longer where that is fault tolerant. Does
 not own acting on the state (supervisor.py). Without it a restarted supervisor would go back to the number of workers
 that `up` started. It would also start workers that an operator has taken out.
+
+Each epoch (leadership.py) has a state of its own, and the newest counts. So what a supervisor wrote just before its
+link dropped changes nothing if it arrives after another one has taken over.
 """
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from blockyard.deploy.supervision.leadership import numbers_of
 from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.router.config import ServedModel
 from blockyard.worker.config import EngineConfig
@@ -60,10 +64,14 @@ class RayDesiredStateStore:
     """The key-value store of the Ray cluster that this process is connected to."""
 
     namespace: str
+    epoch: int = 0
+    """Epoch that `save` writes for."""
 
     def load(self) -> DesiredState | None:
-        """Return the stored state, or None if nothing was stored yet."""
-        found: bytes | None = internal_kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
+        """Return the state of the newest epoch that has one, or None if nothing was stored yet."""
+        keys: list[bytes] = internal_kv._internal_kv_list(key_of(self.namespace, ""), namespace=KV_NAMESPACE)
+        key = newest_key(self.namespace, keys)
+        found: bytes | None = internal_kv._internal_kv_get(key, namespace=KV_NAMESPACE)
         return None if found is None else decoded(found)
 
     async def save(self, desired: DesiredState) -> None:
@@ -77,19 +85,27 @@ class RayDesiredStateStore:
             await asyncio.to_thread(self.forget_now)
 
     def forget_now(self) -> None:
-        internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
+        prefix, before_epochs = key_of(self.namespace, ""), key_of(self.namespace)
+        internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=KV_NAMESPACE)
+        internal_kv._internal_kv_del(before_epochs, namespace=KV_NAMESPACE)
 
     def _put(self, text: bytes) -> None:
-        internal_kv._internal_kv_put(self._key, text, overwrite=True, namespace=KV_NAMESPACE)
-
-    @property
-    def _key(self) -> bytes:
-        return key_of(self.namespace)
+        key = key_of(self.namespace, self.epoch)
+        internal_kv._internal_kv_put(key, text, overwrite=True, namespace=KV_NAMESPACE)
 
 
-def key_of(namespace: str) -> bytes:
-    """Return the key of the desired state of the cluster in this namespace of Ray's."""
-    return f"wish:{namespace}".encode()
+def key_of(namespace: str, epoch: int | str | None = None) -> bytes:
+    """Return the key of the desired state of the cluster in this namespace of Ray's, as an epoch has it.
+
+    With "" it is the prefix of all epochs. Without an epoch it is the key of a supervisor of an earlier version.
+    """
+    return f"wish:{namespace}{'' if epoch is None else f':{epoch}'}".encode()
+
+
+def newest_key(namespace: str, keys: Iterable[bytes]) -> bytes:
+    """Return the key of the newest epoch among `keys`, those with the prefix of all epochs. Without any, return that of
+    an earlier version."""
+    return key_of(namespace, max(numbers_of(keys), default=None))
 
 
 def encoded(desired: DesiredState) -> bytes:

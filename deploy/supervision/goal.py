@@ -6,7 +6,7 @@ Owns what of that outlives the supervisor, by its store (desired_state.py). Does
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,13 @@ REPLACED = " (replaced)"
 class Goal:
     """Goal of one cluster. A change holds once it is stored."""
 
-    def __init__(self, spec: ClusterSpec, store: DesiredStateStore) -> None:
+    def __init__(
+        self, spec: ClusterSpec, store: DesiredStateStore, confirm: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`confirm` raises an error if this supervisor does not lead, or cannot know it."""
         self._spec = spec
         self._store = store
+        self._confirm = confirm
         self._one_at_a_time = asyncio.Lock()
         self.update: ModelPlan | None = None
         """An update whose workers start beside those of before. It is not stored: a restarted supervisor ends them."""
@@ -74,10 +78,16 @@ class Goal:
         return [worker for worker in workers if worker.name not in wanted]
 
     async def change(self, **changes: Any) -> None:
-        """Store a change of fields of the desired state. Raise TimeoutError if the store does not answer."""
+        """Store a change of fields of the desired state.
+
+        Raise TimeoutError if the store does not answer, NotLeadingError if another supervisor may lead. It may have
+        taken over just before the change was stored, and then does not know of it.
+        """
         async with self._one_at_a_time:
             desired = replace(self.desired, **changes)
+            await self._confirm()
             await self._store.save(desired)
+            await self._confirm()
             self.desired = desired
 
     async def keep(self) -> None:

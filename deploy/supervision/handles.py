@@ -16,7 +16,7 @@ from blockyard.deploy.machine.state import (
     which,
 )
 from blockyard.deploy.supervision import reports
-from blockyard.deploy.supervision.desired_state import KV_NAMESPACE, DesiredState, decoded, key_of
+from blockyard.deploy.supervision.desired_state import KV_NAMESPACE, DesiredState, decoded, key_of, newest_key
 from blockyard.deploy.supervision.replicas import NAMESPACE_PREFIX, namespace
 from ray.exceptions import RayError
 
@@ -26,10 +26,16 @@ def desired_of(service: Any, cluster: str, seconds: float) -> DesiredState | Non
 
     Raise RuntimeError if Ray does not answer, ValueError for the state of another version.
     """
-    text = _asked(
-        lambda: service.internal_kv_get(key_of(namespace(cluster)), namespace=KV_NAMESPACE, timeout=seconds),
-        seconds,
-    )
+    name = namespace(cluster)
+
+    def newest() -> bytes | None:
+        keys = service.internal_kv_keys(key_of(name, ""), namespace=KV_NAMESPACE, timeout=seconds)
+        found: bytes | None = service.internal_kv_get(
+            newest_key(name, keys), namespace=KV_NAMESPACE, timeout=seconds
+        )
+        return found
+
+    text = _asked(newest, seconds)
     try:
         return None if text is None else decoded(text)
     except (ValueError, TypeError, LookupError, AttributeError):
@@ -101,7 +107,7 @@ def check_is_of(service: Any, cluster: ClusterState, seconds: float) -> None:
 def _clusters(service: Any, seconds: float) -> list[str]:
     prefix = key_of(NAMESPACE_PREFIX)
     keys = _asked(lambda: service.internal_kv_keys(prefix, namespace=KV_NAMESPACE, timeout=seconds), seconds)
-    return sorted(key.removeprefix(prefix).decode() for key in keys)
+    return sorted({key.removeprefix(prefix).partition(b":")[0].decode() for key in keys})
 
 
 def _asked(ask: Callable[[], Any], seconds: float) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockyard.deploy.supervision.actors import CALL_SECONDS, START_SECONDS, all_of, answer
+from blockyard.deploy.supervision.leadership import Leadership
 from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica, push_pause_seconds
 from blockyard.router.config import ServedModel
 from ray.exceptions import RayActorError, RayTaskError
@@ -42,6 +43,7 @@ class Joining:
     """Set when a replica has changed in a way that matters to routers."""
     models: Callable[[], Sequence[ServedModel]]
     """Returns the models that routers should serve, the default one first."""
+    lead: Leadership
 
     async def wait_until_in_use(self, replica: Replica, num_starts: int) -> None:
         """Wait until a replica, which had started `num_starts` times, has started again and is in use.
@@ -162,7 +164,8 @@ class Joining:
                     addresses.setdefault(replica.model, []).append(replica.address)
             num_serving = sum(replica.phase == "serving" for replica in workers)
             before = [replica.num_ready_workers for replica in routers]
-            await all_of(*(self._inform(replica, addresses) for replica in routers))
+            if self.lead.is_recent:
+                await all_of(*(self._inform(replica, addresses) for replica in routers))
             after = [replica.num_ready_workers for replica in routers]
             are_joined = all(num_ready >= num_serving for num_ready in after)
             await all_of(self._note_refusals(workers, are_joined=are_joined))
@@ -188,14 +191,17 @@ class Joining:
         """Have all routers serve these models and no others. Return once calls for others have ended."""
         actors = [self.actors[replica.name] for replica in self.replicas if self._is_router(replica)]
         seconds = grace_seconds + CALL_SECONDS
-        await all_of(*(answer(actor.set_models.remote(models, grace_seconds), seconds) for actor in actors))
+        check = self.lead.claim.check
+        await all_of(
+            *(answer(actor.set_models.remote(models, grace_seconds, check), seconds) for actor in actors)
+        )
 
     def _is_router(self, replica: Replica) -> bool:
         return replica.kind == "router" and replica.name in self.actors
 
     async def _inform(self, router: Replica, addresses: dict[str, list[str]]) -> None:
         actor = self.actors[router.name]
-        told = actor.set_workers.remote(addresses, self.models())
+        told = actor.set_workers.remote(addresses, self.models(), self.lead.claim.number)
         num_ready_workers = await answer(told, PUSH_SECONDS)
         # The router may have been restarted meanwhile. Then the number says nothing about the new process.
         if self.actors.get(router.name) is actor:

@@ -13,7 +13,8 @@ from math import inf, isinf
 from typing import Any, TypeVar
 
 from blockyard.deploy.supervision.replicas import PUSH_SECONDS, Replica
-from blockyard.proto.runtime.tasks import BackgroundTasks, running
+from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, running
+from ray.exceptions import ActorUnavailableError
 
 ANSWER_SECONDS = PUSH_SECONDS
 """An answer that takes longer counts as missed for now, and shows in `status`."""
@@ -33,12 +34,22 @@ class HungError(RuntimeError):
 class HealthCheck:
     """Health checks of one incarnation of a worker or router."""
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], *, silence_seconds: float = inf) -> None:
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[object]],
+        end: Callable[[], Awaitable[bool]],
+        *,
+        silence_seconds: float = inf,
+    ) -> None:
+        """`end` ends the silent process, and returns False if that was not possible, or if it answers others."""
         self.silence_seconds = silence_seconds
         """Silence that means a hang. Infinite until the first answer, because the process may wait for a node."""
         self.num_missed = 0
         """Checks in a row without an answer."""
+        self._num_forgiven = 0
+        """Missed checks that count no more, because the process could not be ended after them."""
         self._ask = ask
+        self._end = end
         self._checks = BackgroundTasks(on_failure=lambda name, error: None)  # `look` raises it.
         # Asked at once. The answer shows that the process has begun, so that a later silence is a hang.
         self._asked: asyncio.Task[object] | None = self._checks.start(_awaited(ask()), name=HEALTH_CHECK)
@@ -47,7 +58,7 @@ class HealthCheck:
     async def look(self) -> object | None:
         """Ask, unless a question is still unanswered, and return the answer. Return None if it takes too long.
 
-        Raise what the call raises, which counts as an answer too.
+        Raise what the call raises, which counts as an answer too, except that Ray has no connection to the process.
         """
         if self._asked is None:
             self._asked = self._checks.start(_awaited(self._ask()), name=HEALTH_CHECK)
@@ -56,23 +67,45 @@ class HealthCheck:
             self.missed()
             return None
         asked, self._asked = self._asked, None
-        self.num_missed = 0
+        if isinstance(asked.exception(), ActorUnavailableError):
+            await asyncio.sleep(ANSWER_SECONDS)  # So that each missed check stands for the same time.
+            self.missed()
+            return None
+        self.num_missed = self._num_forgiven = 0
         if isinf(self.silence_seconds):
             self.silence_seconds = STARTING_SECONDS
         return asked.result()
 
     def missed(self) -> None:
         self.num_missed += 1
-        if self.num_missed * QUESTION_SECONDS >= self.silence_seconds:
+        if (self.num_missed - self._num_forgiven) * QUESTION_SECONDS >= self.silence_seconds:
             self._hung.set()
 
     async def unless_hung(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. Raise HungError if the process hangs meanwhile."""
-        async with running(self._hung.wait()) as hung, running(_awaited(work)) as working:
-            await asyncio.wait({working, hung}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise HungError(f"it did not answer for {self.silence_seconds:.0f} s and was killed")
-            return working.result()
+        """Return the result of `work`. Raise HungError if the process hangs meanwhile and was ended.
+
+        A silent process that could not be ended is asked again: it may be this supervisor that is cut off.
+        """
+        working = asyncio.ensure_future(_awaited(work))
+        try:
+            while True:
+                async with running(self._hung.wait()) as hung:
+                    await asyncio.wait({working, hung}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    return working.result()
+                if await self._end():
+                    raise HungError(f"it did not answer for {self.silence_seconds:.0f} s and was killed")
+                self.ask_anew()
+        finally:
+            await cancel_and_wait(working)
+
+    def ask_anew(self) -> None:
+        """Count the silence from now on. The question without an answer may be lost."""
+        self._hung.clear()
+        self._num_forgiven = self.num_missed
+        if self._asked is not None:
+            self._asked.cancel()
+            self._asked = None
 
     async def stop(self) -> None:
         self._asked = None
@@ -87,16 +120,23 @@ class HealthChecks:
         """Replicas and their checks, by the replica's name."""
 
     @contextlib.asynccontextmanager
-    async def of(self, replica: Replica, actor: Any) -> AsyncIterator[HealthCheck]:
-        """Have `look_at_all` check this replica inside the block. Yield the check."""
+    async def of(
+        self, replica: Replica, actor: Any, end: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[HealthCheck]:
+        """Have `look_at_all` check this replica inside the block. Yield the check. `end` is that of HealthCheck."""
         question = actor.is_draining if replica.kind == "worker" else actor.ready_incarnations
-        health = HealthCheck(question.remote)
+        health = HealthCheck(question.remote, end)
         self._checks[replica.name] = replica, health
         try:
             yield health
         finally:
             del self._checks[replica.name]
             await health.stop()
+
+    def ask_all_anew(self) -> None:
+        """Count the silence of all from now on, and drop questions that may be lost."""
+        for _, health in self._checks.values():
+            health.ask_anew()
 
     async def look_at_all(self) -> None:
         """Ask each replica, and note in it what it missed and whether it drains.

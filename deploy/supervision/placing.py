@@ -7,9 +7,11 @@ stopped ones too. So the removal ends all ranks of a worker. A worker of one ran
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection
 from typing import Any
 
+from blockyard.deploy.supervision.leadership import ANSWER_SECONDS, SilentHeadError
 from blockyard.deploy.supervision.replicas import ClusterSpec
 from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
@@ -41,8 +43,8 @@ async def place(spec: ClusterSpec, worker: str) -> Any:
     Remove a group that an earlier incarnation has left. If no node has room for all ranks, several nodes share them.
     """
     name = group_name(spec.namespace, worker)
-    _remove(name)
-    group = _created(spec, name, "STRICT_PACK")
+    await asyncio.to_thread(_remove, name)
+    group = await asyncio.to_thread(_created, spec, name, "STRICT_PACK")
     if await asyncio.to_thread(group.wait, ONE_NODE_SECONDS):
         return group
     logger.warning(
@@ -50,13 +52,13 @@ async def place(spec: ClusterSpec, worker: str) -> Any:
         spec.num_ranks,
         worker,
     )
-    _remove(name)
-    return _created(spec, name, "PACK")
+    await asyncio.to_thread(_remove, name)
+    return await asyncio.to_thread(_created, spec, name, "PACK")
 
 
 def free(spec: ClusterSpec, worker: str) -> None:
     """Remove a worker's group with all processes in it, if there is one. If Ray does not answer, `place` does it."""
-    with contextlib.suppress(RayError):
+    with contextlib.suppress(RayError, SilentHeadError):
         _remove(group_name(spec.namespace, worker))
 
 
@@ -75,5 +77,14 @@ def _created(spec: ClusterSpec, name: str, strategy: str) -> Any:
 
 
 def _remove(name: str) -> None:
+    """Remove the group that has this name now.
+
+    The removal names the group's id. So one that arrives late never ends a later worker of this name. Raise
+    SilentHeadError if Ray's head is slow to tell the id: another supervisor may lead by then.
+    """
+    asked_at = time.monotonic()
     with contextlib.suppress(ValueError):  # There is none.
-        remove_placement_group(get_placement_group(name))
+        group = get_placement_group(name)
+        if time.monotonic() - asked_at > ANSWER_SECONDS:
+            raise SilentHeadError
+        remove_placement_group(group)

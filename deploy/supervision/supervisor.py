@@ -5,23 +5,28 @@ supervisor may die at any moment, and Ray restarts it (max_restarts=-1). It adop
 survive its death is the desired state (desired_state.py). Workers and routers are detached actors with max_restarts=0,
 because the supervisor sees a death in milliseconds and Ray's own restart takes more than a second.
 
+It acts only while it leads (leadership.py). Ray's head ends an actor only after that has said that it is over, so a
+late kill does no harm. A silent process is ended by a task on its own node, which asks it and the head once more.
+
 The phases of a replica are in replicas.py. A worker that was drained and has ended counts as taken out by its operator:
 only the operator restarts it. A worker that retires because the cluster shrinks drains, ends, and is removed.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from blockyard.deploy.dashboard.announcement import key_of
 from blockyard.deploy.supervision.actors import (
     CALL_SECONDS,
     START_SECONDS,
+    UnreachableError,
     adopt_or_create,
     all_of,
     answer,
@@ -36,7 +41,15 @@ from blockyard.deploy.supervision.desired_state import DesiredStateStore, RayDes
 from blockyard.deploy.supervision.goal import REPLACED, Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
-from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthChecks, HungError
+from blockyard.deploy.supervision.leadership import (
+    Epochs,
+    Leadership,
+    NotLeadingError,
+    RayEpochs,
+    SilentHeadError,
+    claim_at_last,
+)
+from blockyard.deploy.supervision.liveness import STARTING_SECONDS, HealthChecks
 from blockyard.deploy.supervision.model_plans import ModelPlan
 from blockyard.deploy.supervision.placing import free, free_all_but, place
 from blockyard.deploy.supervision.replicas import (
@@ -60,8 +73,9 @@ from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_
 from blockyard.router.actor import StartedRouter
 from blockyard.router.config import ServedModel
 from blockyard.worker.actor import StartedWorker
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 30.0
@@ -75,14 +89,18 @@ GOODBYE_SECONDS = 30.0
 class Supervisor:
     """The supervisor's actor. All its loops are children of one task group, which its constructor starts."""
 
-    def __init__(self, spec: ClusterSpec, store: DesiredStateStore | None = None) -> None:
+    def __init__(
+        self, spec: ClusterSpec, store: DesiredStateStore | None = None, epochs: Epochs | None = None
+    ) -> None:
         end_at_sigterm()
         configure_logging(spec.router.log)
         take_usual_priority()
         self._spec = spec
         self._code = code_version()
-        self._store = store or RayDesiredStateStore(spec.namespace)
-        self._goal = Goal(spec, self._store)
+        claim = claim_at_last(epochs or RayEpochs(spec.namespace))
+        self._lead = Leadership(claim, in_thread=self._in_thread, give_way=self._give_way)
+        self._store = store or RayDesiredStateStore(spec.namespace, claim.number)
+        self._goal = Goal(spec, self._store, self._lead.confirm)
         self._replicas = self._goal.replicas()
         self._actors: dict[str, Any] = {}
         self._health = HealthChecks()
@@ -92,6 +110,7 @@ class Supervisor:
             actors=self._actors,
             changed=self._changed,
             models=lambda: self._goal.models.served,
+            lead=self._lead,
         )
         self._wanted = {replica.name: asyncio.Event() for replica in self._replicas}
         """Events by a replica's name. `restart` sets one to start a replica that was taken out."""
@@ -127,15 +146,23 @@ class Supervisor:
         """End all routers and workers, and delete the cluster's entries in Ray's store. The caller ends this actor.
 
         Routers first finish their streams, for at most `grace_seconds`. Then workers deregister.
+
+        Raise NotLeadingError, and change nothing, if this supervisor does not lead.
         """
+        await self._lead.confirm()
         await self._tasks.aclose()
         name = self._spec.router.cluster
         await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
         await all_of(
-            *(answer(actor.stop.remote(grace_seconds), grace_seconds + CALL_SECONDS) for actor in routers)
+            *(
+                answer(actor.stop.remote(grace_seconds, self._lead.claim.check), grace_seconds + CALL_SECONDS)
+                for actor in routers
+            )
         )
-        await all_of(*(answer(actor.stop.remote(0.0), CALL_SECONDS) for actor in workers))
+        await all_of(
+            *(answer(actor.stop.remote(0.0, self._lead.claim.check), CALL_SECONDS) for actor in workers)
+        )
         for actor in (*routers, *workers):
             self._kill(actor)
         self._free_all_but(())
@@ -336,8 +363,31 @@ class Supervisor:
     def _kill(self, actor: Any) -> None:
         ray.kill(actor)
 
-    def _end_process(self, replica: Replica) -> None:
-        end_process(replica.node_id, replica.pid)
+    async def _end_process(self, replica: Replica, actor: Any, *, if_silent: bool) -> bool:
+        """Kill a process that does not answer. Return whether it was killed."""
+        return await end_process(actor, replica.node_id, replica.pid, self._lead.claim, if_silent=if_silent)
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of Ray that waits for Ray's head."""
+        return await asyncio.to_thread(call, *arguments)
+
+    def _give_way(self) -> NoReturn:
+        """End this process, and with it every call that still waits for a connection."""
+        os._exit(0)
+
+    async def _end_silent(self, replica: Replica, actor: Any, *, if_silent: bool = True) -> bool:
+        """End a process that does not answer. Return False if that was not possible, or not allowed."""
+        try:
+            await self._lead.confirm()
+        except SilentHeadError:
+            return False
+        return await self._end_process(replica, actor, if_silent=if_silent)
+
+    async def _end(self, actor: Any) -> None:
+        """Have Ray end an actor that has said that it is over. A kill that comes late then does no harm."""
+        with contextlib.suppress(SilentHeadError):
+            await self._lead.confirm()
+            await self._in_thread(self._kill, actor)
 
     def _living(self) -> frozenset[str]:
         return living_names()
@@ -370,7 +420,7 @@ class Supervisor:
         return ray.get_actor(name)
 
     def _adopt_or_create(self, replica: Replica, group: Any) -> Any:
-        return adopt_or_create(self._goal.spec_of(replica), replica, group)
+        return adopt_or_create(self._goal.spec_of(replica), replica, group, self._lead.claim)
 
     async def _place(self, replica: Replica) -> Any:
         """Return a placement group for a worker of several ranks that does not run. Return None for any other actor."""
@@ -401,14 +451,31 @@ class Supervisor:
             self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _stop(self, replica: Replica, grace_seconds: float) -> None:
-        """Drain and end a replica, if it is up. Its `_keep` loop notices the end."""
+        """Drain and end a replica, if it is up. Its `_keep` loop notices the end.
+
+        Raise NotLeadingError, and leave the replica as it is, if this supervisor may not act.
+        """
         actor = self._actors.get(replica.name)
         if not replica.is_up or actor is None:
             return
+        await self._lead.confirm()
         replica.phase, replica.is_leaving = "draining", True
         self._changed.set()
-        await all_of(answer(actor.stop.remote(grace_seconds), grace_seconds + GOODBYE_SECONDS))
-        self._kill(actor)
+        stopping = actor.stop.remote(grace_seconds, self._lead.claim.check)
+        try:
+            await answer(stopping, grace_seconds + GOODBYE_SECONDS)
+        except (TimeoutError, ActorUnavailableError):
+            while self._actors.get(replica.name) is actor:  # Until then it may live.
+                if await self._end_silent(replica, actor, if_silent=False):
+                    return
+                await asyncio.sleep(PUSH_SECONDS)
+        except Exception as error:  # It may have ended meanwhile, or failed, as it was about to.
+            if isinstance(getattr(error, "cause", error), NotLeadingError):
+                replica.phase, replica.is_leaving = "serving", False
+                raise SilentHeadError from None
+            await self._end(actor)
+        else:
+            await self._end(actor)
 
     async def _retire_those_beyond(self) -> None:
         beyond = self._goal.beyond(self._workers())
@@ -418,12 +485,18 @@ class Supervisor:
                 retirements.create_task(self._retire(replica, self._goal.desired.grace_seconds))
 
     async def _retire(self, replica: Replica, grace_seconds: float) -> None:
-        await self._stop(replica, grace_seconds)
+        while True:
+            await self._lead.until_confirmed()
+            try:
+                await self._stop(replica, grace_seconds)
+                break
+            except NotLeadingError:
+                await asyncio.sleep(PUSH_SECONDS)
         if (keeper := self._keepers.pop(replica.name, None)) is not None:
             await cancel_and_wait(keeper)
         if (actor := self._actors.pop(replica.name, None)) is not None:
-            self._kill(actor)
-        self._free(replica)
+            await self._end(actor)
+        await self._in_thread(self._free, replica)
         self._replicas.remove(replica)
         self._changed.set()
 
@@ -434,6 +507,7 @@ class Supervisor:
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as self._loops:
             self._loops.create_task(self._joining.keep_routers_informed())
+            self._loops.create_task(self._lead.keep_confirmed())
             self._loops.create_task(self._watch_all())
             self._loops.create_task(self._finish_scaling())
             self._loops.create_task(all_of(self._goal.keep()))
@@ -448,36 +522,59 @@ class Supervisor:
 
     async def _store_reports(self) -> None:
         key = key_of(self._spec.router.cluster)
-        await keep_reported(self._report, lambda text: put(key, text, NAMESPACE))
+
+        async def store(text: bytes) -> None:
+            if self._lead.is_recent:
+                await put(key, text, NAMESPACE)
+
+        await keep_reported(self._report, store)
 
     async def _keep(self, replica: Replica) -> None:
         if replica.phase == "stopped":
             await self._until_wanted(replica)
         while True:
             replica.phase, replica.serving_since = "starting", None
+            is_over = False
             try:
+                await self._lead.until_confirmed()
                 await self._run_once(replica)
             except Exception as error:  # Any failure is handled alike: by another start, later.
                 replica.error = "" if replica.is_leaving else reason(error)
                 replica.failed_at = time.monotonic() if replica.error else None
-                logger.warning("%s", ended_line(replica.name, replica.error))
-                if isinstance(error, HungError | TimeoutError) and replica.pid:
-                    self._end_process(replica)
+                is_over = await self._is_over(replica, error)
+                if is_over:
+                    logger.warning("%s", ended_line(replica.name, replica.error))
+                else:
+                    logger.warning("%s may live and is looked for again: %s", replica.name, replica.error)
             if replica.is_retiring:
                 return
-            was_taken_out = replica.was_taken_out
+            was_taken_out = replica.was_taken_out and is_over
             replica.phase, replica.num_ready_workers, replica.num_missed = "waiting", 0, 0
             replica.refusal = ""
             self._changed.set()
-            # The actor may live although a call to it failed. The next incarnation needs its name.
-            if (actor := self._actors.pop(replica.name, None)) is not None:
-                self._kill(actor)
-            self._free(replica)
+            actor = self._actors.pop(replica.name, None)
+            if is_over:
+                # Its process may live although it cannot serve any more. The next incarnation needs its name.
+                if actor is not None:
+                    await self._end(actor)
+                await self._in_thread(self._free, replica)
             if was_taken_out:
                 await self._until_wanted(replica)
             replica.num_failures_in_a_row = self._failures_in_a_row(replica)
             replica.is_leaving = False
             await asyncio.sleep(backoff_seconds(replica.num_failures_in_a_row))
+
+    async def _is_over(self, replica: Replica, error: Exception) -> bool:
+        """Tell whether a replica that failed so has ended or can never serve again. End one that does not start."""
+        match error:
+            case UnreachableError() | NotLeadingError():
+                return False
+            case TimeoutError():
+                # Without a process id it still waits for a node.
+                actor = self._actors.get(replica.name)
+                return bool(replica.pid) and await self._end_silent(replica, actor, if_silent=False)
+            case _:
+                return True
 
     async def _until_wanted(self, replica: Replica) -> None:
         replica.phase = "stopped"
@@ -498,8 +595,13 @@ class Supervisor:
         """
         replica.pid, replica.node_id, replica.ranks = 0, "", ()
         group = await self._place(replica)
-        actor = self._actors[replica.name] = self._adopt_or_create(replica, group)
-        async with self._health.of(replica, actor) as health, deaths_as_errors() as death:
+        actor = await self._in_thread(self._adopt_or_create, replica, group)
+        self._actors[replica.name] = actor
+
+        async def end() -> bool:
+            return await self._end_silent(replica, actor)
+
+        async with self._health.of(replica, actor, end) as health, deaths_as_errors() as death:
             if replica.name in self._found:
                 self._found.discard(replica.name)
                 health.silence_seconds = STARTING_SECONDS
@@ -515,7 +617,12 @@ class Supervisor:
             self._has_started(replica, await health.unless_hung(answer(actor.start.remote(), START_SECONDS)))
             await all_of(self._goal.keep_addresses(self._replicas))
             health.silence_seconds = self._spec.hung_seconds
-            await health.unless_hung(actor.until_stopped.remote())
+            while True:
+                try:
+                    await health.unless_hung(actor.until_stopped.remote())
+                except ActorUnavailableError:
+                    # Only the connection is lost. If the actor has died, Ray says so at the next call.
+                    await asyncio.sleep(PUSH_SECONDS)
 
     def _has_started(self, replica: Replica, started: StartedWorker | StartedRouter) -> None:
         replica.address, replica.pid, replica.node_id = started.address, started.pid, started.node_id
@@ -537,6 +644,10 @@ class Supervisor:
         """
         while True:
             await asyncio.sleep(PUSH_SECONDS)
+            if not self._lead.is_recent:
+                # This host may be cut off. Then the silence of the others says nothing about them.
+                self._health.ask_all_anew()
+                continue
             await self._health.look_at_all()
             taken_out = taken_out_of(self._workers(), self._goal.desired.taken_out)
             if taken_out != self._goal.desired.taken_out:

@@ -1,6 +1,8 @@
 """A Ray cluster that existed before: `up --address` joins it, and `down` ends our actors and nothing of Ray's."""
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,28 @@ SIMULATED = ("--model", "demo", "--engine", "simulated", "--device", "cpu", "--k
 def head() -> Iterator[RayHead]:
     with operators_head() as head:
         yield head
+
+
+TWO_SUPERVISORS = """
+import asyncio, sys, ray
+from blockyard.deploy.supervision.desired_state import DesiredState, RayDesiredStateStore
+from blockyard.deploy.supervision.leadership import RayEpochs, SupersededError, claim_next
+ray.init(sys.argv[1], log_to_driver=False)
+old, new = claim_next(RayEpochs("two")), claim_next(RayEpochs("two"))
+claim_next(RayEpochs("two-more"))
+new.check()
+try:
+    old.check()
+    raise AssertionError("both lead")
+except SupersededError as error:
+    print(error)
+olds, news = (RayDesiredStateStore("two", claim.number) for claim in (old, new))
+asyncio.run(news.save(DesiredState(num_workers=2)))
+asyncio.run(olds.save(DesiredState(num_workers=9)))
+print(news.load().num_workers)
+news.forget_now()
+print(news.load(), claim_next(RayEpochs("two")).number)
+"""
 
 
 def actors_of(head: RayHead) -> list[ProcessIdentity]:
@@ -173,3 +197,11 @@ def test_a_wrong_token_of_ray_names_its_file(
         assert told.returncode == 1
         assert f"refuses the token in {wrong}" in told.stderr
         assert "Traceback" not in told.stderr
+
+
+def test_the_newest_epoch_leads_and_a_late_write_of_an_older_one_changes_nothing(head: RayHead) -> None:
+    """Epochs outlive `down`, so that a supervisor of an earlier cluster never leads a later one of its name."""
+    command = [sys.executable, "-c", TWO_SUPERVISORS, head.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["epoch 2 leads now, not 1", "2", "None 3"]

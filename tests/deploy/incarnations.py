@@ -1,11 +1,12 @@
 """A supervisor without Ray: its actors are plain objects, which outlive it as detached actors do."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from blockyard.deploy.supervision.desired_state import DesiredState, decoded, encoded
+from blockyard.deploy.supervision.leadership import SilentHeadError
 from blockyard.deploy.supervision.replicas import ClusterSpec, Replica
 from blockyard.deploy.supervision.supervisor import Supervisor
 from blockyard.router.config import RouterConfig, ServedModel
@@ -30,6 +31,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing wakes who waits for a value
             await asyncio.sleep(0.01)
+
+
+async def leads() -> None:
+    """Confirm that the supervisor leads."""
 
 
 class Remote:
@@ -92,7 +97,8 @@ class Worker:
         await asyncio.sleep(self.answers_after_seconds)
         return self.draining
 
-    async def _stop(self, grace_seconds: float) -> None:
+    async def _stop(self, grace_seconds: float, check_leader: Callable[[], None]) -> None:
+        check_leader()
         self.stopped_with.append(grace_seconds)
         await self.may_stop.wait()
 
@@ -123,7 +129,9 @@ class Router:
         self.set_models = Remote(self._set_models)
         self.ready_incarnations = Remote(self._ready_incarnations)
 
-    async def _set_workers(self, addresses: dict[str, list[str]], models: Sequence[ServedModel]) -> int:
+    async def _set_workers(
+        self, addresses: dict[str, list[str]], models: Sequence[ServedModel], epoch: int
+    ) -> int:
         self.sent_addresses.append([address for each in addresses.values() for address in each])
         self.sent_models.append(tuple(model.id for model in models))
         return len(self.sent_addresses[-1]) - len(self.refused_lives)
@@ -131,7 +139,10 @@ class Router:
     async def _refused_workers(self) -> dict[str, str]:
         return self.refused_lives
 
-    async def _set_models(self, models: Sequence[ServedModel], grace_seconds: float) -> None:
+    async def _set_models(
+        self, models: Sequence[ServedModel], grace_seconds: float, check_leader: Callable[[], None]
+    ) -> None:
+        check_leader()
         self.sent_models.append(tuple(model.id for model in models))
 
     async def _refused_models(self) -> dict[str, str]:
@@ -149,9 +160,12 @@ class Router:
 
 @dataclass
 class Outlives:
-    """State that survives a supervisor: actors by name, and the desired state."""
+    """State that survives a supervisor: actors by name, the desired state, and the epochs at Ray's head."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+    is_head_silent: bool = False
+    """Whether Ray's head is out of the supervisor's reach."""
     desired: bytes | None = None
 
     def load(self) -> DesiredState | None:
@@ -163,6 +177,20 @@ class Outlives:
     async def forget(self) -> None:
         self.desired = None
 
+    def numbers(self) -> list[int]:
+        if self.is_head_silent:
+            raise SilentHeadError
+        return list(self.epochs)
+
+    def add(self, number: int) -> bool:
+        is_new = number not in self.numbers()
+        if is_new:
+            self.epochs.append(number)
+        return is_new
+
+    def remove(self, number: int) -> None:
+        self.epochs = [epoch for epoch in self.epochs if epoch != number]
+
 
 class WithoutActors(Supervisor):
     """A supervisor that calls nothing of Ray. A subclass runs the replicas."""
@@ -170,7 +198,10 @@ class WithoutActors(Supervisor):
     def __init__(self, left: Outlives | None = None) -> None:
         self.left = left or Outlives()
         self.ended_processes: list[int] = []
-        super().__init__(SPEC, self.left)
+        self.answers_others = False
+        """Whether a silent process answers on its own node."""
+        self.has_given_way = False
+        super().__init__(SPEC, self.left, self.left)
 
     def _living(self) -> frozenset[str]:
         return frozenset(name for name, worker in self.left.workers.items() if not worker.ended.is_set())
@@ -184,8 +215,18 @@ class WithoutActors(Supervisor):
         elif isinstance(actor, Router):
             actor.num_kills, actor.is_frozen = actor.num_kills + 1, False
 
-    def _end_process(self, replica: Replica) -> None:
+    async def _end_process(self, replica: Replica, actor: Any, *, if_silent: bool) -> bool:
+        if if_silent and self.answers_others:
+            return False
         self.ended_processes.append(replica.pid)
+        return True
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return call(*arguments)
+
+    def _give_way(self) -> NoReturn:
+        self.has_given_way = True
+        raise asyncio.CancelledError
 
     async def _announce(self) -> None:
         """Announce nothing, because no page reads it here."""
@@ -218,9 +259,12 @@ class FakeIncarnations(WithoutActors):
         await self.add_model(await self.plan_model(model, num_workers))
 
     async def _run_once(self, replica: Replica) -> None:
+        def end(actor: Any) -> Callable[[], Awaitable[bool]]:
+            return lambda: self._end_silent(replica, actor)
+
         if replica.kind == "router":
             self._actors[replica.name] = self.router
-            async with self._health.of(replica, self.router) as health:
+            async with self._health.of(replica, self.router, end(self.router)) as health:
                 replica.phase, replica.address = "serving", "router:1"
                 health.silence_seconds = self._spec.hung_seconds
                 await health.unless_hung(asyncio.Event().wait())
@@ -230,7 +274,7 @@ class FakeIncarnations(WithoutActors):
             raise RuntimeError("no such model")
         worker = self._adopt_or_make(replica.name)
         replica.pid = len(self.incarnations)
-        async with self._health.of(replica, worker) as health:
+        async with self._health.of(replica, worker, end(worker)) as health:
             if self.loads_for_seconds:
                 await health.unless_hung(asyncio.sleep(self.loads_for_seconds))
             replica.phase, replica.address, replica.incarnation = (

@@ -61,7 +61,12 @@ class Store:
     """Ray's control service, as far as its key-value store goes."""
 
     def __init__(self, *states: tuple[str, DesiredState]) -> None:
-        self.entries = {(KV_NAMESPACE, key_of(namespace(name))): encoded(desired) for name, desired in states}
+        # An earlier supervisor wrote late, and a still earlier one had no epochs: the newest epoch counts.
+        self.entries = {
+            (KV_NAMESPACE, key_of(namespace(name), epoch)): encoded(replace(desired, num_workers=workers))
+            for name, desired in states
+            for epoch, workers in ((10, desired.num_workers), (9, 90), (None, 99))
+        }
 
     def internal_kv_get(self, key: bytes, *, namespace: bytes, timeout: float) -> bytes | None:
         return self.entries.get((namespace, key))

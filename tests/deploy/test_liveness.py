@@ -2,14 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from blockyard.deploy.supervision.actors import START_SECONDS
-from blockyard.deploy.supervision.liveness import QUESTION_SECONDS, STARTING_SECONDS, HealthCheck, HungError
+from blockyard.deploy.supervision.liveness import (
+    ANSWER_SECONDS,
+    QUESTION_SECONDS,
+    STARTING_SECONDS,
+    HealthCheck,
+    HungError,
+)
 from blockyard.deploy.supervision.replicas import DEFAULT_HUNG_SECONDS
 from blockyard.deploy.views.views import replica_dict
 from blockyard.router.supervision import CHECK_SECONDS, SILENCE_SECONDS, SupervisorWatch
+from ray.exceptions import ActorUnavailableError
 
 from simulation.virtual_time import Process, VirtualLoop, in_virtual_time
 
@@ -183,7 +190,13 @@ async def test_a_supervisor_that_was_frozen_itself_kills_nobody() -> None:
 @in_virtual_time
 async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() -> None:
     answers = asyncio.Event()
-    health = HealthCheck(answers.wait, silence_seconds=3 * QUESTION_SECONDS)
+    ended: list[bool] = []
+
+    async def end() -> bool:
+        ended.append(bool(ended))
+        return ended[-1]
+
+    health = HealthCheck(answers.wait, end, silence_seconds=3 * QUESTION_SECONDS)
     waited = asyncio.ensure_future(health.unless_hung(asyncio.Event().wait()))
     for _ in range(2):
         assert await health.look() is None
@@ -192,21 +205,42 @@ async def test_an_answer_ends_the_silence_and_silence_ends_what_is_waited_for() 
     assert await health.look() is True
     assert health.num_missed == 0
     answers.clear()
-    for _ in range(3):
-        assert not waited.done()
-        assert await health.look() is None
+    for num_tries in (1, 2):  # The first try to end it fails.
+        for _ in range(3):
+            assert not waited.done()
+            assert await health.look() is None
+        await asyncio.sleep(0.1)
+        assert (health.num_missed, ended) == (3 * num_tries, [False, True][:num_tries])
     with pytest.raises(HungError):
         await waited
     await health.stop()
 
 
 @in_virtual_time
+async def test_a_lost_connection_is_no_answer_and_counts_like_silence() -> None:
+    async def ask() -> None:
+        raise ActorUnavailableError("connection reset", None)
+
+    async def end() -> bool:
+        return False
+
+    health, begun = HealthCheck(ask, end), asyncio.get_running_loop().time()
+    for num_missed in (1, 2):
+        assert await health.look() is None
+        assert health.num_missed == num_missed
+    assert asyncio.get_running_loop().time() - begun == 2 * ANSWER_SECONDS
+    await health.stop()
+
+
+@in_virtual_time
 async def test_a_router_ends_a_supervisor_that_is_silent_and_lets_the_next_one_start() -> None:
     ends: list[float] = []
+    still_silent: list[Callable[[], bool]] = []
     loop = asyncio.get_running_loop()
 
-    async def end() -> None:
+    async def end(is_silent: Callable[[], bool]) -> None:
         ends.append(loop.time() - begun)
+        still_silent.append(is_silent)
         raise ConnectionError("what fails is tried again")
 
     watch, begun = SupervisorWatch(end), loop.time()
@@ -218,7 +252,9 @@ async def test_a_router_ends_a_supervisor_that_is_silent_and_lets_the_next_one_s
     begun = loop.time()
     await asyncio.sleep(3.5 * SILENCE_SECONDS)
     assert ends == pytest.approx([SILENCE_SECONDS, 3 * SILENCE_SECONDS], abs=CHECK_SECONDS)
+    assert still_silent[-1]()
     watch.heard()
+    assert not still_silent[-1](), "a kill that Ray has delayed ends a supervisor that speaks again"
     begun = loop.time()
     await asyncio.sleep(1.5 * SILENCE_SECONDS)
     assert ends[2:] == pytest.approx([SILENCE_SECONDS], abs=CHECK_SECONDS)
@@ -231,7 +267,7 @@ async def test_a_router_that_was_frozen_itself_does_not_blame_the_supervisor() -
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
 
-    async def end() -> None:
+    async def end(is_silent: Callable[[], bool]) -> None:
         ends.append(loop.time())
 
     watch, process = SupervisorWatch(end), Process("router", loop)

@@ -25,7 +25,7 @@ from blockyard.worker.config import EngineConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .incarnations import SPEC, FakeIncarnations, Outlives, until
+from .incarnations import SPEC, FakeIncarnations, Outlives, leads, until
 
 OTHER = ServedModel(model="hub/Other-1.5B", names=("hub/Other-1.5B", "other"), index="hub/Other-1.5B")
 FIRST = ServedModel(model="m", names=("m",))
@@ -62,7 +62,7 @@ async def test_a_model_is_added_with_workers_of_its_own_and_removed_with_them(
 
 async def test_an_added_model_has_not_the_draft_model_of_the_first() -> None:
     engine = replace(SPEC.worker.engine, draft_model="small")
-    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
+    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives(), leads)
     await goal.add(goal.plan(OTHER, 1))
     (added,) = goal.desired.further_models
     assert (added.engine.model, added.engine.draft_model) == (OTHER.model, None)
@@ -228,7 +228,7 @@ async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
     settings: dict[str, int], slots: tuple[int, int]
 ) -> None:
     engine = replace(SPEC.worker.engine, max_loras=4, adapter_dir="/adapters")
-    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives())
+    goal = Goal(replace(SPEC, worker=replace(SPEC.worker, engine=engine)), Outlives(), leads)
     await goal.add(goal.plan(OTHER, 1, settings))
     added = next(replica for replica in goal.replicas() if replica.model == OTHER.id)
     found = worker_config(goal.spec_of(added), added).engine
@@ -238,7 +238,7 @@ async def test_an_added_model_has_the_slots_of_the_cluster_or_its_own(
 
 
 async def test_slots_without_a_folder_of_adapters_are_refused_and_nothing_is_added() -> None:
-    goal = Goal(SPEC, Outlives())
+    goal = Goal(SPEC, Outlives(), leads)
     with pytest.raises(ValueError, match="--adapter-dir"):
         goal.plan(OTHER, 1, {"max_loras": 2})
     assert [model.id for model in goal.models.served] == [FIRST.id]
@@ -246,7 +246,7 @@ async def test_slots_without_a_folder_of_adapters_are_refused_and_nothing_is_add
 
 async def test_an_added_model_has_settings_and_a_share_of_its_own() -> None:
     spec = replace(SPEC, num_cpus_per_worker=1.5, num_gpus_per_worker=1.0)
-    goal = Goal(spec, Outlives())
+    goal = Goal(spec, Outlives(), leads)
     own = {"max_model_len": 99, "draft_model": "small"}
     plan = goal.plan(OTHER, 1, own)
     assert (plan.engine.max_model_len, plan.engine.draft_model) == (99, "small")

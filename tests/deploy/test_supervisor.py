@@ -33,7 +33,7 @@ class FakeRouter:
     def __post_init__(self) -> None:
         self.set_workers = self
 
-    def remote(self, addresses: dict[str, list[str]], models: object) -> "asyncio.Future[int]":
+    def remote(self, addresses: dict[str, list[str]], models: object, epoch: int) -> "asyncio.Future[int]":
         return self.answer([address for each in addresses.values() for address in each])
 
 

@@ -201,15 +201,41 @@ async def test_a_router_whose_background_work_fails_exits_1() -> None:
     assert "the router has failed" in log
 
 
+def leads() -> None:
+    """Confirm the epoch of whoever calls."""
+
+
 async def test_an_actor_whose_router_fails_says_so() -> None:
     from blockyard.router.actor import RouterActor
 
-    actor = RouterActor(config(), "router-0", "supervisor")
+    actor = RouterActor(config(), "router-0", "supervisor", leads)
     waiting = asyncio.create_task(actor.until_stopped())
     await actor._server.start()
     assert not waiting.done()
-    await actor.set_workers({"demo": ["\udcff:1"]}, actor._server.models)
+    await actor.set_workers({"demo": ["\udcff:1"]}, actor._server.models, 1)
     async with asyncio.timeout(10):
         with pytest.raises(RuntimeError, match="its log says why"):
             await waiting
-        await actor.stop(0.0)
+        await actor.stop(0.0, leads)
+
+
+@pytest.mark.ci
+async def test_an_actor_heeds_no_supervisor_that_another_one_has_superseded() -> None:
+    from blockyard.router.actor import RouterActor
+
+    def superseded() -> None:
+        raise RuntimeError("epoch 2 leads now")
+
+    with pytest.raises(RuntimeError, match="epoch 2"):
+        RouterActor(config(), "router-0", "supervisor", superseded)
+    actor = RouterActor(config(), "router-0", "supervisor", leads)
+    await actor._server.start()
+    told: list[object] = []
+    actor._server.set_workers = lambda addresses, model: told.append(addresses)
+    for epoch in (1, 2, 1):
+        await actor.set_workers({"demo": [f"10.0.0.{epoch}:1"]}, actor._server.models, epoch)
+    assert told == [["10.0.0.1:1"], ["10.0.0.2:1"]]
+    for call in (actor.stop, lambda *rest: actor.set_models(actor._server.models, *rest)):
+        with pytest.raises(RuntimeError, match="epoch 2"):
+            await call(0.0, superseded)
+    await actor.stop(0.0, leads)
