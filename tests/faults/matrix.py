@@ -158,4 +158,8 @@ MATRIX = (
         "the control service of a joined Ray dies",
         "as 34, and the time is its nodes' own; `down --forget`, `ray start` and `up` bring all back",
     ),
+    _fault(87, "the supervisor's host is cut off, and comes back", "no stream fails; it ends nobody"),
+    _fault(88, "the head's host is cut off, and comes back", "as 87, as far as Ray ends no node"),
+    _fault(89, "a worker's host is cut off, and comes back", "as 87"),
+    _fault(90, "a router's host is cut off, and comes back", "as 87 at the other router; `status` names it"),
 )
