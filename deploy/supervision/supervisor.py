@@ -42,6 +42,7 @@ from blockyard.deploy.supervision.goal import REPLACED, Goal
 from blockyard.deploy.supervision.incidents import ended_line, serves_line
 from blockyard.deploy.supervision.joining import Joining
 from blockyard.deploy.supervision.leadership import (
+    RETRY_SECONDS,
     Epochs,
     Leadership,
     NotLeadingError,
@@ -510,12 +511,20 @@ class Supervisor:
             self._loops.create_task(self._lead.keep_confirmed())
             self._loops.create_task(self._watch_all())
             self._loops.create_task(self._finish_scaling())
-            self._loops.create_task(all_of(self._goal.keep()))
+            self._loops.create_task(self._store_goal())
             self._loops.create_task(self._announce())
             self._loops.create_task(self._store_reports())
             for replica in self._replicas:
                 if not replica.is_leaving:
                     self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
+
+    async def _store_goal(self) -> None:
+        """Store the desired state as soon as Ray's head answers, so that commands find the cluster's handle."""
+        while True:
+            await self._lead.until_confirmed()
+            with contextlib.suppress(TimeoutError, NotLeadingError):
+                return await self._goal.keep()
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _announce(self) -> None:
         await keep_announced(self._goal.router, self._replicas)

@@ -340,7 +340,7 @@ async def test_an_update_serves_a_model_from_other_workers_before_its_own_end(
     assert not old & set(updated.workers)
     await until(lambda: len(supervisor.router.sent_addresses[-1]) == 4)
     assert {f"{name}:1" for name in updated.workers} <= set(supervisor.router.sent_addresses[-1])
-    goal = Goal(SPEC, supervisor.left)
+    goal = Goal(SPEC, supervisor.left, leads)
     worker = next(each for each in goal.replicas() if each.name == updated.workers[0])
     assert goal.spec_of(worker).worker.engine.model == goal.models.known(model).model == "/models/new"
     assert goal.router().models == goal.models.served
@@ -395,4 +395,4 @@ async def test_of_two_updates_of_one_model_at_once_the_second_is_refused(
         *(supervisor.update_model(plan, 0.0) for plan in plans), return_exceptions=True
     )
     assert [str(each) for each in done] == ["None", "m was updated meanwhile: try again"]
-    assert Goal(SPEC, supervisor.left).models.known("m").model == "/models/new"
+    assert Goal(SPEC, supervisor.left, leads).models.known("m").model == "/models/new"

@@ -87,7 +87,7 @@ class Told:
 
     @property
     def silent_routers(self) -> set[str]:
-        return set(self.document["silent_routers"])
+        return set(self.document["router_errors"])
 
 
 async def ask_status(cluster: ThreeHosts, *, on: int, cut_at: float, told: list[Told]) -> None:
@@ -163,7 +163,7 @@ async def all_serve(cluster: ThreeHosts) -> dict[int, str]:
         places = document["places"]
         seen = document["cluster"] or {}
         serving = len(places) == 5 and all(place["phase"] == "serving" for place in places)
-        return serving and not document["silent_routers"] and seen.get("workers_ready") == 3
+        return serving and not document["router_errors"] and seen.get("workers_ready") == 3
 
     await until(do, "all workers and routers serve", seconds=HEAL_SECONDS, every=1.0)
     addresses = [place["address"] for place in places if place["kind"] == "router"]
