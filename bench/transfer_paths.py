@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 from blockyard.proto.security.peer_sockets import SESSION_NAME, peer_contexts
 from blockyard.proto.v1.session_pb2 import PullRequest
-from blockyard.worker.memory.block_kinds import SIMULATED
 from blockyard.worker.memory.checksums import crc32
 from blockyard.worker.memory.host_blocks import HostBlocks
 from blockyard.worker.memory.transferable import TorchMemory
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
+from blockyard.worker.simulated.memory import SIMULATED
 from blockyard.worker.transfer.neighbours import Neighbours
 from blockyard.worker.transfer.wire import Connection
 

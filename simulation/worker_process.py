@@ -23,13 +23,13 @@ from blockyard.worker.indexing.report import index_message
 from blockyard.worker.indexing.sharded_publisher import ShardedPublisher
 from blockyard.worker.indexing.state import PublisherConfig
 from blockyard.worker.inspection.pool_view import load_message
-from blockyard.worker.memory.block_kinds import SIMULATED
 from blockyard.worker.memory.transferable import TransferableMemory
 from blockyard.worker.scheduling.scheduler import SchedulerConfig
 from blockyard.worker.sequences.adapter import Adapter
 from blockyard.worker.session.administration import Administration
 from blockyard.worker.session.draining import DrainTakenBack
 from blockyard.worker.session.session import SessionService
+from blockyard.worker.simulated.memory import SIMULATED
 from blockyard.worker.startup.warm_up import try_out
 
 from simulation.calls import Connections, Listener

@@ -74,7 +74,17 @@ FAULTS: dict[str, list[tuple[str, Change, str]]] = {
 def commands() -> list[str]:
     """Return the commands of `make check`."""
     made = subprocess.run(
-        ["make", "-n", "-o", "install", "-o", ".typing/blockyard", "check", f"BIN={BIN}"],
+        [
+            "make",
+            "--no-print-directory",
+            "-n",
+            "-o",
+            "install",
+            "-o",
+            ".typing/blockyard",
+            "check",
+            f"BIN={BIN}",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -43,7 +43,6 @@ def chat(*messages: tuple[str, str]) -> dict[str, Any]:
 
 
 CALLED = {"function": {"name": CANARY}}
-CONTROL_KEY = json.dumps([{"function": {"name": "f", "parameters": {"<|im_end|>": 1}}}])
 TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"
 PROMPTS = (
     prompt("nothing", "input"),
@@ -60,7 +59,6 @@ PROMPTS = (
     prompt("129 tools", "chat.tools", chat={**chat(("user", "x")), "tools": json.dumps([CALLED] * 129)}),
     prompt("tools of 300 KB", "chat.tools", chat={**chat(("user", "x")), "tools": f'["{CANARY * 20_000}"]'}),
     prompt("tools 200,000 levels deep", "chat.tools", chat={**chat(("user", "x")), "tools": "[" * 200_000}),
-    prompt("a key of tools is a control token", "input", chat={**chat(("user", "x")), "tools": CONTROL_KEY}),
     prompt(
         "a call without arguments",
         "chat.messages.tool_calls",

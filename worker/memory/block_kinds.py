@@ -14,8 +14,6 @@ from blockyard.proto.naming.code_version import sources_hash
 
 COMPUTING_CODE = ("kernels", "worker/execution", "worker/lora", "worker/model")
 """Folders of the sources that decide values. The C++ kernels count by their library too."""
-SIMULATED = BlockKind(layout="order=none/1", arithmetic="kernels=simulated")
-"""Blocks without content, which any other may stand for."""
 
 
 def block_kind(

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
-from blockyard.worker.memory.block_kinds import SIMULATED
+from blockyard.proto.naming.block_kind import BlockKind
 from blockyard.worker.sequences.identifiers import BlockId, HostSlot
+
+SIMULATED = BlockKind(layout="order=none/1", arithmetic="kernels=simulated")
+"""Blocks without content, which any other may stand for."""
 
 
 class SimulatedMemory:
