@@ -87,7 +87,10 @@ async def end_process(actor: Any, node_id: str, pid: int, claim: Claim, *, if_si
     own kill cannot do that, and misses a process that froze before Ray was connected to it.
     """
     if not pid:
-        node_id, pid = await asyncio.to_thread(_whereabouts_by_ray, actor)
+        try:
+            node_id, pid = await asyncio.to_thread(_whereabouts_by_ray, actor)
+        except RayError:
+            return False
     if not pid:
         return False
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)

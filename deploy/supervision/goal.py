@@ -31,6 +31,8 @@ class Goal:
         self._spec = spec
         self._store = store
         self._confirm = confirm
+        self.is_stored = False
+        """Whether the store has the desired state as it is here."""
         self._one_at_a_time = asyncio.Lock()
         self.update: ModelPlan | None = None
         """An update whose workers start beside those of before. It is not stored: a restarted supervisor ends them."""
@@ -86,9 +88,11 @@ class Goal:
         async with self._one_at_a_time:
             desired = replace(self.desired, **changes)
             await self._confirm()
+            # A store that fails may still have taken it. `keep` then stores what counts here.
+            self.is_stored = False
             await self._store.save(desired)
             await self._confirm()
-            self.desired = desired
+            self.desired, self.is_stored = desired, True
 
     async def keep(self) -> None:
         """Store the desired state as it is, so that a command finds the cluster's handle."""

@@ -7,11 +7,10 @@ stopped ones too. So the removal ends all ranks of a worker. A worker of one ran
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Collection
 from typing import Any
 
-from blockyard.deploy.supervision.leadership import ANSWER_SECONDS, SilentHeadError
+from blockyard.deploy.supervision.leadership import Claim, NotLeadingError
 from blockyard.deploy.supervision.replicas import ClusterSpec
 from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
@@ -37,14 +36,15 @@ def bundles_of(spec: ClusterSpec) -> list[dict[str, float]]:
     return [{name: amount for name, amount in each.items() if amount}] * spec.num_ranks
 
 
-async def place(spec: ClusterSpec, worker: str) -> Any:
+async def place(spec: ClusterSpec, worker: str, claim: Claim) -> Any:
     """Create the group of a worker that does not run, and return it. Its ranks start once Ray has reserved it.
 
     Remove a group that an earlier incarnation has left. If no node has room for all ranks, several nodes share them.
+    Raise NotLeadingError if the claim does not hold.
     """
     name = group_name(spec.namespace, worker)
-    await asyncio.to_thread(_remove, name)
-    group = await asyncio.to_thread(_created, spec, name, "STRICT_PACK")
+    await asyncio.to_thread(_remove, name, claim)
+    group = await asyncio.to_thread(_created, spec, name, "STRICT_PACK", claim)
     if await asyncio.to_thread(group.wait, ONE_NODE_SECONDS):
         return group
     logger.warning(
@@ -52,39 +52,39 @@ async def place(spec: ClusterSpec, worker: str) -> Any:
         spec.num_ranks,
         worker,
     )
-    await asyncio.to_thread(_remove, name)
-    return await asyncio.to_thread(_created, spec, name, "PACK")
+    await asyncio.to_thread(_remove, name, claim)
+    return await asyncio.to_thread(_created, spec, name, "PACK", claim)
 
 
-def free(spec: ClusterSpec, worker: str) -> None:
+def free(spec: ClusterSpec, worker: str, claim: Claim) -> None:
     """Remove a worker's group with all processes in it, if there is one. If Ray does not answer, `place` does it."""
-    with contextlib.suppress(RayError, SilentHeadError):
-        _remove(group_name(spec.namespace, worker))
+    with contextlib.suppress(RayError, NotLeadingError):
+        _remove(group_name(spec.namespace, worker), claim)
 
 
-def free_all_but(namespace: str, workers: Collection[str]) -> None:
+def free_all_but(namespace: str, workers: Collection[str], claim: Claim) -> None:
     """Remove the groups of all workers of a namespace but these."""
     kept = {group_name(namespace, worker) for worker in workers}
     groups = placement_group_table().values()
     for group in groups:
         name = group["name"]
         if group["state"] != REMOVED and name.startswith(group_name(namespace, "")) and name not in kept:
-            _remove(name)
+            with contextlib.suppress(RayError, NotLeadingError):  # `place` removes it later.
+                _remove(name, claim)
 
 
-def _created(spec: ClusterSpec, name: str, strategy: str) -> Any:
+def _created(spec: ClusterSpec, name: str, strategy: str, claim: Claim) -> Any:
+    claim.check()
     return placement_group(bundles_of(spec), strategy=strategy, name=name, lifetime="detached")
 
 
-def _remove(name: str) -> None:
+def _remove(name: str, claim: Claim) -> None:
     """Remove the group that has this name now.
 
     The removal names the group's id. So one that arrives late never ends a later worker of this name. Raise
-    SilentHeadError if Ray's head is slow to tell the id: another supervisor may lead by then.
+    NotLeadingError if the claim does not hold once the id is known: then it may be the group of another supervisor.
     """
-    asked_at = time.monotonic()
     with contextlib.suppress(ValueError):  # There is none.
         group = get_placement_group(name)
-        if time.monotonic() - asked_at > ANSWER_SECONDS:
-            raise SilentHeadError
+        claim.check()
         remove_placement_group(group)

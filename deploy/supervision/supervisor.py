@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -74,7 +75,7 @@ from blockyard.proto.runtime.tasks import BackgroundTasks, cancel_and_wait, log_
 from blockyard.router.actor import StartedRouter
 from blockyard.router.config import ServedModel
 from blockyard.worker.actor import StartedWorker
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -152,8 +153,6 @@ class Supervisor:
         """
         await self._lead.confirm()
         await self._tasks.aclose()
-        name = self._spec.router.cluster
-        await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
         routers, workers = self._actors_of("router"), self._actors_of("worker")
         await all_of(
             *(
@@ -164,9 +163,13 @@ class Supervisor:
         await all_of(
             *(answer(actor.stop.remote(0.0, self._lead.claim.check), CALL_SECONDS) for actor in workers)
         )
+        await self._lead.confirm()
         for actor in (*routers, *workers):
             self._kill(actor)
         self._free_all_but(())
+        # Last, so that a `down` that was interrupted can be given again.
+        name = self._spec.router.cluster
+        await all_of(withdraw(name), withdraw(name, NAMESPACE), self._store.forget())
 
     async def restart(self, name: str, grace_seconds: float) -> None:
         """Drain, stop and start a worker or router. If it was taken out, only start it.
@@ -191,7 +194,7 @@ class Supervisor:
         """
         replicas = [self._known(name) for name in names]
         num_starts = [replica.num_starts for replica in replicas]
-        await all_of(*(self._stop(replica, grace_seconds) for replica in replicas))
+        await all_of(*(self._stop_at_last(replica, grace_seconds) for replica in replicas))
         for name in names:
             self._wanted[name].set()
         for replica, number in zip(replicas, num_starts, strict=True):
@@ -330,8 +333,13 @@ class Supervisor:
                 logger.error("%s is not updated: %s", plan.id, error)
                 self._goal.update = None
                 if self._goal.models.known(plan.id) != served:
-                    further = before.further_models
-                    await self._goal.change(serves_first=before.serves_first, further_models=further)
+                    self._goal.desired = replace(
+                        self._goal.desired,
+                        serves_first=before.serves_first,
+                        further_models=before.further_models,
+                    )
+                    self._goal.is_stored = False
+                    await self._store_at_last()
                 self._rename_models()
                 await self._joining.stop_serving(self._goal.models.served, grace_seconds)
                 await self._retire_those_beyond()
@@ -427,17 +435,21 @@ class Supervisor:
         """Return a placement group for a worker of several ranks that does not run. Return None for any other actor."""
         spec = self._goal.spec_of(replica)
         has_ranks = replica.kind == "worker" and spec.num_ranks > 1
-        return await place(spec, replica.name) if has_ranks and replica.name not in self._found else None
+        return (
+            await place(spec, replica.name, self._lead.claim)
+            if has_ranks and replica.name not in self._found
+            else None
+        )
 
     def _free(self, replica: Replica) -> None:
         """End all ranks of a worker, if it has several."""
         # The model of a worker that retires may be gone.
         if replica.kind == "worker" and max(len(replica.ranks), self._goal.spec_of(replica).num_ranks) > 1:
-            free(self._spec, replica.name)
+            free(self._spec, replica.name, self._lead.claim)
 
     def _free_all_but(self, workers: Collection[str]) -> None:
         if self._goal.has_ranks:
-            free_all_but(self._spec.namespace, workers)
+            free_all_but(self._spec.namespace, workers, self._lead.claim)
 
     def _node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -467,7 +479,7 @@ class Supervisor:
             await answer(stopping, grace_seconds + GOODBYE_SECONDS)
         except (TimeoutError, ActorUnavailableError):
             while self._actors.get(replica.name) is actor:  # Until then it may live.
-                if await self._end_silent(replica, actor, if_silent=False):
+                if await self._end_silent(replica, actor, if_silent=False) or await self._has_died(actor):
                     return
                 await asyncio.sleep(PUSH_SECONDS)
         except Exception as error:  # It may have ended meanwhile, or failed, as it was about to.
@@ -478,6 +490,25 @@ class Supervisor:
         else:
             await self._end(actor)
 
+    async def _has_died(self, actor: Any) -> bool:
+        """Tell whether Ray knows that an actor has ended, as with its node."""
+        try:
+            await answer(actor.whereabouts.remote(), CALL_SECONDS)
+        except ActorDiedError:
+            return True
+        except (TimeoutError, RayError):
+            return False
+        return False
+
+    async def _stop_at_last(self, replica: Replica, grace_seconds: float) -> None:
+        """Drain and end a replica as soon as this supervisor may act."""
+        while True:
+            await self._lead.until_confirmed()
+            try:
+                return await self._stop(replica, grace_seconds)
+            except NotLeadingError:
+                await asyncio.sleep(PUSH_SECONDS)
+
     async def _retire_those_beyond(self) -> None:
         beyond = self._goal.beyond(self._workers())
         async with asyncio.TaskGroup() as retirements:
@@ -486,13 +517,7 @@ class Supervisor:
                 retirements.create_task(self._retire(replica, self._goal.desired.grace_seconds))
 
     async def _retire(self, replica: Replica, grace_seconds: float) -> None:
-        while True:
-            await self._lead.until_confirmed()
-            try:
-                await self._stop(replica, grace_seconds)
-                break
-            except NotLeadingError:
-                await asyncio.sleep(PUSH_SECONDS)
+        await self._stop_at_last(replica, grace_seconds)
         if (keeper := self._keepers.pop(replica.name, None)) is not None:
             await cancel_and_wait(keeper)
         if (actor := self._actors.pop(replica.name, None)) is not None:
@@ -519,12 +544,20 @@ class Supervisor:
                     self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _store_goal(self) -> None:
-        """Store the desired state as soon as Ray's head answers, so that commands find the cluster's handle."""
+        """Keep the desired state in Ray's store as it is here, so that commands find the cluster's handle, and a
+        supervisor that is started again finds no change that has failed."""
         while True:
-            await self._lead.until_confirmed()
-            with contextlib.suppress(TimeoutError, NotLeadingError):
-                return await self._goal.keep()
+            await self._store_at_last()
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _store_at_last(self) -> None:
+        """Store the desired state, unless it is, as soon as Ray's head answers."""
+        while not self._goal.is_stored:
+            await self._lead.until_confirmed()
+            try:
+                await self._goal.keep()
+            except (TimeoutError, NotLeadingError, RayError):
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _announce(self) -> None:
         await keep_announced(self._goal.router, self._replicas)

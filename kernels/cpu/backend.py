@@ -80,7 +80,9 @@ class CpuBackend(TorchBackend):
         # A build for other vector units, or by another compiler, is another library. PyTorch keeps some linears.
         own = f"kernels=cpu:{self._library.file_hash()}", f"linears={self._linears}"
         if has_native_layout(kv_pool_B2KPD, dtype):
-            return (*own, *pytorch_words(kv_pool_B2KPD.device))
+            keeps_linears = not self._library.has_linear(is_bf16=dtype == torch.bfloat16)
+            threads = (f"threads={torch.get_num_threads()}",) if keeps_linears else ()
+            return (*own, *pytorch_words(kv_pool_B2KPD.device), *threads)
         return (*own, *super().arithmetic(kv_pool_B2KPD, dtype)[1:])
 
     @property

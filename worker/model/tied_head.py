@@ -50,7 +50,7 @@ def has_own_head(folder: Path, config: ModelConfig) -> bool:
             return False
         if heads == {HEAD} and _are_equal(stored[HEAD], stored[EMBEDDING]):
             return False
-    except (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError):
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, OSError, RecursionError):
         return False
     _warn(folder)
     return True
@@ -67,7 +67,7 @@ def _warn(folder: Path) -> None:
 
 def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:
     """Yield each tensor by its name. Raises ValueError and others for a file that is not valid."""
-    changed_at_ns = file.stat().st_mtime_ns
+    stat = file.stat()
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if length > _MOST_HEADER_BYTES:
@@ -76,11 +76,13 @@ def _tensors(file: Path) -> Iterator[tuple[str, _Stored]]:
     for name, tensor in header.items():
         if name != "__metadata__":
             start, end = tensor["data_offsets"]
+            if not 0 <= start <= end <= stat.st_size - _LENGTH_BYTES - length:
+                raise ValueError(f"{file} has a tensor outside of the file")
             yield (
                 name,
                 _Stored(
                     file=file,
-                    changed_at_ns=changed_at_ns,
+                    changed_at_ns=stat.st_mtime_ns,
                     dtype=tensor["dtype"],
                     shape=tuple(tensor["shape"]),
                     start=_LENGTH_BYTES + length + start,
@@ -99,6 +101,7 @@ def _are_equal(one: _Stored, other: _Stored) -> bool:
         second.seek(other.start)
         for done in range(0, one.num_bytes, _READ_BYTES):
             size = min(_READ_BYTES, one.num_bytes - done)
-            if first.read(size) != second.read(size):
+            piece = first.read(size)
+            if len(piece) != size or piece != second.read(size):
                 return False
     return True

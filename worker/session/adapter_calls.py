@@ -91,7 +91,8 @@ class AdapterCalls:
     async def _list(self, data: bytes, context: Context) -> admin_pb2.ListAdaptersResponse:
         await parse(admin_pb2.ListAdaptersRequest, data, context)
         adapters = await self._catalogue(context)
-        found = await self._threaded(adapters.all)
+        # Not in the thread that reads folders, since one of them may be slow.
+        found = await asyncio.to_thread(adapters.all)
         return admin_pb2.ListAdaptersResponse(adapters=[_message(named) for named in found])
 
     async def _threaded(self, work: Callable[[], T]) -> T:

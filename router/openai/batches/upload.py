@@ -91,6 +91,8 @@ async def _receive(request: BaseRequest, write: Write) -> tuple[str, int]:
             raise InvalidRequest.of("(a field)", "is not known here: a file has the fields purpose and file")
         if name == "purpose":
             purpose = (await _timely(part.read_chunk(MAX_VALUE_BYTES))).decode()
+        elif received is not None:
+            raise InvalidRequest.of("file", "must occur once")
         else:
             received = (part.filename or "file")[:MAX_NAME_CHARACTERS], await _written(part, write)
     if purpose != "batch":
