@@ -60,11 +60,14 @@ class Host:
         return ("nsenter", f"--net=/proc/{self.holder}/ns/net")
 
     def cut(self) -> None:
-        """Take the host from the bridge. Nothing is refused: packets are lost in both directions."""
-        run(f"ip link set port{self.number} nomaster")
+        """Take the host's link down, as by a pulled plug. Nothing is refused: packets are lost in both directions."""
+        self._set_link("down")
 
     def heal(self) -> None:
-        run(f"ip link set port{self.number} master {BRIDGE}")
+        self._set_link("up")
+
+    def _set_link(self, state: str) -> None:
+        run(" ".join((*self.inside, f"ip link set link{self.number} {state}")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +218,7 @@ def _host(number: int) -> Iterator[Host]:
             f"ip link set link{number} up",
         ):
             run(" ".join((*host.inside, command)))
-        run(f"ip link set port{number} up")
-        host.heal()
+        run(f"ip link set port{number} master {BRIDGE} up")
         yield host
     finally:
         holder.kill()
