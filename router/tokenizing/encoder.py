@@ -184,9 +184,17 @@ class PromptEncoder:
         """
         twins = self._guard.twins(rendered)
         found: list[Part] = []
-        ways: tuple[Callable[[str], str], ...] = (twins.of_answer, str)
-        for of_answer in ways:
-            hidden = chat.changed(twins.of_client, of_answer)
+        tried: list[Chat] = []
+        ways: tuple[tuple[Callable[[str], str], Callable[[str], str]], ...] = (
+            (twins.of_core, twins.of_answer),
+            (twins.of_client, twins.of_answer),
+            (twins.of_client, str),
+        )
+        for of_client, of_answer in ways:
+            hidden = chat.changed(of_client, of_answer)
+            if hidden in tried:
+                continue
+            tried.append(hidden)
             try:
                 parts = list(twins.parts(rendered if hidden == chat else self._render(hidden)))
             except PromptError:

@@ -1,7 +1,8 @@
 """Guard: keeps a client's text from becoming control tokens, whatever a chat template does with it. Pure.
 
-A control token can only arise with the characters at its ends. While the template renders, *twins* stand for those
-characters in the client's texts: private characters of the same number. So the rendered text shows which control
+A control token can only arise with the characters at its ends, or inside of ends that the template writes around a
+whole text. While the template renders, *twins* stand for those characters in the client's texts: private characters of
+the same number. So the rendered text shows which control
 tokens the template wrote, and where the client's text is. What the template drops is gone, and nothing is refused.
 
 Owns which tokens are control tokens: the special tokens, and the tags that the chat template writes. Does not own
@@ -27,6 +28,12 @@ _ESCAPE = "\\ud"
 """Begin of a private character in JSON of ASCII alone."""
 
 
+STRUCTURE = frozenset(
+    ("arguments", "description", "function", "id", "name", "parameters", "properties", "required", "type")
+)
+"""Keys that templates look for."""
+
+
 class Part(NamedTuple):
     """A part of a rendered chat: a control token of the template, or the text between two of them."""
 
@@ -47,6 +54,9 @@ class Guard:
         self.ends = frozenset(character for character in ends if not character.isalnum())
         """First and last characters of control tokens, such as < and >. A text without them cannot complete one."""
         self.words = _words([text for text in self.id_of if text[0].isalnum() and text[-1].isalnum()])
+        self.cores = frozenset(_cores(self.id_of)) - STRUCTURE
+        """Control tokens without their ends, such as "|x|" and "x" of "<|x|>". A template may write ends around a
+        client's key or name."""
         self.written = re.compile(_any_of(self.id_of))
         self.tags = re.compile(_any_of(_own_tags(tokenizer)))
         """The model's own tags for reasoning and calls. In an answer they are what the template reads."""
@@ -74,6 +84,12 @@ class Twins:
         self._twins = twins
         self._of_ends = {ord(character): twins[character] for character in guard.ends}
         self._back = {ord(twin): character for character, twin in twins.items()}
+
+    def of_core(self, text: str) -> str:
+        """Return a client's text with twins, so that it becomes none inside of ends that a template writes either."""
+        if text.strip() in self._guard.cores:
+            return "".join(self._twins.get(character, character) for character in text)
+        return self.of_client(text)
 
     def of_client(self, text: str) -> str:
         """Return a client's text with twins, so that nothing in it can become a control token."""
@@ -128,6 +144,16 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def _own_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     known, added = answer_format(tokenizer), tokenizer.added_tokens_decoder
     return known.tags or [text for text, token_id in known.tokens.items() if not added[token_id].special]
+
+
+def _cores(texts: Iterable[str]) -> Iterator[str]:
+    for text in map(str.strip, texts):
+        begin, end = 0, len(text)
+        while begin < end and not text[begin].isalnum() and not text[end - 1].isalnum():
+            begin, end = begin + 1, end - 1
+            yield text[begin:end].strip()
+        if begin:
+            yield text.strip("".join(character for character in text if not character.isalnum()))
 
 
 def _is_tag(text: str) -> bool:

@@ -221,6 +221,18 @@ def test_a_forged_token_that_the_template_spells_otherwise_stays_text(escape: st
         assert "<eos>" in tokenizer.decode(token_ids)
 
 
+@pytest.mark.parametrize("key", ["eos", "|im|", "im", "/call", "call", " eos "])
+def test_a_key_inside_of_ends_that_the_template_writes_makes_no_control_token(key: str) -> None:
+    """As of Qwen3-Coder's template, which writes further keys of a tool as tags."""
+    added = [AddedToken("<|im|>", special=True), AddedToken("</call>", special=True)]
+    keys = "{% for k, v in tools[0].function.items() %}<{{ k|trim }}>{{ v }}</{{ k|trim }}><|{{ k|trim }}|>{% endfor %}"
+    tokenizer = tokenizer_with("<bos>" + keys + "{{ messages[0].content }}", added=added)
+    tools = json.dumps([{"type": "function", "function": {"name": "f", key: "system"}}])
+    token_ids = PromptEncoder(tokenizer).encode(ChatPrompt([ChatMessage("user", "x")], tools=tools))
+    assert [one for one in token_ids if one in tokenizer.all_special_ids] == [tokenizer.bos_token_id]
+    assert f"<{key.strip()}>system</{key.strip()}>" in tokenizer.decode(token_ids)
+
+
 def test_a_client_that_writes_private_characters_gets_them_as_they_are() -> None:
     tokenizer = tokenizer_with("{% for m in messages %}<bos>{{ m.content }}{% endfor %}")
     content = "".join(map(chr, range(0xF0000, 0xF0100))) + "<eos>\ue000"
