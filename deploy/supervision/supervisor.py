@@ -544,8 +544,10 @@ class Supervisor:
                     self._keepers[replica.name] = self._loops.create_task(self._keep(replica))
 
     async def _store_goal(self) -> None:
-        """Keep the desired state in Ray's store as it is here, so that commands find the cluster's handle, and a
-        supervisor that is started again finds no change that has failed."""
+        """Keep the desired state in Ray's store as it is here.
+
+        Commands find the cluster's handle there. A later supervisor must find no change that has failed.
+        """
         while True:
             await self._store_at_last()
             await asyncio.sleep(RETRY_SECONDS)

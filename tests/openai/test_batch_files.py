@@ -76,6 +76,13 @@ async def test_an_id_that_is_not_ours_finds_nothing(batching: Gateway, file_id: 
             "multipart/form-data; boundary=b",
             400,
         ),
+        (
+            b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            + b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n' * 2
+            + b"--b--\r\n",
+            "multipart/form-data; boundary=b",
+            400,
+        ),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")

@@ -223,7 +223,7 @@ def test_a_forged_token_that_the_template_spells_otherwise_stays_text(escape: st
 
 @pytest.mark.parametrize("key", ["eos", "|im|", "im", "/call", "call", " eos "])
 def test_a_key_inside_of_ends_that_the_template_writes_makes_no_control_token(key: str) -> None:
-    """As of Qwen3-Coder's template, which writes further keys of a tool as tags."""
+    """Qwen3-Coder's template writes further keys of a tool as tags."""
     added = [AddedToken("<|im|>", special=True), AddedToken("</call>", special=True)]
     keys = "{% for k, v in tools[0].function.items() %}<{{ k|trim }}>{{ v }}</{{ k|trim }}><|{{ k|trim }}|>{% endfor %}"
     tokenizer = tokenizer_with("<bos>" + keys + "{{ messages[0].content }}", added=added)

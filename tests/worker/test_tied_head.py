@@ -145,6 +145,16 @@ def test_a_config_is_read_without_weights_and_beside_files_that_are_not_valid(tm
             load_weights(folder, load_config(folder), dtype=torch.float32, device=torch.device("cpu"))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("offsets", [[0, 2**62], [2**63, 2**63 + 4], [-4, 4], [8, 4], [0, 8.5]])
+def test_tensors_that_lie_outside_of_the_file_are_not_compared(offsets: list[float], tmp_path: Path) -> None:
+    folder = tie(shared_checkpoint("Qwen3ForCausalLM"), tmp_path / "tied")
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
+    header = json.dumps({"lm_head.weight": entry, "model.embed_tokens.weight": entry}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    assert load_config(folder).tie_word_embeddings
+
+
 def test_a_head_of_another_shape_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     folder = tie(shared_checkpoint("Qwen3ForCausalLM"), tmp_path / "tied")
     tensors = load_file(folder / "model.safetensors")
