@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from blockyard.router.parsing.formats import NO_END, PromptEnd
-from blockyard.router.tokenizing.guard import Guard, Part
+from blockyard.router.tokenizing.guard import Guard, RenderedPart
 from blockyard.router.tokenizing.prompts import (
     Chat,
     ChatPrompt,
@@ -162,7 +162,7 @@ class PromptEncoder:
             token_ids, num_spliced = found.token_ids, found.num_spliced
         return Encoded(token_ids, text, num_spliced, is_guarded, end)
 
-    def _end(self, parts: Sequence[Part]) -> PromptEnd:
+    def _end(self, parts: Sequence[RenderedPart]) -> PromptEnd:
         """Return where an answer begins that the prompt has the beginning of: after the last control token but those of
         an answer."""
         begin = max(
@@ -176,14 +176,14 @@ class PromptEncoder:
         before, begun = ("".join(part.text for part in some) for some in (parts[:begin], parts[begin:]))
         return PromptEnd(before[-BEFORE_CHARACTERS:], begun)
 
-    def _parts(self, chat: Chat, rendered: str) -> list[Part]:
+    def _parts(self, chat: Chat, rendered: str) -> list[RenderedPart]:
         """Return the parts of a rendered chat.
 
         A template that reads a tag in an answer finds it. One that reads a control token in another text does not, so
         the text of the parts may be another one.
         """
         twins = self._guard.twins(rendered)
-        found: list[Part] = []
+        found: list[RenderedPart] = []
         tried: list[Chat] = []
         ways: tuple[tuple[Callable[[str], str], Callable[[str], str]], ...] = (
             (twins.of_core, twins.of_answer),
@@ -203,16 +203,16 @@ class PromptEncoder:
                 return parts
             found = found or parts
         # Where the template refuses what it does not find, nothing is known to be its own.
-        return found or [Part(rendered, is_control=False, has_client=True)]
+        return found or [RenderedPart(rendered, is_control=False, has_client=True)]
 
-    def _pieces(self, parts: Sequence[Part]) -> tuple[list[Piece], list[int]]:
+    def _pieces(self, parts: Sequence[RenderedPart]) -> tuple[list[Piece], list[int]]:
         """Return the pieces of a chat and their token ids. It is one piece if that makes no control token of a client's
         text."""
         written = Counter(self._guard.id_of[part.text] for part in parts if part.is_control)
         pieces = [Piece("".join(part.text for part in parts), is_template=True)]
         token_ids = self._encode(pieces[0].text)
         # The last way is for a tokenizer that finds a control token in other characters, which it normalises.
-        ways: tuple[Callable[[Part], bool], ...] = (
+        ways: tuple[Callable[[RenderedPart], bool], ...] = (
             attrgetter("has_client"),
             lambda part: not part.is_control,
         )

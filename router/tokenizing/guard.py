@@ -34,7 +34,7 @@ STRUCTURE = frozenset(
 """Keys that templates look for."""
 
 
-class Part(NamedTuple):
+class RenderedPart(NamedTuple):
     """A part of a rendered chat: a control token of the template, or the text between two of them."""
 
     text: str
@@ -117,19 +117,19 @@ class Twins:
     def _escapes(self) -> dict[str, str]:
         return {json.dumps(twin)[1:-1]: character for character, twin in self._twins.items()}
 
-    def parts(self, rendered: str) -> Iterator[Part]:
+    def parts(self, rendered: str) -> Iterator[RenderedPart]:
         """Yield the parts of a chat that was rendered with twins."""
         at = 0
         for found in self._guard.written.finditer(rendered):
             yield from self._between(rendered[at : found.start()])
-            yield Part(found[0], is_control=True, has_client=False)
+            yield RenderedPart(found[0], is_control=True, has_client=False)
             at = found.end()
         yield from self._between(rendered[at:])
 
-    def _between(self, text: str) -> Iterator[Part]:
+    def _between(self, text: str) -> Iterator[RenderedPart]:
         if text:
             shown = self.shown(text)
-            yield Part(shown, is_control=False, has_client=shown != text)
+            yield RenderedPart(shown, is_control=False, has_client=shown != text)
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

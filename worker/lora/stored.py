@@ -44,7 +44,7 @@ def open_regular(file: Path) -> FileIO:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class AdapterTensor:
     """Entry of a header."""
 
     dtype: str
@@ -99,7 +99,7 @@ class StoredTensors:
         return data
 
 
-def _parsed(header: bytes, max_tensors: int) -> Mapping[str, StoredTensor]:
+def _parsed(header: bytes, max_tensors: int) -> Mapping[str, AdapterTensor]:
     try:
         entries = json.loads(header)
         entries.pop(_METADATA, None)
@@ -108,9 +108,9 @@ def _parsed(header: bytes, max_tensors: int) -> Mapping[str, StoredTensor]:
         raise ValueError("its header is none") from None
 
 
-def _entry(entry: Any) -> StoredTensor:
+def _entry(entry: Any) -> AdapterTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape[: MAX_DIMENSIONS + 1], begin, end)
     if not isinstance(dtype, str) or not all(type(n) is int and 0 <= n < MAX_SIZE for n in numbers):
         raise TypeError("no entry of a tensor")
-    return StoredTensor(dtype, shape, begin, end)
+    return AdapterTensor(dtype, shape, begin, end)
