@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from blockyard.deploy.commands.tokens import append_entry
 from blockyard.deploy.dashboard.metrics_tab import STAND_IN_PATH
+from blockyard.deploy.supervision.desired_state import key_of
 from blockyard.router.admission.token_entries import new_token
 from blockyard.router.client import Client
 from ray._private.authentication.authentication_constants import AUTHENTICATION_TOKEN_COOKIE_NAME
@@ -257,7 +258,7 @@ def test_on_a_joined_cluster_the_page_finds_what_up_has_placed_and_forgets_it_af
 
         assert eventually(lambda: states() == [("worker-0", "ready"), ("worker-1", "ready")], seconds=20)
         assert fetched_json(url, token_path)["trouble"] == ""
-        assert set(stored(head.address, token_path)) == {b"guest", b"wish:blockyard-guest"}
+        assert set(stored(head.address, token_path)) == {b"guest", key_of("blockyard-guest", 1)}
         assert command.run("down").returncode == 0
         assert eventually(lambda: fetched_json(url, token_path)["clusters"] == [], seconds=20)
         assert stored(head.address, token_path) == {}

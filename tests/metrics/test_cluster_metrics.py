@@ -142,14 +142,19 @@ def test_times_are_not_longer_than_what_clients_waited(watched: Watched, answers
 def test_every_metric_of_the_table_is_there_with_its_kind_and_nothing_else(
     watched: Watched, answers: list[Completion]
 ) -> None:
+    outputs = sum(len(answer.outputs) for answer in answers)
+    assert watched.settles("sum(blockyard_outputs_total)", outputs)
+    assert watched.settles(
+        'count(blockyard_running) + count(blockyard_workers{state="ready"})', len(WORKERS) + 1
+    )
     listed = set(watched.prometheus.ask("label/__name__/values"))
     ours = {name for name in listed if "blockyard" in name}
     # A counter of Ray appears with the first event. Nothing was preempted, split, pulled or guessed. No worker was
-    # lost, no call of Redis failed, and no request had a session.
+    # lost, no call of Redis failed, no call was turned away before it was read, and no request had a session.
     silent = {
         *("preemptions", "swaps", "moves", "evictions", "migrations", "stale_blocks"),
         "router_splits",
-        *("tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
+        *("refused_calls", "tenant_refusals", "pulled_blocks", "lent_blocks", "failed_pulls"),
         *(metric.name for metric in ROUTER_METRICS if metric.name.startswith("router_pull")),
         *("guarded_prompts", "spliced_tokens", "answer_store_failures", "drafted_tokens", "accepted_tokens"),
         *("index_errors", "index_resyncs", "index_damages", "index_failed_lookups", "index_skipped_lookups"),
