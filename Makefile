@@ -21,30 +21,22 @@ PROTOS := proto/v1/inference.proto proto/v1/cluster.proto proto/v1/admin.proto p
 MINUTES ?= 30
 SEED ?=
 JOBS ?= 3
-CLUSTER_JOBS ?= 0
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/pip --disable-pip-version-check
 # Without --quiet, which hides the warnings that its strict mode counts.
 SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 CLIENTS := guidellm==0.8.1 langchain-openai==1.7.4 litellm==1.110.2 openai-agents==0.24.0 'lm-eval[api]==0.4.13' 'transformers>=5.17'
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
-# What every landing must pass, and the part of it that takes minutes: CONTRIBUTING.md, How long the tests take.
-LANDING := not slow and not slow_fault
-QUICK := $(LANDING) and not ci
 # Without them each process of the tests compiles every source anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Many tests wait for timers, so there are more processes than cores. What starts whole clusters comes last, one after
-# the other. With CLUSTER_JOBS=2 one process has everything with Ray, since two Ray heads keep one another waiting.
-PARALLEL := --no-loadscope-reorder --durations 10
-define run_tests
-	@failed=0; \
-	$(PYTEST) $(PARALLEL) $(2) -n $(JOBS) --dist loadfile -m "($(1)) and not cluster and not alone" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) $(PARALLEL) $(2) -n $(CLUSTER_JOBS) --dist loadgroup -m "($(1)) and (cluster or alone)" $(TESTS) || [ $$? -eq 5 ] || failed=1; \
-	exit $$failed
-endef
+# Many tests wait for timers, so there are more processes than cores. The tests of tests/system share one cluster, and
+# those of tests/nightly start clusters of their own: one after the other.
+UNIT := $(PYTEST) --no-loadscope-reorder -n $(JOBS) --dist loadfile
+# tools/slowest_tests.py reads these.
+REPORT_OF = --junitxml .pytest_cache/$@.xml
 
-.PHONY: demo test test-ci test-again test-all test-clients faults soak fuzz check site format proto lock sbom install clean \
+.PHONY: demo test unit system nightly nightly-slice test-clients faults soak fuzz check site format proto lock sbom install clean \
 	gpu-check gpu-check-kernels gpu-check-worker gpu-bench gpu-bench-kernels \
 	gpu-bench-profile gpu-bench-profile-8b gpu-bench-profile-0.6b \
 	gpu-bench-engine gpu-bench-engine-nano gpu-bench-engine-mixed
@@ -52,44 +44,51 @@ endef
 demo: install
 	$(BIN)/python -m blockyard.deploy.demo $(if $(KEEP),--keep)
 
+# TESTS=tests/unit/worker runs a part.
 test: install
-	$(call run_tests,$(QUICK),--hypothesis-profile quick)
+	@failed=0; \
+	$(if $(TESTS),$(PYTEST) $(TESTS) || failed=1;,$(MAKE) --no-print-directory unit || failed=1; \
+	$(MAKE) --no-print-directory system || failed=1;) \
+	exit $$failed
 
-# What .ci/run runs: the same, what costs more, and more random examples.
-test-ci: install
-	$(call run_tests,$(LANDING))
+unit: install
+	$(UNIT) $(REPORT_OF) tests/unit
 
-# Tries the failed tests of the last run once more, one after another, unless there are more than these.
-MOST_AGAIN := 3
-test-again: install
-	@failed=.pytest_cache/v/cache/lastfailed; count=$$(grep -c '": true' $$failed); \
-	if [ "$$count" -gt $(MOST_AGAIN) ]; then echo "$$count tests failed: none is tried again"; exit 1; fi; \
-	echo "Tried again, alone: $$count failed tests, each a defect even if it passes now"; cat $$failed; \
-	$(PYTEST) --last-failed --last-failed-no-failures none -rA -m "$(LANDING)"
+system: install
+	$(PYTEST) $(REPORT_OF) tests/system
 
-# The same and what takes long: more seeds, more of each fault, mutants of the simulation.
-test-all: install
-	$(call run_tests,slow or not slow)
+# Everything: each combination of parameters and more random examples of tests/unit, the fault matrix, mutants, peers.
+nightly: install
+	@failed=0; \
+	$(UNIT) --every-case tests/unit || failed=1; \
+	$(PYTEST) tests/system || failed=1; \
+	$(PYTEST) tests/nightly --write-seconds || failed=1; \
+	exit $$failed
+
+# The part of tests/nightly that CI runs: COMMIT chooses it.
+COMMIT ?= $(shell git rev-parse HEAD)
+nightly-slice: install
+	$(PYTEST) $(REPORT_OF) tests/nightly --slice $(COMMIT)
 
 # Real clients of OpenAI's API, in a virtual environment of their own: 2 GB. Those of JavaScript need Node.js 20 with npm.
 test-clients: install
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/pip --disable-pip-version-check install --quiet --progress-bar off $(CLIENTS)
 	npm install --prefix .venv-clients/node --no-audit --no-fund --loglevel error $(NODE_CLIENTS)
-	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/openai/test_clients.py -m slow
+	BLOCKYARD_CLIENTS=$(CURDIR)/.venv-clients/bin/python $(PYTEST) tests/nightly/openai/test_clients.py
 
 # Every row of the fault matrix, the slow ones too; docs/faults.md keeps what it measured.
 faults: install
-	$(PYTEST) tests/faults tests/cluster tests/router tests/worker -m fault -rs --faults-report docs/faults.md
+	$(PYTEST) tests -m fault -rs --faults-report docs/faults.md
 
 # Random faults under load, one after another; the seed is printed. REPORT=docs/soak.md keeps the tables.
 soak: install
-	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
+	$(BIN)/python -m tests.nightly.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
-# Guided by coverage, one target after another; inputs that reach new code stay in tests/hostile/corpus.
+# Guided by coverage, one target after another; inputs that reach new code stay in tests/unit/hostile/corpus.
 fuzz: install
 	for target in body head message session; do \
-		$(BIN)/python -m tests.hostile.coverage_fuzz $$target --minutes $(MINUTES) --keep || exit 1; \
+		$(BIN)/python -m tests.unit.hostile.coverage_fuzz $$target --minutes $(MINUTES) --keep || exit 1; \
 	done
 
 check: install .typing/blockyard
@@ -129,17 +128,13 @@ sbom: install
 # One GPU is shared by all these processes. Each takes half a gigabyte of it, and the tests' tensors are small.
 GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 12 ? n : 12)))
 GPU_CHECK_SECONDS ?= 285
-GPU_CHECK_KERNELS := tests/kernels
-GPU_CHECK_WORKER := tests/worker/test_decoder.py tests/worker/test_model_variants.py tests/worker/test_host_blocks.py \
-	tests/worker/test_step_graphs.py tests/worker/test_overlap.py tests/worker/test_gpu_memory.py \
-	tests/worker/test_sampler_waits.py tests/worker/test_sampler.py tests/worker/test_wanted_rows.py \
-	tests/worker/test_quantised_kv.py tests/worker/test_capture_progress.py tests/worker/test_late_compiling.py \
-	tests/worker/test_triton_linears.py
+GPU_CHECK_KERNELS := tests/unit/kernels
+GPU_CHECK_WORKER := tests/unit/device
 # Without pytest-xdist there is one process. SIGINT past the time: pytest then prints the failures until there.
 define gpu_check
 	parallel=$$($(PYTHON) -c "import xdist" 2> /dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); \
 	PYTHONPATH=.typing env --default-signal=INT timeout --foreground --signal INT --kill-after 20 $(GPU_CHECK_SECONDS) \
-		$(PYTHON) -m pytest -rfEs --maxfail 60 --durations 10 $$parallel -m "not slow_fault" $(1)
+		$(PYTHON) -m pytest -rfEs --maxfail 60 --durations 10 $$parallel $(1)
 endef
 
 gpu-check: .typing/blockyard
@@ -151,7 +146,7 @@ gpu-check-kernels: .typing/blockyard
 gpu-check-worker: .typing/blockyard
 	$(call gpu_check,$(GPU_CHECK_WORKER))
 
-GPU_PROOF := tests/worker/test_decoder.py tests/worker/test_step_graphs.py tests/worker/test_overlap.py
+GPU_PROOF := tests/unit/device/test_decoder.py tests/unit/device/test_step_graphs.py tests/unit/device/test_overlap.py
 # Options of each benchmark here: GPU_OPTIONS=--skip-proof after `make gpu-check`, or --output FOLDER.
 GPU_OPTIONS ?=
 # SIGTERM past the time: a benchmark then reports what it has measured.

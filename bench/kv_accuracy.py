@@ -43,9 +43,9 @@ MIN_CAPACITY = 1.88
 Larger heads give a higher ratio."""
 HEAD_SIZES = (32, 64, 128)
 PROOF = (
-    "tests/kernels/test_quantised_pool.py",
-    "tests/kernels/test_int8_linear.py",
-    "tests/bench/test_kv_accuracy.py",
+    "tests/unit/kernels/test_quantised_pool.py",
+    "tests/unit/kernels/test_int8_linear.py",
+    "tests/unit/bench/test_kv_accuracy.py",
 )
 
 

@@ -1,7 +1,7 @@
 """Speed of one batch whose sequences use eight adapters, beside the same batch on the bare model.
 
     python -m bench.lora --model llama-166m --dtypes float32,bfloat16
-    python -m bench.lora --device cuda --model qwen3-0.6b --dtypes bfloat16 --prove tests/kernels/test_lora.py
+    python -m bench.lora --device cuda --model qwen3-0.6b --dtypes bfloat16 --prove tests/unit/kernels/test_lora.py
 
 Two engines take turns in one process: one without slots, and one with eight. The second also runs the batch without
 adapters, which shows what slots alone cost. The adapters are random, of one rank, and change all linear layers. A
@@ -40,7 +40,11 @@ NUM_ADAPTERS = 8
 GOAL = 0.9
 GOAL_OF_SLOTS = 0.97
 """Least rate of an engine with slots that no request uses."""
-PROOF = ("tests/kernels/test_lora.py", "tests/worker/test_lora_tokens.py", "tests/bench/test_lora_bench.py")
+PROOF = (
+    "tests/unit/kernels/test_lora.py",
+    "tests/unit/worker/test_lora_tokens.py",
+    "tests/unit/bench/test_lora_bench.py",
+)
 ARMS = {"none": False, "slots": False, "adapters": True}
 """Whether the sequences of an arm use adapters. The first arm's engine has no slots."""
 

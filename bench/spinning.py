@@ -32,7 +32,7 @@ from bench.reporting import REPORTS, Floor, write_report
 COUNTS = tuple(sorted({1000, 10_000, 30_000, SPIN_COUNT}))
 """Spin counts. libgomp's default is 300,000, and 1,000 if it has more threads than cores."""
 WORKLOAD = "brief"
-PROOF = ("tests/worker/test_engine_tokens.py",)
+PROOF = ("tests/unit/worker/test_engine_tokens.py",)
 MEMORY_BYTES = 6 * 2**30
 MOST_SLOWER = 1.2
 

@@ -72,7 +72,7 @@ class Backend(Protocol):
         """Return the name of the order in which a block of such a pool holds its bytes, for a model in `dtype`.
 
         It ends in a version, such as "plain/1". Raise that where the bytes of a block change. Other workers take a
-        block under an equal name as it is. `tests/kernels/test_block_bytes.py` keeps a block of each backend.
+        block under an equal name as it is. `tests/unit/kernels/test_block_bytes.py` keeps a block of each backend.
         """
         ...
 

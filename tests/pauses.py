@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.counted_work import lines_run
+from .counted_work import lines_run
 
 TICK_SECONDS = 0.005
 LATE_SECONDS = 0.02

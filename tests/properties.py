@@ -6,6 +6,6 @@ from hypothesis import settings
 
 
 def examples(count: int, **others: Any) -> settings:
-    """Return settings with `count` examples in CI, and with the quick profile's share of them in `make test`."""
-    usual, wanted = settings.get_profile("crowded").max_examples, settings().max_examples
+    """Return settings with `count` examples each night, and with the share of them that the profile in use has."""
+    usual, wanted = settings.get_profile("nightly").max_examples, settings().max_examples
     return settings(max_examples=-(-count * wanted // usual), **others)

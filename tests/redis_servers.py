@@ -24,7 +24,7 @@ def servers() -> list[Path]:
 
 def each_server(*, are_all_quick: bool = True) -> list[object]:
     """Return the parameters of a fixture: the servers. If there is only one, add a skipped one that says so. Unless all
-    are quick, `make test-all` alone has those that are neither the default of `up`, nor the oldest or newest."""
+    are quick, `--every-case` alone has those that are neither the default of `up`, nor the oldest or newest."""
     versions = {path: version_of_program(path) for path in servers()}
     by_age = sorted(versions, key=lambda path: ((known := versions[path]) and known.version) or ())
     quick = {*by_age[:1], *by_age[-1:], *[*versions][:1]}

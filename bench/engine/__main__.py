@@ -54,10 +54,10 @@ from bench.reporting import REPORTS
 
 PEERS = ("transformers", "vllm", "openvino")
 PROOF = (
-    "tests/worker/test_engine_tokens.py",
-    "tests/worker/test_decoder.py",
-    "tests/worker/test_quantised_kv.py",
-    "tests/kernels/test_panel_linear.py",
+    "tests/unit/worker/test_engine_tokens.py",
+    "tests/unit/device/test_decoder.py",
+    "tests/unit/device/test_quantised_kv.py",
+    "tests/unit/kernels/test_panel_linear.py",
 )
 GIB = 2**30
 SPARE_BYTES = 2 * GIB

@@ -47,7 +47,7 @@ from bench.engine.speculation import (
 from bench.proof import end_if_unproven
 from bench.reporting import write_report
 
-PROOF = ("tests/worker/test_draft_model.py", "tests/worker/test_speculation.py")
+PROOF = ("tests/unit/worker/test_draft_model.py", "tests/unit/worker/test_speculation.py")
 
 
 class GuessingRunner:

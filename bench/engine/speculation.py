@@ -47,7 +47,7 @@ from bench.engine.shapes import SHAPES, model_folder
 from bench.proof import Proof, add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, Floor, write_report
 
-PROOF = tuple(f"tests/worker/test_speculation{name}.py" for name in ("", "_costs", "_tokens"))
+PROOF = tuple(f"tests/unit/worker/test_speculation{name}.py" for name in ("", "_costs", "_tokens"))
 LEAST_RATIO = 0.98
 MOST_SPREAD = 0.02
 LEAST_ON_EDITS = 1.8

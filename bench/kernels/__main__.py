@@ -30,12 +30,12 @@ from bench.plots import draw
 from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, write_report
 
-ELSEWHERE = ("tests/worker/test_sampler.py", "tests/worker/test_host_blocks.py")
+ELSEWHERE = ("tests/unit/device/test_sampler.py", "tests/unit/device/test_host_blocks.py")
 NOT_OF_A_CPU = ("triton", "compilation", "cpu_extension", "vector_units", "bare_machine")
 """Tests left out on a CPU: those of Triton (its interpreter and compiler take minutes), of builds and of other CPUs."""
 PROOFS = {
-    "cuda": (("tests/kernels",), ELSEWHERE),
-    "cpu": (("tests/kernels", "-k", " and ".join(f"not {name}" for name in NOT_OF_A_CPU)), ELSEWHERE),
+    "cuda": (("tests/unit/kernels",), ELSEWHERE),
+    "cpu": (("tests/unit/kernels", "-k", " and ".join(f"not {name}" for name in NOT_OF_A_CPU)), ELSEWHERE),
 }
 """Tests of the kernels, in separate pytest runs: those elsewhere run on one thread."""
 GIB = 2**30

@@ -63,7 +63,11 @@ from bench.profile.stopwatch import Stopwatch
 from bench.proof import add_proof_options, end_if_unproven, proof_of
 from bench.reporting import REPORTS, percentile, write_report
 
-PROOF = ("tests/worker/test_scheduler.py", "tests/worker/test_engine.py", "tests/worker/test_step_inputs.py")
+PROOF = (
+    "tests/unit/worker/test_scheduler.py",
+    "tests/unit/worker/test_engine.py",
+    "tests/unit/worker/test_step_inputs.py",
+)
 PLANNED_STEPS = 50
 FULL_COLLECTIONS = 3
 DECODES = {"cpu": (1, 32, MANY), "cuda": (1, 32, 64, 128, MANY)}

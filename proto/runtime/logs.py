@@ -2,7 +2,7 @@
 
 Owns the format, and the id of the request that a line is about. Code that works on a request sets REQUEST_ID, and every
 line that it causes has the id. So the id in a client's error finds all lines. At no level may a line hold what a client
-sent, except names: tests/security/test_canary.py.
+sent, except names: tests/nightly/security/test_canary.py.
 """
 
 import json

@@ -1,0 +1,49 @@
+"""An interrupted `up` removes everything that it has started."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.system.harness import UP, Command, eventually
+
+pytestmark = [pytest.mark.ci, pytest.mark.cluster, pytest.mark.ray]
+
+
+def processes_of(home: Path) -> list[int]:
+    """Return every process that inherited this test's BLOCKYARD_HOME, those of Ray and Redis among them."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(home).encode() in environment:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        pytest.param("starting Ray", signal.SIGHUP, marks=pytest.mark.slow),
+        ("loading the model", signal.SIGTERM),
+        pytest.param("loading the model", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_up_leaves_nothing(tmp_path: Path, stage: str, number: signal.Signals) -> None:
+    command = Command(home=tmp_path / "home", cluster="interrupted")
+    with command.start(*UP, stdin=subprocess.DEVNULL) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if stage in line:
+                break
+        assert eventually(lambda: len(processes_of(command.home)) > 2, seconds=60)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert processes_of(command.home) == []
+    assert not command.home.exists() or list(command.home.iterdir()) == []

@@ -1,0 +1,3 @@
+"""The settings of tests/unit/worker."""
+
+import tests.unit.worker.conftest  # noqa: F401

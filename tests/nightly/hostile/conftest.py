@@ -1,0 +1,3 @@
+"""The fixtures of tests/unit/hostile."""
+
+from tests.unit.hostile.conftest import house as house

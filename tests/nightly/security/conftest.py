@@ -1,0 +1,3 @@
+"""The fixtures of tests/unit/security."""
+
+from tests.unit.security.conftest import tokens as tokens

@@ -1,0 +1,44 @@
+"""A unit test starts no process: whatever needs one is in tests/system or tests/nightly.
+
+The compiler of the CPU kernels is allowed. It runs once for a version of the sources.
+"""
+
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+COMPILERS = frozenset({"c++", "g++", "gcc", "cc", "ld", "ninja", "uname"})
+_started: list[str] = []
+_is_watching = False
+
+
+def _note_process(event: str, arguments: tuple[object, ...]) -> None:
+    if _is_watching and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        program = str(arguments[0]) if arguments else event
+        if Path(program).name not in COMPILERS:
+            _started.append(program)
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_note_process)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    global _is_watching
+    _is_watching = True
+    _started.clear()
+    try:
+        return (yield)
+    finally:
+        _is_watching = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    yield
+    if _started and "BLOCKYARD_STRICT" in os.environ:
+        pytest.fail(f"a unit test started {', '.join(sorted(set(_started)))}: move it to tests/system")

@@ -1,0 +1,38 @@
+"""The metrics table of docs/operating.md: `python -m tests.unit.metrics.document` generates it from the code."""
+
+from pathlib import Path
+
+from blockyard.proto.metrics.readings import Metric
+from blockyard.proto.metrics.table import METRICS, OUTCOMES
+
+PATH = Path(__file__).parents[3] / "docs" / "operating.md"
+BEGIN, END = (f"<!-- the table of proto/metrics/table.py: {word} -->\n" for word in ("begin", "end"))
+HEAD = "| metric | kind | unit | label | meaning | vLLM's |\n|---|---|---|---|---|---|\n"
+
+
+def table() -> str:
+    return HEAD + "".join(map(_row, METRICS))
+
+
+def with_table(document: str) -> str:
+    before, _, rest = document.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def _row(metric: Metric) -> str:
+    vllm = ", ".join(f"`{name}`" for name in metric.vllm)
+    cells = (f"`{metric.name}`", metric.kind.value, metric.unit, _label(metric), metric.meaning, vllm)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _label(metric: Metric) -> str:
+    if not metric.label:
+        return ""
+    if metric.most_values:
+        return f"`{metric.label}`: {metric.most_values} at most, see below"
+    values = "see below" if metric.values == OUTCOMES else ", ".join(metric.values)
+    return f"`{metric.label}`: {values}"
+
+
+if __name__ == "__main__":
+    PATH.write_text(with_table(PATH.read_text(encoding="utf-8")), encoding="utf-8")
